@@ -68,7 +68,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--slots", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance.json"
+    )
     given = parser.parse_args(arguments)
     drafters = tuple(given.only.split(","))
     if unknown := set(drafters) - set(DRAFTERS):
@@ -97,7 +99,9 @@ def questions(options: Options) -> list[Question]:
     return encode_questions(demo_folder(), prompts, options.lengths, options.tokens)
 
 
-def requests(asked: Sequence[Question], options: Options, temperature: float, tag: str) -> list[Request]:
+def requests(
+    asked: Sequence[Question], options: Options, temperature: float, tag: str
+) -> list[Request]:
     """One request a question; its seed depends on nothing but prompt and number."""
     return [
         Request(
@@ -115,7 +119,9 @@ def requests(asked: Sequence[Question], options: Options, temperature: float, ta
 
 def counted_rounds(ran: Pass, k: int) -> list[RoundRecord]:
     """Rounds with room for k drafts, by request; a request's first holds none."""
-    last = {t.request.id: len(t.request.prompt_ids) + t.request.params.max_tokens for t in ran.timelines}
+    last = {
+        t.request.id: len(t.request.prompt_ids) + t.request.params.max_tokens for t in ran.timelines
+    }
     chosen = [r for r in ran.records if r.round > 0 and r.position + k + 1 <= last[r.request]]
     return sorted(chosen, key=lambda record: record.request)
 
@@ -140,7 +146,10 @@ def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
         return {"value": round(value, 5), "error": None if error is None else round(error, 5)}
 
     def at(position: int, part: int) -> list[float]:
-        return [float(lists[part][position]) if position < len(lists[part]) else 0.0 for lists in counted]
+        return [
+            float(lists[part][position]) if position < len(lists[part]) else 0.0
+            for lists in counted
+        ]
 
     rounds = [float(len(each)) for each in own]
     return {
@@ -227,12 +236,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = measured_before(options, settings)
     done = {(row["drafter"], row["verify"], row["k"], row["temperature"]) for row in rows}
     for drafter, rule, k in product(options.drafters, options.rules, range(1, options.most + 1)):
-        wanted = {(drafter, rule, k, temperature) for temperature in temperatures(drafter, rule, options)}
+        wanted = {
+            (drafter, rule, k, temperature) for temperature in temperatures(drafter, rule, options)
+        }
         if not wanted - done:
             continue
         measured = measure(drafter, rule, k, asked, options)
         if weights_digest() != settings["weights_sha256"]:
-            print("the demo's weights are others than at the start: run this again", file=sys.stderr)
+            print(
+                "the demo's weights are others than at the start: run this again", file=sys.stderr
+            )
             return 1
         for row in measured:
             length = row["length"]

@@ -78,11 +78,17 @@ SOURCES = (
 
 def function(name: str, **properties: str) -> dict[str, Any]:
     """A tool with arguments that are texts."""
-    schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+    }
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-TOOLS = [function("read", path="string"), function("edit", path="string", old="string", new="string")]
+TOOLS = [
+    function("read", path="string"),
+    function("edit", path="string", old="string", new="string"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,9 @@ class Turn:
     @property
     def said(self) -> str:
         """The call as the template writes it."""
-        return f"<tool_call>{json.dumps({'name': self.name, 'arguments': self.arguments})}</tool_call>"
+        return (
+            f"<tool_call>{json.dumps({'name': self.name, 'arguments': self.arguments})}</tool_call>"
+        )
 
     def messages(self, number: int) -> list[dict[str, Any]]:
         """The call and its result as an agent sends them."""
@@ -113,7 +121,10 @@ def transcript(count: int, tokenizer: Any) -> list[Turn]:
         path = f"{SOURCES[number // 2 % len(SOURCES)]}.py"
         if number % 2 == 0:
             source = inspect.getsource(import_module(path[:-3])).splitlines()
-            size, start = round(LEAST * (MOST / LEAST) ** chance.random()), chance.randrange(len(source))
+            size, start = (
+                round(LEAST * (MOST / LEAST) ** chance.random()),
+                chance.randrange(len(source)),
+            )
             ids = tokenizer.encode("\n".join((source * 4)[start : start + 4000]))[:size]
             result = tokenizer.decode(ids).replace("\ufffd", "")
             lines = [line for line in result.splitlines() if line.strip()]
@@ -145,9 +156,13 @@ def conversations(
 class Replay:
     """The conversation with one engine."""
 
-    def __init__(self, folder: Path, method: str, ctx: int, threads: int, *, shares: bool = True) -> None:
+    def __init__(
+        self, folder: Path, method: str, ctx: int, threads: int, *, shares: bool = True
+    ) -> None:
         settings = plan_settings(
-            GenerateOptions(model=str(folder), spec=method, ctx=ctx, threads=threads, no_server=True)
+            GenerateOptions(
+                model=str(folder), spec=method, ctx=ctx, threads=threads, no_server=True
+            )
         )
         template = ChatTemplate("replay", {"default": TEMPLATE}, {})
         vocabulary = dataclasses.replace(settings.vocabulary, template=template)
@@ -246,7 +261,9 @@ def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "prefilled_tokens": total["prefilled"],
         "prompt_tokens": total["prompt"],
         "prefilled_beyond_new_most": max(extra),
-        "cached_is_true": all(row["cached"] + row["prefilled"] == row["prompt"] - 1 for row in rows),
+        "cached_is_true": all(
+            row["cached"] + row["prefilled"] == row["prompt"] - 1 for row in rows
+        ),
         "rss_growth_second_half_bytes": max(row["rss"] for row in rows[half:])
         - max(row["rss"] for row in rows[:half]),
     }
@@ -270,14 +287,18 @@ class Runs:
     ctx: int
     threads: int
 
-    def rows(self, part: str, turns: Sequence[Turn], method: str, **how: Any) -> list[dict[str, Any]]:
+    def rows(
+        self, part: str, turns: Sequence[Turn], method: str, **how: Any
+    ) -> list[dict[str, Any]]:
         """Figures of a run's turns: a cold one goes on where it was, others begin anew if not whole."""
         cold, path = part == "cold", self.parts / f"{self.name}-{part}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         wanted = how.pop("wanted", range(len(turns)))
         if len(rows) == len(wanted):
             return rows
-        rows, left = (rows, set(wanted) - {row["turn"] for row in rows}) if cold else ([], set(wanted))
+        rows, left = (
+            (rows, set(wanted) - {row["turn"] for row in rows}) if cold else ([], set(wanted))
+        )
         one = Replay(self.folder, method, self.ctx, self.threads, shares=not cold)
         with path.open("a" if cold else "w") as file:
             for row in replay(one, turns, self.ctx, wanted=left, **how):
@@ -308,11 +329,16 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
         alone = runs.rows("without_rule", turns[:20], "off", rule=False, fixed=False)
         wanted = range(0, given.turns, given.cold_every)
         cold = {
-            row["turn"]: row["own"] for row in runs.rows("cold", turns, "off", fixed=False, wanted=wanted)
+            row["turn"]: row["own"]
+            for row in runs.rows("cold", turns, "off", fixed=False, wanted=wanted)
         }
         for method, rows in each.items():
             equal = sum(rows[number]["own"] == own for number, own in cold.items())
-            found["methods"][method] = {**summed(rows), "turns_equal_to_cold": equal, "turns_cold": len(cold)}
+            found["methods"][method] = {
+                **summed(rows),
+                "turns_equal_to_cold": equal,
+                "turns_cold": len(cold),
+            }
         return {**found, "without_rule": summed(alone)}
 
 
@@ -322,7 +348,9 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=sorted(METHODS))
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--window", type=parse_size, default=parse_size("24k"))
-    parser.add_argument("--cold-every", type=int, default=1, help="run every n-th turn without a cache, too")
+    parser.add_argument(
+        "--cold-every", type=int, default=1, help="run every n-th turn without a cache, too"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", type=Path)
     parser.add_argument("--out", type=Path)

@@ -33,14 +33,22 @@ SCHEMA = "spd.benchmarks.auto_k/2"
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Adaptive k against plain decoding and the best fixed k.")
+    parser = argparse.ArgumentParser(
+        description="Adaptive k against plain decoding and the best fixed k."
+    )
     parser.add_argument("-m", "--model", action="append", help="demo, or a folder; again for more")
-    parser.add_argument("--spec", help="the drafter (the first of mtp, draft, ngram that a model has)")
+    parser.add_argument(
+        "--spec", help="the drafter (the first of mtp, draft, ngram that a model has)"
+    )
     parser.add_argument("--concurrency", default="1,4,16")
-    parser.add_argument("--draft-max", default="1,2,3,4", help="the fixed k, and the most of adaptive k")
+    parser.add_argument(
+        "--draft-max", default="1,2,3,4", help="the fixed k, and the most of adaptive k"
+    )
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--each", type=int, default=1, help="prompts of each category")
-    parser.add_argument("--waves", type=int, default=4, help="requests of a pass, times those together")
+    parser.add_argument(
+        "--waves", type=int, default=4, help="requests of a pass, times those together"
+    )
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--keep", action="store_true", help="keep what OUT says of other models")
@@ -50,7 +58,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Sweep:
     """Plain, every fixed k, and adaptive k, on one mix of prompts."""
-    prompts = [replace(prompt, category="mixed") for prompt in choose(read_prompts(OWN), None, options.each)]
+    prompts = [
+        replace(prompt, category="mixed")
+        for prompt in choose(read_prompts(OWN), None, options.each)
+    ]
     questions = encode_questions(model, prompts, [None], options.tokens)
     fixed = [int(word) for word in options.draft_max.split(",")]
     plain = EngineConfig(
@@ -62,7 +73,11 @@ def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace
         spec="off",
     )
     speculating = replace(plain, **wishes, draft_max=max(fixed), adaptive=True)
-    configs = [plain, *(replace(speculating, draft_max=k, adaptive=False) for k in fixed), speculating]
+    configs = [
+        plain,
+        *(replace(speculating, draft_max=k, adaptive=False) for k in fixed),
+        speculating,
+    ]
     settings = Settings(
         temperatures=(0.0,),
         loads=tuple(Load(int(word)) for word in options.concurrency.split(",")),
@@ -88,7 +103,9 @@ def case_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "concurrency": plain["concurrency"],
         "plain_tokens_per_second": median(values(plain)),
-        "fixed_over_plain": {str(row["draft_max"]): _ratio(values(row), values(plain)) for row in fixed},
+        "fixed_over_plain": {
+            str(row["draft_max"]): _ratio(values(row), values(plain)) for row in fixed
+        },
         "best_k": best["draft_max"],
         "auto_over_plain": _ratio(values(auto), values(plain)),
         "auto_over_best": _ratio(values(auto), values(best)),

@@ -52,7 +52,10 @@ def command_words(name: str, more: Sequence[str] = ()) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run `spd bench` and keep its rows; returns its status."""
     if not arguments or arguments[0] not in COMMANDS:
-        print(f"usage: python -m benchmarks.bench_results {'|'.join(COMMANDS)} [-- OPTIONS]", file=sys.stderr)
+        print(
+            f"usage: python -m benchmarks.bench_results {'|'.join(COMMANDS)} [-- OPTIONS]",
+            file=sys.stderr,
+        )
         return 2
     name, more = arguments[0], [word for word in arguments[1:] if word != "--"]
     words = command_words(name, more)

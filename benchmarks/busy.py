@@ -67,14 +67,21 @@ def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     """The rows of one dtype: medians of tokens a second by threads, for every load and number together."""
     shared = {"model": arguments.model, "dtype": dtype, "spec": arguments.spec}
     names = {"1": 1, "all": len(os.sched_getaffinity(0)), "own": None}
-    pairs = {name: [Worker(threads=count, **shared) for _ in range(2)] for name, count in names.items()}
+    pairs = {
+        name: [Worker(threads=count, **shared) for _ in range(2)] for name, count in names.items()
+    }
     kernels = {worker.read().split()[0] for pair in pairs.values() for worker in pair}
     rows = []
     try:
         for together in arguments.together:
             for load, programs in LOADS.items():
-                tokens = arguments.tokens // (1 if together == 1 else 4) // (4 if load == "six" else 1)
-                busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+                tokens = (
+                    arguments.tokens // (1 if together == 1 else 4) // (4 if load == "six" else 1)
+                )
+                busy = [
+                    subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                    for _ in range(programs)
+                ]
                 time.sleep(1)
                 speeds: dict[str, list[float]] = {name: [] for name in names}
                 for repetition in range(arguments.repetitions + 1):  # the first is not counted
@@ -95,7 +102,8 @@ def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
                 )  # fmt: skip
                 shown = "  ".join(f"{name} {value:7.1f}" for name, value in middle.items())
                 print(
-                    f"{dtype:9} {together:3} together  {load:5} {shown}   own / best {ratio:.3f}", flush=True
+                    f"{dtype:9} {together:3} together  {load:5} {shown}   own / best {ratio:.3f}",
+                    flush=True,
                 )
     finally:
         for pair in pairs.values():
@@ -109,8 +117,12 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a model folder; the demo otherwise")
     parser.add_argument("--spec", default="off")
-    parser.add_argument("--dtype", type=lambda text: text.split(","), default=["bfloat16", "float32"])
-    parser.add_argument("--together", type=lambda text: [*map(int, text.split(","))], default=[1, 16])
+    parser.add_argument(
+        "--dtype", type=lambda text: text.split(","), default=["bfloat16", "float32"]
+    )
+    parser.add_argument(
+        "--together", type=lambda text: [*map(int, text.split(","))], default=[1, 16]
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--out", type=Path)
@@ -125,7 +137,9 @@ def main() -> None:
             "machine": describe_machine(),
             "model": arguments.model,
         }
-        arguments.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(
+            json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     return None
 
 

@@ -52,7 +52,9 @@ def main() -> None:
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     table = ",\n".join(f"  {row}" for row in rows)
-    text = "\n".join(["{", *lines, f' "columns": {json.dumps(COLUMNS)},', f' "rows": [\n{table}\n ]', "}"])
+    text = "\n".join(
+        ["{", *lines, f' "columns": {json.dumps(COLUMNS)},', f' "rows": [\n{table}\n ]', "}"]
+    )
     RESULT.write_text(text + "\n")
     print(f"{len(found)} rows; in local memory: {[row for row in found if row[3]]}")
 

@@ -22,7 +22,9 @@ def describe_commit(*paths: str) -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+            run = subprocess.run(
+                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+            )
         except (OSError, subprocess.CalledProcessError):
             return None
         return run.stdout.strip()
@@ -58,7 +60,11 @@ class ForeignLoad:
 
     def __init__(self, group: int) -> None:
         self.group = group
-        self.own, self.busy, self.at = group_cpu_seconds(group), busy_cpu_seconds(), time.monotonic()
+        self.own, self.busy, self.at = (
+            group_cpu_seconds(group),
+            busy_cpu_seconds(),
+            time.monotonic(),
+        )
 
     def read(self) -> tuple[float, float]:
         """Return since this was made: CPUs busy with others on average, and the group's own CPU seconds."""

@@ -66,7 +66,9 @@ class Text:
 def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
     """All requests to their ends, together as far as there are slots."""
     made = {request.id: Text() for request in requests}
-    engine.trace = lambda record: made[record.request].drafts.append((tuple(record.draft), record.accepted))
+    engine.trace = lambda record: made[record.request].drafts.append(
+        (tuple(record.draft), record.accepted)
+    )
     for event in engine.stream(requests):
         made[event.request_id].tokens += event.token_ids
         made[event.request_id].finish = event.finish_reason
@@ -90,7 +92,10 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
         elif i % 3 == 2:
             before, more = made[-2], tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
             reply = tuple(run(engine, [before])[0].tokens)
-            ids, parts = (*before.prompt_ids, *reply, *more), (len(before.prompt_ids), len(reply), len(more))
+            ids, parts = (
+                (*before.prompt_ids, *reply, *more),
+                (len(before.prompt_ids), len(reply), len(more)),
+            )
             spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
         heat = TEMPERATURES[(i + i // 3) % 3]
         params = SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
@@ -115,7 +120,9 @@ def differing(found: Sequence[Text], wanted: Sequence[Text]) -> int:
     return sum(sum(map(int.__ne__, f, w)) + abs(len(f) - len(w)) for f, w in pairs)
 
 
-def run_cell(wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]) -> dict[str, Any]:
+def run_cell(
+    wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]
+) -> dict[str, Any]:
     """One drafter and k at every lag."""
     began, first = time.monotonic(), list[Text]()
     row = {
@@ -202,7 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
         if (dtype := wishes["dtype"]) not in right:
             plain = {**wishes, "spec": "off", "draft_max": None, "draft_model": None}
             plain = {key: value for key, value in plain.items() if not key.startswith("ngram")}
-            engine = Engine(EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain))
+            engine = Engine(
+                EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain)
+            )
             requests = make_requests(engine, asked.requests, asked.tokens)
             right[dtype] = requests, [run(engine, [one])[0] for one in requests]
             engine.close()
@@ -211,7 +220,9 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.out is not None:
             asked.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
     done = [rows[name] for name in every if name in rows]
-    tokens, differ, drafts = (sum(row[key] for row in done) for key in ("tokens", "differ", "drafts_differ"))
+    tokens, differ, drafts = (
+        sum(row[key] for row in done) for key in ("tokens", "differ", "drafts_differ")
+    )
     print(f"{tokens:,} tokens, {differ} differ; drafts of {drafts} requests differ")
     return 6 if differ or drafts else 7 if len(done) < len(every) else 0
 

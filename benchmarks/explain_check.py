@@ -32,7 +32,9 @@ Records = Mapping[int, Sequence[RoundRecord]]
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Hold explain's predictions against what was measured.")
+    parser = argparse.ArgumentParser(
+        description="Hold explain's predictions against what was measured."
+    )
     parser.add_argument("-m", "--model", action="append", help="demo, or a folder; again for more")
     parser.add_argument("--spec", help="comma list of drafters (all that a model has)")
     parser.add_argument("--draft-max", default="0,1,2,3,4,6,8")
@@ -40,10 +42,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=1, help="prompts of each category")
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "explain_check.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "explain_check.json"
+    )
     given = parser.parse_args(arguments)
     if sum(int(word) > 0 for word in given.draft_max.split(",")) < 2:
-        parser.error(f"--draft-max {given.draft_max}: a k can only be left out where another is left")
+        parser.error(
+            f"--draft-max {given.draft_max}: a k can only be left out where another is left"
+        )
     return given
 
 
@@ -52,7 +58,12 @@ def run_rounds(model: Path, wishes: Mapping[str, Any], options: argparse.Namespa
     prompts = choose(read_prompts(OWN), None, options.each)
     questions = encode_questions(model, prompts, [None], options.tokens)
     longest = max(len(question.ids) for question in questions)
-    base = {"model": model, "device": "cpu", "threads": options.threads, "ctx": longest + options.tokens}
+    base = {
+        "model": model,
+        "device": "cpu",
+        "threads": options.threads,
+        "ctx": longest + options.tokens,
+    }
     engines = {}
     for word in options.draft_max.split(","):
         k = int(word)
@@ -83,7 +94,12 @@ def predictions(records: Records) -> list[dict[str, Any]]:
             foreseen = explain_traces(others).prospects[k].tokens_per_second
             measured = explain_traces([Trace(list(records[k]))]).tokens_per_second
             found.append(
-                {"k": k, "measured": measured, "predicted": foreseen, "error": foreseen / measured - 1}
+                {
+                    "k": k,
+                    "measured": measured,
+                    "predicted": foreseen,
+                    "error": foreseen / measured - 1,
+                }
             )
     return found
 
@@ -91,7 +107,9 @@ def predictions(records: Records) -> list[dict[str, Any]]:
 def judge(method: str, records: Records) -> dict[str, Any]:
     """A method's predictions, and how good the k is that explain would choose from all rounds."""
     pairs = predictions(records)
-    speeds = {k: explain_traces([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()}
+    speeds = {
+        k: explain_traces([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()
+    }
     whole = explain_traces([Trace(list(rounds)) for rounds in records.values()])
     chosen = max(records, key=lambda k: whole.prospects[k].tokens_per_second)
     best = max(speeds, key=lambda k: speeds[k])
@@ -112,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = model_folder(name)
         known = drafters(folder)
         for method in options.spec.split(",") if options.spec else known:
-            cases.append({"model": folder.name, **judge(method, run_rounds(folder, known[method], options))})
+            cases.append(
+                {"model": folder.name, **judge(method, run_rounds(folder, known[method], options))}
+            )
             for pair in cases[-1]["pairs"]:
                 print(
                     f"{folder.name} {method} k={pair['k']}: {pair['measured']:.1f} tokens/s, "
@@ -122,10 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = [abs(pair["error"]) for case in cases for pair in case["pairs"]]
     right = sum(error <= WITHIN for error in errors) / len(errors)
     worst = min(case["chosen_over_best"] for case in cases)
-    print(f"{right:.0%} of {len(errors)} within {WITHIN:.0%}; the chosen k gives {worst:.3f} of the best")
+    print(
+        f"{right:.0%} of {len(errors)} within {WITHIN:.0%}; the chosen k gives {worst:.3f} of the best"
+    )
     result = {
         "schema": SCHEMA,
-        "settings": {"tokens": options.tokens, "repetitions": options.repetitions, "temperature": 0.0},
+        "settings": {
+            "tokens": options.tokens,
+            "repetitions": options.repetitions,
+            "temperature": 0.0,
+        },
         "machine": describe_machine(),
         **describe_commit(),
         "cases": cases,

@@ -64,7 +64,11 @@ class Clocks:
 
 def engine_of(model: Path, slots: int, **wishes: Any) -> Engine:
     """An engine whose slots all hold a few hundred positions."""
-    wishes = {"threads": 1, "graphs": False, **wishes}  # a recorded round never comes to `Round.run`
+    wishes = {
+        "threads": 1,
+        "graphs": False,
+        **wishes,
+    }  # a recorded round never comes to `Round.run`
     return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, **wishes))
 
 
@@ -111,7 +115,9 @@ def replaying(queue: RoundQueue, written: Written) -> Run:
     return run
 
 
-def host_microseconds(model: Path, slots: int, steps: int, **wishes: Any) -> dict[str, dict[str, float]]:
+def host_microseconds(
+    model: Path, slots: int, steps: int, **wishes: Any
+) -> dict[str, dict[str, float]]:
     """`host_share` behind the device program, and behind what it wrote."""
     written: Written = []
     return {
@@ -161,7 +167,10 @@ def host_share(
     found: dict[str, float] = {"steps": len(costs) - WARM_UP}
     for clock in ("wall", "cpu"):
         ordered = sorted(1e6 * getattr(cost, clock) for cost in costs[WARM_UP:])
-        found |= {clock: statistics.median(ordered), f"{clock}_p90": ordered[int(0.9 * len(ordered))]}
+        found |= {
+            clock: statistics.median(ordered),
+            f"{clock}_p90": ordered[int(0.9 * len(ordered))],
+        }
     return found
 
 
@@ -190,7 +199,9 @@ def main() -> None:
         )
         result["host_us"][name] = found
         for where, cost in found.items():
-            print(f"host, {options.slots} slots, {name}, {where}: {cost['wall']:.0f} us", flush=True)
+            print(
+                f"host, {options.slots} slots, {name}, {where}: {cost['wall']:.0f} us", flush=True
+            )
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -60,17 +60,23 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "serve_equality": Table(
             "serve_equality.json", table_forms.serve_equality, "python -m benchmarks.serve_equality"
         ),
-        "serve_load": Table("serve_load.json", table_forms.serve_load, "python -m benchmarks.serve_load"),
+        "serve_load": Table(
+            "serve_load.json", table_forms.serve_load, "python -m benchmarks.serve_load"
+        ),
         "cpu_peers": Table("cpu_peers.json", table_forms.cpu_peers, PEERS),
         "peer_loads": Table(
-            "cpu_peer_loads.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
+            "cpu_peer_loads.json",
+            table_forms.peer_loads,
+            f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8",
         ),
         "peer_demo": Table(
             "cpu_peer_demo.json",
             table_forms.peer_loads,
             "python -m benchmarks.peers spd/formats/demo --concurrency 1,4,16",
         ),
-        "acceptance": Table("acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"),
+        "acceptance": Table(
+            "acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"
+        ),
         "bench_demo": Table("bench_demo.json", table_forms.bench_demo, f"{BENCH} demo"),
         "bench_pairs": Table("bench_pairs.json", table_forms.bench_pairs, f"{BENCH} pairs"),
         "bench_concurrency": Table(
@@ -79,13 +85,19 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "bench_rate_draft_tp": Table(
             "bench_rate_draft_tp.json", table_forms.bench_rate_draft_tp, f"{BENCH} rate_draft_tp"
         ),
-        "gpu_gates": Table("gpu_suite.json", table_forms.gpu_gates, "python -m benchmarks.gpu_suite"),
+        "gpu_gates": Table(
+            "gpu_suite.json", table_forms.gpu_gates, "python -m benchmarks.gpu_suite"
+        ),
         "auto_k": Table("auto_k.json", table_forms.auto_k, "python -m benchmarks.auto_k"),
-        "host_cost": Table("host_cost.json", table_forms.host_cost, "python -m benchmarks.host_cost"),
+        "host_cost": Table(
+            "host_cost.json", table_forms.host_cost, "python -m benchmarks.host_cost"
+        ),
         "explain_check": Table(
             "explain_check.json", table_forms.explain_check, "python -m benchmarks.explain_check"
         ),
-        "slow_tests": Table("slow_tests.json", table_forms.slow_tests, "python -m benchmarks.slow_tests"),
+        "slow_tests": Table(
+            "slow_tests.json", table_forms.slow_tests, "python -m benchmarks.slow_tests"
+        ),
     }
 )
 
@@ -104,7 +116,10 @@ def main(arguments: list[str]) -> int:
         if "--write" in arguments:
             page.write_text(after, encoding="utf-8")
         elif before != after:
-            print(f"{page.name}: other tables than benchmarks/results; run with --write", file=sys.stderr)
+            print(
+                f"{page.name}: other tables than benchmarks/results; run with --write",
+                file=sys.stderr,
+            )
             status = 1
     return status
 

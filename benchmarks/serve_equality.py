@@ -52,7 +52,12 @@ CALLS = "os.path.join", "re.sub", "json.dumps", "heapq.heappush", "functools.red
 def drafters(model: str) -> dict[str, dict[str, Any]]:
     """Options of a server by drafter; the model itself stands for a draft model."""
     draft = {"spec": "draft", "draft_model": model, "draft_max": 3}
-    return {"off": {"spec": "off"}, "mtp": {"spec": "mtp"}, "ngram": {"spec": "ngram"}, "draft": draft}
+    return {
+        "off": {"spec": "off"},
+        "mtp": {"spec": "mtp"},
+        "ngram": {"spec": "ngram"},
+        "draft": draft,
+    }
 
 
 @contextmanager
@@ -60,7 +65,9 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
     """A server in this process, and its port."""
     settings = plan_settings(options.as_generate())
     config = dataclasses.replace(settings.config, cache_pages=pages)
-    thread = EngineThread(lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None)
+    thread = EngineThread(
+        lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None
+    )
     thread.start()
     service, listener = Service(settings, options.model, thread), listen("127.0.0.1", 0)
     server = Server(service, options)
@@ -83,12 +90,19 @@ def make_chats(count: int, seed: int, temperature: float, tokens: int) -> list[d
     for number in range(count):
         name = draws.choice(CALLS)
         content = draws.choice(QUESTIONS).format(name, name.rpartition(".")[2]) + f" ({number % 7})"
-        params = {"temperature": temperature, "seed": seed + number, "max_tokens": tokens, "ignore_eos": True}
+        params = {
+            "temperature": temperature,
+            "seed": seed + number,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+        }
         chats.append({"messages": [{"role": "user", "content": content}], **params})
     return chats
 
 
-def generated(model: str, chats: Sequence[dict[str, Any]], threads: int | None) -> list[tuple[str, int]]:
+def generated(
+    model: str, chats: Sequence[dict[str, Any]], threads: int | None
+) -> list[tuple[str, int]]:
     """Text and number of tokens of each, as `spd generate` writes them alone."""
     lines = [
         {"messages": chat["messages"], "params": {k: v for k, v in chat.items() if k != "messages"}}
@@ -99,7 +113,9 @@ def generated(model: str, chats: Sequence[dict[str, Any]], threads: int | None) 
     command += [] if threads is None else ["--threads", str(threads)]
     environment = {**os.environ, "SPD_CONFIG": os.devnull}
     said = "".join(json.dumps(line) + "\n" for line in lines)
-    ran = subprocess.run(command, input=said, env=environment, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        command, input=said, env=environment, capture_output=True, text=True, check=True
+    )
     answers = map(json.loads, ran.stdout.splitlines())
     return [(answer["text"], answer["usage"]["completion_tokens"]) for answer in answers]
 
@@ -139,7 +155,9 @@ def run_cell(
         ThreadPoolExecutor(CLIENTS) as pool,
         ThreadPoolExecutor(LEAVERS) as leavers,
     ):
-        left = [leavers.submit(leave, port, chats[i], random.Random(i), over) for i in range(LEAVERS)]
+        left = [
+            leavers.submit(leave, port, chats[i], random.Random(i), over) for i in range(LEAVERS)
+        ]
         try:
             answers = pool.map(lambda i: ask(port, chats[i], stream=i % 2 == 0), range(len(chats)))
             found = list(answers)
@@ -152,7 +170,9 @@ def run_cell(
             time.sleep(0.01)
         return {
             "tokens": sum(size for _, size in right),
-            "differ": sum(size for text, (want, size) in zip(found, right, strict=True) if text != want),
+            "differ": sum(
+                size for text, (want, size) in zip(found, right, strict=True) if text != want
+            ),
             "left": int(service.counters.get('requests_total{reason="abort"}', 0)),
             "interrupted": int(service.counters["preemptions_total"]),
             "still_open": service.open,
@@ -161,7 +181,9 @@ def run_cell(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run cells until enough tokens were compared; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve_equality", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve_equality", description=__doc__
+    )
     parser.add_argument("--models", default="demo,demo-hybrid")
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--requests", type=int, default=56)
@@ -187,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         **wishes,
                     )
                     found = run_cell(options, chats, right)
-                    cell = cells.setdefault(f"{model}/{spec}/T{temperature:g}", dict.fromkeys(found, 0))
+                    cell = cells.setdefault(
+                        f"{model}/{spec}/T{temperature:g}", dict.fromkeys(found, 0)
+                    )
                     for name, count in found.items():
                         cell[name] += count
                     print(f"{model}/{spec}/T{temperature:g}", found, flush=True)

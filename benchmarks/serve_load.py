@@ -45,11 +45,15 @@ QUESTION = "What does os.path.join do?"
 
 
 @contextmanager
-def running(command: Sequence[str], ready: str, **environment: str) -> Iterator[tuple[int, re.Match[str]]]:
+def running(
+    command: Sequence[str], ready: str, **environment: str
+) -> Iterator[tuple[int, re.Match[str]]]:
     """A server in a process group of its own, and what it said when it was ready."""
     with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "SPD_CONFIG": os.devnull, **environment}
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             ends = time.monotonic() + 600
             while (found := re.search(ready, os.pread(log.fileno(), 1 << 20, 0).decode())) is None:
@@ -81,7 +85,9 @@ def guidellm(
     """Figures of each load of `count` requests that guidellm makes, of those that end within a minute."""
     with tempfile.TemporaryDirectory() as home:
         data, out = Path(home) / "data.jsonl", Path(home) / "out.json"
-        lines = ({"prompt": f"{i}. {QUESTION}", "output_tokens_count": TOKENS // 2} for i in range(4000))
+        lines = (
+            {"prompt": f"{i}. {QUESTION}", "output_tokens_count": TOKENS // 2} for i in range(4000)
+        )
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         chat = "/v1/chat/completions" if model == "demo" else "/v1/completions"
         target = f"target=http://127.0.0.1:{port},model={model},http2=false,request_format={chat}"
@@ -128,13 +134,17 @@ def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     """Of the demo and the 0.35 B: tokens a second and CPU of 16 requests, bare and served, in turns."""
     found: dict[str, Any] = {}
     for model in ("demo", *([] if asked.medium is None else [str(asked.medium)])):
-        options = ServeOptions(model=model, spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads)
+        options = ServeOptions(
+            model=model, spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
+        )
         engine = Engine(plan_settings(options.as_generate()).config)
         rows: list[dict[str, float]] = []
         with serving(home, options) as (process, port):
             for number in range(-1, ROUNDS):
                 draws = random.Random(number)
-                prompts = [[draws.randrange(300, 3000) for _ in range(PROMPT)] for _ in range(TOGETHER)]
+                prompts = [
+                    [draws.randrange(300, 3000) for _ in range(PROMPT)] for _ in range(TOGETHER)
+                ]
                 foreign = ForeignLoad(os.getpgid(0))
                 seconds, cpu = bare(engine, prompts)
                 before = group_cpu_seconds(process)
@@ -167,7 +177,9 @@ def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
 def bare(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Seconds and CPU seconds of an engine for these prompts together."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    requests = [Request(f"{time.monotonic_ns()}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)]
+    requests = [
+        Request(f"{time.monotonic_ns()}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
+    ]
     began, cpu = time.perf_counter(), time.process_time()
     for _ in engine.stream(requests):
         pass
@@ -210,7 +222,9 @@ def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
         model=str(asked.medium), spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
     )
     with serving(home, options) as (_, port):
-        (found["spd"],) = guidellm(asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words)
+        (found["spd"],) = guidellm(
+            asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words
+        )
     print("spd", found["spd"], flush=True)
     if asked.vllm is None:
         return found
@@ -219,12 +233,18 @@ def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     command = [asked.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(asked.medium)]
     command += ["--port", str(port), "--max-model-len", str(CTX), "--max-num-seqs", str(TOGETHER)]
     command += ["--dtype", "bfloat16", "--enforce-eager"]  # its compiler takes longer than the run
-    environment = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     environment |= {"HF_HUB_OFFLINE": "1", "LD_PRELOAD": find_preload(Path(asked.vllm))}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     try:
         with running(command, "Application startup complete", **environment):
-            (found["vllm"],) = guidellm(asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words)
+            (found["vllm"],) = guidellm(
+                asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words
+            )
     except RuntimeError as error:
         found["vllm"] = {"failed": str(error)}
     print("vllm", found["vllm"], flush=True)
@@ -236,19 +256,36 @@ def measure_warm(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     options = ServeOptions(model="demo", threads=asked.threads)
     found: dict[str, list[float]] = {"warm": [], "cold": []}
     threads = [] if asked.threads is None else [f"--threads={asked.threads}"]
-    command = [sys.executable, "-m", "spd", "generate", *threads, "--temperature=0", "-n", "8", QUESTION]
+    command = [
+        sys.executable,
+        "-m",
+        "spd",
+        "generate",
+        *threads,
+        "--temperature=0",
+        "-n",
+        "8",
+        QUESTION,
+    ]
     environment = {**os.environ, "SPD_CONFIG": os.devnull, "XDG_RUNTIME_DIR": home}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": home}  # as it is once installed
+    environment |= {
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": home,
+    }  # as it is once installed
     with serving(home, options):
         for _ in range(RUNS + 1):
             for name, more in (("warm", []), ("cold", ["--no-server"])):
                 began = time.perf_counter()
-                with subprocess.Popen([*command, *more], env=environment, stdout=subprocess.PIPE) as process:
+                with subprocess.Popen(
+                    [*command, *more], env=environment, stdout=subprocess.PIPE
+                ) as process:
                     assert process.stdout is not None
                     os.read(process.stdout.fileno(), 1)
                     found[name].append(1000 * (time.perf_counter() - began))
                     process.stdout.read()
-    shown = {name: summarize(values[1:]) for name, values in found.items()}  # the first one fills caches
+    shown = {
+        name: summarize(values[1:]) for name, values in found.items()
+    }  # the first one fills caches
     print("first byte, ms:", *(f"{name} {value}" for name, value in shown.items()), flush=True)
     return {name: value.as_dict() for name, value in shown.items()}
 
@@ -275,7 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="spd-load-") as home:
         for part in asked.only.split(","):
-            if (part != "peer" or asked.medium) and (part not in ("rates", "peer") or asked.guidellm):
+            if (part != "peer" or asked.medium) and (
+                part not in ("rates", "peer") or asked.guidellm
+            ):
                 found[part] = measures[part](asked, home)
                 if asked.out is not None:
                     asked.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -40,7 +40,13 @@ SCHEMA = "spd.benchmarks.soak/1"
 SHARES = {"plain": 73, "aborted": 10, "malformed": 5, "canary": 2, "socket": 10}
 QUESTION = "What does os.path.join do?"
 CANARY = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
-QUESTIONS = ("What does len do?", "What is a list?", "def read_lines(path):", "How do I sort?", "import ")
+QUESTIONS = (
+    "What does len do?",
+    "What is a list?",
+    "def read_lines(path):",
+    "How do I sort?",
+    "import ",
+)
 BOOLEAN = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "boolean"}}}
 MALFORMED: tuple[Any, ...] = (
     b"{",
@@ -63,9 +69,13 @@ SETTLE = 30.0
 class Soak:
     """Requests to one server, and what came of them."""
 
-    def __init__(self, port: int, process: int, runtime_folder: Path, options: GenerateOptions) -> None:
+    def __init__(
+        self, port: int, process: int, runtime_folder: Path, options: GenerateOptions
+    ) -> None:
         self._port, self._process, self._options = port, process, options
-        self._session: Any = SimpleNamespace(console=Console(quiet=True), runtime_folder=runtime_folder)
+        self._session: Any = SimpleNamespace(
+            console=Console(quiet=True), runtime_folder=runtime_folder
+        )
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.samples: list[dict[str, float]] = []
@@ -76,7 +86,9 @@ class Soak:
         """Send the request of this number, and judge its answer."""
         draws = random.Random(number)
         kinds = [kind for kind, share in SHARES.items() for _ in range(share)]
-        kind = kinds[37 * number % len(kinds)]  # in another order, and each as often as its share says
+        kind = kinds[
+            37 * number % len(kinds)
+        ]  # in another order, and each as often as its share says
         try:
             fault = getattr(self, f"_{kind}")(draws)
         except (OSError, http.client.HTTPException, ValueError, KeyError, SpdError) as error:
@@ -117,7 +129,9 @@ class Soak:
             text = response.read().decode()
         if response.status != 200:
             return f"status {response.status}: {text[:200]}"
-        whole = text.endswith("data: [DONE]\n\n") if body["stream"] else "choices" in json.loads(text)
+        whole = (
+            text.endswith("data: [DONE]\n\n") if body["stream"] else "choices" in json.loads(text)
+        )
         return None if whole and '{"error"' not in text else f"not whole: {text[-200:]}"
 
     def _aborted(self, draws: random.Random) -> str | None:
@@ -133,7 +147,9 @@ class Soak:
         with closing(self._send("/v1/chat/completions", draws.choice(MALFORMED))) as connection:
             response = connection.getresponse()
             error = json.loads(response.read()).get("error", {})
-        return None if response.status == 400 and error.get("message") else f"status {response.status}"
+        return (
+            None if response.status == 400 and error.get("message") else f"status {response.status}"
+        )
 
     def _canary(self, draws: random.Random) -> str | None:
         text = self._ask_canary()
@@ -180,7 +196,9 @@ class Soak:
 
     def _sample(self) -> dict[str, float]:
         folder = Path(f"/proc/{self._process}")
-        found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", (folder / "status").read_text(), re.MULTILINE))
+        found = dict(
+            re.findall(r"^(VmRSS|Threads):\s+(\d+)", (folder / "status").read_text(), re.MULTILINE)
+        )
         return {
             "requests": self.counts.total(),
             "memory_mib": int(found["VmRSS"]) / 1024,
@@ -192,7 +210,9 @@ class Soak:
 def faults_of(soak: Soak) -> list[str]:
     """What is wrong with the answers, and what of the server has grown."""
     grown = soak.growth()
-    more = [f"{name} grew by {grown[name]:.1f}" for name, most in GROWTH.items() if grown[name] > most]
+    more = [
+        f"{name} grew by {grown[name]:.1f}" for name, most in GROWTH.items() if grown[name] > most
+    ]
     return [*soak.faults, *more]
 
 

@@ -38,7 +38,9 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+def median_interval(
+    values: Sequence[float], confidence: float = 0.95
+) -> tuple[float, float] | None:
     """An interval that holds the median of whatever the sample is from, with at least `confidence`.
 
     Two order statistics, by the binomial distribution of how many values fall below the median; nothing

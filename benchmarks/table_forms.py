@@ -58,9 +58,15 @@ def headline(peers: Result, loads: Result, adaptive: Result, equal: Result) -> s
     ratio = next(case for case in model["cases"] if case["concurrency"] == 1)["auto_over_plain"]
     demo = f"`demo`, its own MTP layer, adaptive k: {_interval(ratio)} × plain decoding"
     cells = equal["cells"].values()
-    changed = f"{sum(cell['differ'] for cell in cells)} of {sum(cell['tokens'] for cell in cells):,}"
+    changed = (
+        f"{sum(cell['differ'] for cell in cells)} of {sum(cell['tokens'] for cell in cells):,}"
+    )
     rows = [
-        [f"0.35 B model, one request: {alone}", machine(peers), "`python -m benchmarks.peers MODEL`"],
+        [
+            f"0.35 B model, one request: {alone}",
+            machine(peers),
+            "`python -m benchmarks.peers MODEL`",
+        ],
         [
             f"the same model, 16 requests: {together}",
             machine(loads),
@@ -94,7 +100,9 @@ def equality(*results: Result) -> str:
         dtypes = ", ".join(dict.fromkeys(cell.split("/")[0] for cell in result["cells"]))
         row = [f"`{result['model']}`", dtypes, str(result["tp"]), machine(result)]
         rows.append([*row, f"{interrupted:,}", f"{differ} of {tokens:,}"])
-    return table(["model", "dtype", "ranks", "machine", "interruptions", "tokens that differ"], rows)
+    return table(
+        ["model", "dtype", "ranks", "machine", "interruptions", "tokens that differ"], rows
+    )
 
 
 def serve_equality(result: Result) -> str:
@@ -105,9 +113,13 @@ def serve_equality(result: Result) -> str:
         rows.setdefault((model, heat.removeprefix("T")), []).append(cell)
     lines = []
     for (model, heat), cells in rows.items():
-        counts = (sum(cell[key] for cell in cells) for key in ("left", "interrupted", "differ", "tokens"))
+        counts = (
+            sum(cell[key] for cell in cells) for key in ("left", "interrupted", "differ", "tokens")
+        )
         left, interrupted, differ, tokens = counts
-        lines.append([f"`{model}`", heat, f"{left:,}", f"{interrupted:,}", f"{differ} of {tokens:,}"])
+        lines.append(
+            [f"`{model}`", heat, f"{left:,}", f"{interrupted:,}", f"{differ} of {tokens:,}"]
+        )
     head = ["", "T", "requests left", "interruptions", "tokens that differ"]
     return table(head, lines) + f"\nMeasured on {machine(result)}.\n"
 
@@ -123,15 +135,15 @@ def serve_load(result: Result) -> str | None:
     rows = []
     for name, one in loads.items():
         cells = [f"{one[key][at]:.1f}" for key in ("ttft_ms", "itl_ms") for at in ("p50", "p99")]
-        rows.append([name, f"{one['tokens_per_second']:.0f}", *cells, str(one["requests"]["errored"])])
+        rows.append(
+            [name, f"{one['tokens_per_second']:.0f}", *cells, str(one["requests"]["errored"])]
+        )
     head = ["", "tokens/s", "first token p50", "p99", "between p50", "p99", "refused"]
     text = table(head, rows)
     for name, one in result["overhead"].items():
         ratio, cost = one["served_over_bare"]["median"], one["cpu_us_an_event"]["median"]
-        text += (
-            f"\nThe {name}: {result['together']} requests take {ratio:.3f} of the bare engine's time through "
-        )
-        text += f"the server, which uses {cost:.0f} µs more of a CPU for each event.\n"
+        text += f"\nThe {name}: {result['together']} requests take {ratio:.3f} of the bare engine's time "
+        text += f"through the server, which uses {cost:.0f} µs more of a CPU for each event.\n"
     warm, cold = (result["warm"][name]["median"] for name in ("warm", "cold"))
     runs = len(result["warm"]["warm"]["values"])
     text += f"\n`spd generate` prints its first byte {warm:.0f} ms after Enter with a server, {cold:.0f} ms "
@@ -147,7 +159,9 @@ def cpu_peers(result: Result) -> str:
         own = [entries.get(f"{peer}-{mode}") for mode in modes]
         version = next((_version(peer, entry) for entry in own if entry is not None), None)
         if version is not None:
-            cells = ["" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own]
+            cells = [
+                "" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own
+            ]
             rows.append([PEER_NAMES[peer] + version, *cells])
     head = [f"tokens/s, k = {settings['draft_max']}", *(MODES[mode] for mode in modes)]
     return table(head, rows)
@@ -168,7 +182,9 @@ def peer_loads(result: Result) -> str | None:
     text = ""
     for mode in MODES:
         named = [
-            peer for peer in PEER_NAMES if any(f"{peer}-{mode}" in at["entries"] for at in loads.values())
+            peer
+            for peer in PEER_NAMES
+            if any(f"{peer}-{mode}" in at["entries"] for at in loads.values())
         ]
         if not named:
             continue
@@ -178,7 +194,9 @@ def peer_loads(result: Result) -> str | None:
             for peer in named:
                 entry = found["entries"].get(f"{peer}-{mode}")
                 ratio = found["ratios"].get(f"spd-{mode} / {peer}-{mode}")
-                speed = "" if entry is None else f"{entry['output_tokens_per_second']['median']:.1f}"
+                speed = (
+                    "" if entry is None else f"{entry['output_tokens_per_second']['median']:.1f}"
+                )
                 cells.append(speed + ("" if ratio is None else f" ({ratio['median']:.2f} ×)"))
             rows.append([load, *cells])
         text += ("\n" if text else "") + table(
@@ -230,7 +248,11 @@ def bench_demo(result: Result) -> str:
         drafted = row["drafted_per_position"]
         pairs = zip(row["accepted_per_position"], drafted, strict=True)
         shares = " ".join(f"{accepted / of:.0%}" for accepted, of in pairs if of).replace("%", "")
-        name = "plain" if row["method"] == "plain" else f"{METHODS[row['method']]}, k = {row['draft_max']}"
+        name = (
+            "plain"
+            if row["method"] == "plain"
+            else f"{METHODS[row['method']]}, k = {row['draft_max']}"
+        )
         speed = f"{row['tokens_per_second']['median']:.0f}"
         lines.append([name, speed, _speed_up(row), f"{row['acceptance_length']:.2f}", shares])
     return table(["", "tokens/s", "against plain", "a round", "accepted at 1, 2, … %"], lines)
@@ -238,7 +260,9 @@ def bench_demo(result: Result) -> str:
 
 def bench_pairs(result: Result) -> str:
     """Against plain decoding: a drafter with and without lookup beside it, by temperature and category."""
-    categories = list(dict.fromkeys(row["category"] for row in result["rows"] if row["category"] != "all"))
+    categories = list(
+        dict.fromkeys(row["category"] for row in result["rows"] if row["category"] != "all")
+    )
     rows = {(row["temperature"], row["method"], row["category"]): row for row in result["rows"]}
     lines = []
     for row in _bench_rows(result):
@@ -278,7 +302,9 @@ def bench_rate_draft_tp(result: Result) -> str:
             row = next(row for row in at if row["method"] != "plain" and row["draft_tp"] == rank)
             cells.append(f"{row['tpot_ms']['median']:.1f} ({row['speed_up']['median']:.2f} ×)")
         lines.append(cells)
-    return table(["requests/s", "plain, ms a token", *(f"draft-tp {rank}" for rank in ranks)], lines)
+    return table(
+        ["requests/s", "plain, ms a token", *(f"draft-tp {rank}" for rank in ranks)], lines
+    )
 
 
 def auto_k(result: Result) -> str:
@@ -298,7 +324,8 @@ def host_cost(result: Result) -> str:
     rounds = result["host_us"]
     places = list(next(iter(rounds.values())))
     rows = [
-        [name, *(f"{cost[place]['wall'] / 1000:.2f}" for place in places)] for name, cost in rounds.items()
+        [name, *(f"{cost[place]['wall'] / 1000:.2f}" for place in places)]
+        for name, cost in rounds.items()
     ]
     return table([f"ms a round, {result['settings']['slots']} requests", *places], rows)
 
@@ -314,7 +341,9 @@ def explain_check(result: Result) -> str:
     for case in result["cases"]:
         errors = " ".join(f"{pair['error']:+.0%}" for pair in case["pairs"])
         chosen = f"{case['chosen_k']} ({case['chosen_over_best']:.2f})"
-        lines.append([f"{case['model']}, {METHODS[case['method']]}", errors, chosen, str(case["best_k"])])
+        lines.append(
+            [f"{case['model']}, {METHODS[case['method']]}", errors, chosen, str(case["best_k"])]
+        )
     ks = ", ".join(str(pair["k"]) for pair in result["cases"][0]["pairs"])
     return table(["", f"off at k = {ks}", "chosen k (of best)", "best k"], lines)
 
@@ -349,7 +378,9 @@ def slow_tests(result: Result) -> str:
     """Each test file's last run of its slow tests."""
     rows = []
     for file, run in result["files"].items():
-        tests = f"{run.get('tests', 0):,}" + (f", {run['skipped']} skipped" if run.get("skipped") else "")
+        tests = f"{run.get('tests', 0):,}" + (
+            f", {run['skipped']} skipped" if run.get("skipped") else ""
+        )
         outcome = "passed" if run["passed"] else "failed"
         cells = f"{run['seconds']:,.0f} s", outcome, run["when"], run["commit"][:8], machine(run)
         rows.append([f"`{file.removeprefix('tests/')}`", tests, *cells])

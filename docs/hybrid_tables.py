@@ -9,7 +9,14 @@ from pathlib import Path
 from spd.formats.folder import ModelFolder
 from spd.runtime import EngineConfig
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import EngineShape, at_context, largest, measure, page_bytes, state_bytes
+from spd.runtime.plan.memory import (
+    EngineShape,
+    at_context,
+    largest,
+    measure,
+    page_bytes,
+    state_bytes,
+)
 from spd.runtime.plan.plan import outline
 from spd.runtime.round.limits import PAGE_SIZE
 from tests.recipes.published_hybrids import RELEASES, write_published
@@ -46,7 +53,9 @@ def usable(card: int) -> int:
 
 def fits(shape: EngineShape, card: int) -> str:
     """The longest context that fits, in whole thousands."""
-    found = largest(lambda ctx: measure(at_context(shape, ctx)).total <= usable(card), shape.ctx, STEP)
+    found = largest(
+        lambda ctx: measure(at_context(shape, ctx)).total <= usable(card), shape.ctx, STEP
+    )
     return f"{found // STEP}K" if found else "no"
 
 

@@ -49,7 +49,9 @@ class Speeds:
         return reading + (len(exchange) * self.latency + sum(exchange) * (group - 1) / self.rate)
 
 
-def draft_seconds(speeds: Speeds, config: ModelConfig, group: int, module: LayerLayout | None) -> float:
+def draft_seconds(
+    speeds: Speeds, config: ModelConfig, group: int, module: LayerLayout | None
+) -> float:
     """One draft token for one request; module: see `streamed_bytes`."""
     layers = config.num_layers if module is None else 1
     exchange = pass_exchange(layers, config.hidden_size, 1, WIDTH)

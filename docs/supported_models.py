@@ -89,7 +89,9 @@ def document() -> str:
     families = []
     for name in SUPPORTED_ARCHITECTURES:
         text = WRAPPERS[name][1] if name in WRAPPERS else name
-        what = f"the text of {text}, without images" if name in WRAPPERS else meaning(FAMILIES[name])
+        what = (
+            f"the text of {text}, without images" if name in WRAPPERS else meaning(FAMILIES[name])
+        )
         families.append((f"`{name}`", what, ", ".join(heads.get(text, []))))
     others = [name for name in heads if name not in FAMILIES]
     notes = NOTES.format(
@@ -116,7 +118,10 @@ def document() -> str:
         lines.append(
             f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
         )
-    lines += ["", "[Every class of transformers](every-class.md): which open, and why others do not."]
+    lines += [
+        "",
+        "[Every class of transformers](every-class.md): which open, and why others do not.",
+    ]
     return "\n".join(lines)
 
 

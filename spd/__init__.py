@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EnginePlan", "Event", "Request", "RequestMetrics"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EnginePlan",
+    "Event",
+    "Request",
+    "RequestMetrics",
+]
 __all__ += ["RoundRecord", "SamplingParams", "SpdError", "__version__", "demo_folder", "make_plan"]
 __dir__ = __all__.copy
 

@@ -29,7 +29,9 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return 130
-    os._exit(status)  # an interpreter's own end takes a fifth of a short run, and aborts around an engine
+    os._exit(
+        status
+    )  # an interpreter's own end takes a fifth of a short run, and aborts around an engine
 
 
 if __name__ == "__main__":

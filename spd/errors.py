@@ -14,7 +14,12 @@ class SpdError(Exception):
     exit_code, default_code = 1, "internal"
 
     def __init__(
-        self, message: str, *, reason: Sequence[str] = (), fix: Sequence[str] = (), code: str | None = None
+        self,
+        message: str,
+        *,
+        reason: Sequence[str] = (),
+        fix: Sequence[str] = (),
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

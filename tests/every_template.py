@@ -17,8 +17,15 @@ from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
-PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}
-READ = {"name": "read", "description": "Läse <a> & b", "parameters": {**PARAMETERS, "required": ["path"]}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "n": {"type": "integer"}},
+}
+READ = {
+    "name": "read",
+    "description": "Läse <a> & b",
+    "parameters": {**PARAMETERS, "required": ["path"]},
+}
 NOW = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": one} for one in (READ, NOW)]
 ARGUMENTS = {"path": 'ä"b\\ <x>', "n": 3, "deep": {"a": [1, None, True, 0.5], "b": "x\ny"}}
@@ -35,17 +42,27 @@ def result(number: int, text: str, name: str) -> Message:
 
 
 PLAIN = [call("read", {"path": ARGUMENTS["path"], "n": 3}, 0), call("now", {}, 1)]
-SYSTEM, ASKED = {"role": "system", "content": "Be exact.\n"}, {"role": "user", "content": "Read a & b <x>"}
+SYSTEM, ASKED = (
+    {"role": "system", "content": "Be exact.\n"},
+    {"role": "user", "content": "Read a & b <x>"},
+)
 ONE = [{"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]}]
 ONE += [result(0, "A\n", "read")]
 CALLS = [call("read", ARGUMENTS, 0), call("now", {}, 1)]
 TWO = [{"role": "assistant", "content": "Yes.", "tool_calls": CALLS}]
 TWO += [result(0, '{"a": "ä"}', "read"), result(1, "B", "now")]
 THOUGHT = {"role": "assistant", "reasoning_content": "Hm.\nSo", "content": "Well"}
-THINKS = [{**message, "reasoning_content": "Hm"} if "tool_calls" in message else message for message in ONE]
+THINKS = [
+    {**message, "reasoning_content": "Hm"} if "tool_calls" in message else message
+    for message in ONE
+]
 SAID = {"role": "assistant", "content": "Well ä"}
 CONVERSATIONS: dict[str, Sequence[Message]] = {
-    **{"question": [ASKED], "instructions": [SYSTEM, ASKED], "a reply": [SYSTEM, ASKED, SAID, ASKED]},
+    **{
+        "question": [ASKED],
+        "instructions": [SYSTEM, ASKED],
+        "a reply": [SYSTEM, ASKED, SAID, ASKED],
+    },
     **{"a thought": [SYSTEM, ASKED, THOUGHT, ASKED], "a call": [ASKED, *ONE]},
     **{"calls": [SYSTEM, ASKED, *TWO], "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED]},
     "a thought, a call": [ASKED, *THINKS],
@@ -56,7 +73,10 @@ CONVERSATIONS: dict[str, Sequence[Message]] = {
 
 def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -> str | None:
     """What a request's messages become; None where the template refuses them."""
-    shown = [for_template(message, template.default) for message in CHAT["messages"](messages, "messages")]
+    shown = [
+        for_template(message, template.default)
+        for message in CHAT["messages"](messages, "messages")
+    ]
     try:
         return template.render(shown, **variables)
     except SpdError as error:
@@ -81,7 +101,9 @@ def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
     """Each conversation with each set of tools and switch of thinking: names, own prompt, the library's."""
     one, switches = ChatTemplate("", {"default": template}, SPECIAL), list[dict[str, Any]]([{}])
     switches += [{"enable_thinking": on} for on in (True, False) if "enable_thinking" in template]
-    for (name, messages), tools, switch in itertools.product(CONVERSATIONS.items(), (None, TOOLS), switches):
+    for (name, messages), tools, switch in itertools.product(
+        CONVERSATIONS.items(), (None, TOOLS), switches
+    ):
         shown = {"tools": tools, **switch}
         what = " ".join(["with tools" if tools else "without", *map(str, switch.values())])
         yield name, what, own(one, messages, **shown), theirs(template, messages, **shown)
@@ -99,7 +121,9 @@ def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
 def read_back(template: str) -> str:
     """What is found in a reply as the template writes it: as many calls as there were, or else."""
     one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
-    for said in ({"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)):
+    for said in (
+        {"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)
+    ):
         written = own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False)
         asked = own(one, [ASKED], tools=TOOLS), written
         if None in asked:
@@ -109,12 +133,18 @@ def read_back(template: str) -> str:
         same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
         if "read" not in (reply := str(asked[1])[len(same) :]):
             continue
-        told = (each["function"] for each in said["tool_calls"] if each["function"]["name"] in reply)
+        told = (
+            each["function"] for each in said["tool_calls"] if each["function"]["name"] in reply
+        )
         wanted = [(each["name"], json.loads(each["arguments"])) for each in told]
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:
             tools = Tools({"read": PARAMETERS, "now": {}}, form)
-            calls = [(one.name, json.loads(one.text)) for one in found(tools, pieces) if one.kind == "call"]
+            calls = [
+                (one.name, json.loads(one.text))
+                for one in found(tools, pieces)
+                if one.kind == "call"
+            ]
             if calls != wanted:
                 return f"NOT READ: {reply!r}"
         return f"{len(wanted)} calls read"

@@ -63,7 +63,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
     from spd.kernels.launch import device_facts
 
     monkeypatch.setattr(
-        paged_attention_triton, "device_facts", lambda it: replace(device_facts(it), processors=processors)
+        paged_attention_triton,
+        "device_facts",
+        lambda it: replace(device_facts(it), processors=processors),
     )
     monkeypatch.setattr(rotary_store_triton, "HEADS_A_PROGRAM", 16)
 
@@ -110,9 +112,18 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def make_engine(model: Path, **wishes: Any) -> Engine:
     """A small engine: one thread, torch in float32, a short context, fixed k unless said otherwise."""
-    wishes = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "spec": "off", **wishes}
+    wishes = {
+        "threads": 1,
+        "dtype": "float32",
+        "ctx": 256,
+        "adaptive": False,
+        "spec": "off",
+        **wishes,
+    }
     reference = wishes["dtype"] == "float32" and wishes.get("device", "cpu") == "cpu"
-    return Engine(EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **wishes}))
+    return Engine(
+        EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **wishes})
+    )
 
 
 def quick_engine(model: Path, **wishes: Any) -> Engine:
@@ -167,7 +178,9 @@ def assert_same(runs: list[Run], expected: list[Run], why: object = "") -> None:
     assert [run.logprobs for run in runs] == [run.logprobs for run in expected], why
 
 
-def next_turn(prompt: Prompt, reply: list[int], params: SamplingParams, said: Prompt = (7, 8, 9)) -> Request:
+def next_turn(
+    prompt: Prompt, reply: list[int], params: SamplingParams, said: Prompt = (7, 8, 9)
+) -> Request:
     """A request that goes on behind a reply, and says that it was generated."""
     spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(said)))
     return Request("x", (*prompt, *reply, *said), params, spans if said else spans[:2])
@@ -194,7 +207,12 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
 
 
 def speaks_as(
-    reference: Any, engine: Engine, prompt: Prompt, count: int = 64, ends: bool = False, close: float = 1e-4
+    reference: Any,
+    engine: Engine,
+    prompt: Prompt,
+    count: int = 64,
+    ends: bool = False,
+    close: float = 1e-4,
 ) -> Run:
     """Assert that logits and greedy text are a `transformers` model's. ends: before `count` where it may."""
     params = SamplingParams(max_tokens=count, ignore_eos=not ends)
@@ -211,7 +229,11 @@ def speaks_as(
 
 def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Tensor]) -> set[str]:
     """Let `instead` bring small values to the device, wherever `to_device` does; returns the modules."""
-    own = {name for name in sys.modules if name.startswith("spd.") and name != "spd.runtime.round.transfer"}
+    own = {
+        name
+        for name in sys.modules
+        if name.startswith("spd.") and name != "spd.runtime.round.transfer"
+    }
     found = {name for name in own if hasattr(sys.modules[name], "to_device")}
     for name in found:
         patch.setattr(sys.modules[name], "to_device", instead)
@@ -223,7 +245,9 @@ def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[P
     source, prompts = random.Random(seed), []
     for _ in range(count):
         fragment = [source.randrange(vocab) for _ in range(max(3, length // 4))]
-        prompts.append((*(fragment * 5)[: length - 2], *(source.randrange(vocab) for _ in range(2))))
+        prompts.append(
+            (*(fragment * 5)[: length - 2], *(source.randrange(vocab) for _ in range(2)))
+        )
     return prompts
 
 
@@ -241,7 +265,9 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Pat
     return folder
 
 
-def refused_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object] | None = None) -> str:
+def refused_weights(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object] | None = None
+) -> str:
     """What an engine says of a folder whose tensors were changed: the message, and its reasons."""
     edit_weights(folder, change or (lambda tensors: None))
     with pytest.raises(CheckpointError) as caught:

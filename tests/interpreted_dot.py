@@ -69,7 +69,12 @@ def _hurry(interpreter: Any) -> None:
         known = type.__dict__.get("of_tensors")
         if known is None:
             make_tensor(self, handle, type)
-            type.of_tensors = {"shape": self.shape, "numel": self.numel, "type": type, "dtype": self.dtype}
+            type.of_tensors = {
+                "shape": self.shape,
+                "numel": self.numel,
+                "type": type,
+                "dtype": self.dtype,
+            }
         else:
             self.__dict__.update(known, handle=handle, type=type)
 

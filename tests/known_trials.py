@@ -13,9 +13,14 @@ from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
-EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)  # Numbers of rows: a fifth of the passes.
+EVERY_ROW, FEW_ROWS = (
+    arithmetic_probe.CANDIDATES,
+    (5, 12),
+)  # Numbers of rows: a fifth of the passes.
 honest = ModelRunner._try_arithmetic
-KNOWN: dict[Any, tuple[int, ...] | None] = {}  # The buckets that were found, by all that a trial depends on.
+KNOWN: dict[
+    Any, tuple[int, ...] | None
+] = {}  # The buckets that were found, by all that a trial depends on.
 
 
 def structure(thing: Any) -> Any:
@@ -33,7 +38,9 @@ def structure(thing: Any) -> Any:
         return tuple((key, structure(value)) for key, value in thing.items())
     if type(thing).__module__.startswith("spd.") and hasattr(thing, "__dict__"):
         return type(thing).__name__, structure(vars(thing))
-    return thing if isinstance(thing, int | float | str | torch.dtype | None) else type(thing).__name__
+    return (
+        thing if isinstance(thing, int | float | str | torch.dtype | None) else type(thing).__name__
+    )
 
 
 def tried_once(runner: ModelRunner, alone: bool) -> None:
@@ -52,7 +59,13 @@ def try_rows(patch: Patch, numbers: tuple[int, ...]) -> None:
 
 def tried_together(runner: ModelRunner, alone: bool) -> None:
     """Of ranks that are threads: none has tried a shape before all have begun to, so all know it or none."""
-    around = runner.dtype, runner.device, runner.chunk, runner.cache.page_size, torch.get_num_threads()
+    around = (
+        runner.dtype,
+        runner.device,
+        runner.chunk,
+        runner.cache.page_size,
+        torch.get_num_threads(),
+    )
     key = alone, around, structure(runner.kernels), structure(runner.model)
     if key not in KNOWN:
         honest(runner, alone)

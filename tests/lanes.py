@@ -32,7 +32,10 @@ def case_of(item: pytest.Item) -> Case:
     """The rows that a test is of: one of each of its `parametrize`, and one of each other fixture's list."""
     given = getattr(item, "callspec").params  # noqa: B009
     lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    tied = [names.replace(",", " ").split() if isinstance(names, str) else list(names) for names in lists]
+    tied = [
+        names.replace(",", " ").split() if isinstance(names, str) else list(names)
+        for names in lists
+    ]
     alone = [[name] for name in given if not any(name in names for names in tied)]
     return {" ".join(names): tuple(id(given[name]) for name in names) for names in (*tied, *alone)}
 
@@ -49,12 +52,16 @@ def choose(items: Sequence[pytest.Item]) -> None:
     """
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("covers") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        if item.get_closest_marker("covers") and not any(
+            map(item.get_closest_marker, ("slow", "gpu"))
+        ):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("covers")
         assert mark is not None
         count = mark.kwargs.get("count")
-        wanted = spread(len(cases), count) if count else covering([*map(case_of, cases)], *mark.args)
+        wanted = (
+            spread(len(cases), count) if count else covering([*map(case_of, cases)], *mark.args)
+        )
         for index in set(range(len(cases))) - set(wanted):
             cases[index].add_marker(pytest.mark.slow)

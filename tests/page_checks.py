@@ -27,7 +27,9 @@ def check_pages(scheduler: Scheduler) -> None:
         owners.update(one.pages)
     assert owners == scheduler.pages._users, "a page has no owner, or an unknown one"
     for sequence in scheduler.running():
-        written = sequence.prefill_end if sequence is not scheduler.prefilling else sequence.prefilled
+        written = (
+            sequence.prefill_end if sequence is not scheduler.prefilling else sequence.prefilled
+        )
         assert all(owners[page] == 1 for page in sequence.pages[written // scheduler.page_size :])
     assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in scheduler.waiting)
     assert len(scheduler.by_id) == len(scheduler.waiting) + len(scheduler.running())

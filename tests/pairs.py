@@ -21,8 +21,13 @@ from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
 damped = Damped(loud=2)  # So that a draft of the first two layers often agrees.
 HEADS: dict[str, dict[str, Any]] = {"three": {"family": "mimo", "modules": 3, "hidden_share": 0.1}}
-HEADS |= {"one": {"family": "deepseek"}, "deepseek": {"family": "deepseek", "variant": "deepseek_v3"}}
-SOFT = {"residual_gain": lambda layer: 0.06 if layer % 2 else 0.012}  # A module that is as the odd layers.
+HEADS |= {
+    "one": {"family": "deepseek"},
+    "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
+}
+SOFT = {
+    "residual_gain": lambda layer: 0.06 if layer % 2 else 0.012
+}  # A module that is as the odd layers.
 MTP_OF: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},
@@ -33,12 +38,33 @@ MTP_OF: dict[str, dict[str, Any]] = {
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
     "speculators": {
-        **{"layout": "speculators", "aux": (0, 2), "hidden_share": 0.4, "target_options": {"layers": 2}},
+        **{
+            "layout": "speculators",
+            "aux": (0, 2),
+            "hidden_share": 0.4,
+            "target_options": {"layers": 2},
+        },
         **{"norm_output": True, "fc_norm": True, "own_embedding": True},
     },
 }
 COPYING = 7  # What lookup alone drafts at most, beside a model.
-LENGTHS = (3, COPYING, COPYING, 1, COPYING, 0, COPYING, COPYING, COPYING, COPYING, 3, 2, 0, 0, COPYING)
+LENGTHS = (
+    3,
+    COPYING,
+    COPYING,
+    1,
+    COPYING,
+    0,
+    COPYING,
+    COPYING,
+    COPYING,
+    COPYING,
+    3,
+    2,
+    0,
+    0,
+    COPYING,
+)
 """Drafts of rounds, over and over: every kind follows every other."""
 
 
@@ -48,7 +74,9 @@ class Pair:
 
     model: Path
     speculation: dict[str, Any]
-    reference: Callable[[], PlainDrafter] | None = None  # Of a head: what its drafts are by their definition.
+    reference: Callable[[], PlainDrafter] | None = (
+        None  # Of a head: what its drafts are by their definition.
+    )
 
     def plain(self, **wishes: Any) -> Engine:
         return quick_engine(self.model, **wishes)
@@ -82,14 +110,18 @@ class Pairs:
         if lookup:
             pair = self.get(method)
             spec = f"{pair.speculation['spec']}+ngram"
-            return Pair(pair.model, {**pair.speculation, "spec": spec, "ngram_min": 2}, pair.reference)
+            return Pair(
+                pair.model, {**pair.speculation, "spec": spec, "ngram_min": 2}, pair.reference
+            )
         folder = self.folder / name
         if name == "demo":
             return Pair(demo_folder(), {"spec": "mtp"})
         if name in EAGLES:
             target, head = folder / "target", folder / "head"
             write_tiny_pair(target, head, kind="copy", **EAGLES[name])
-            return Pair(target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head))
+            return Pair(
+                target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head)
+            )
         if name in HEADS:
             write_tiny_mtp(folder, kind="copy", **HEADS[name])
             family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
@@ -101,7 +133,10 @@ class Pairs:
         if method in ("off", "ngram"):
             return Pair(target, {"spec": method, **({"ngram_min": 1} if method == "ngram" else {})})
         if method == "assistant":
-            own = {"spec": "assistant", "draft_model": write_assistant(folder, target, clusters=4, kept=3)}
+            own = {
+                "spec": "assistant",
+                "draft_model": write_assistant(folder, target, clusters=4, kept=3),
+            }
             return Pair(target, own, lambda: LibraryAssistant(target, folder))
         if method == "mtp":
             write_tiny_mtp(folder, kind="copy", **MTP_OF[family])
@@ -116,7 +151,10 @@ class Pairs:
         if not folder.exists():
             write_tiny_hybrid(folder, mtp=True, agreeing=True)
             write_tiny_hybrid(draft, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
-        more: dict[str, dict[str, Any]] = {"draft": {"draft_model": draft}, "ngram": {"ngram_min": 1}}
+        more: dict[str, dict[str, Any]] = {
+            "draft": {"draft_model": draft},
+            "ngram": {"ngram_min": 1},
+        }
         return Pair(folder, {"spec": method, **more.get(method, {})})
 
     def _layers(self, family: str, layers: int) -> Path:
@@ -125,4 +163,8 @@ class Pairs:
             return self.tiny(family, **options)
         assert family in FAMILIES
         folder = self.folder / f"{family}-{layers}"
-        return folder if folder.exists() else write_dense(folder, family, max_positions=1024, **options)
+        return (
+            folder
+            if folder.exists()
+            else write_dense(folder, family, max_positions=1024, **options)
+        )

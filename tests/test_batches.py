@@ -21,7 +21,16 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.memory import pages_a_slot
-from tests.helpers import PROPOSERS, Prompt, Run, accepted, drafts, make_engine, random_prompts, run_requests
+from tests.helpers import (
+    PROPOSERS,
+    Prompt,
+    Run,
+    accepted,
+    drafts,
+    make_engine,
+    random_prompts,
+    run_requests,
+)
 from tests.lanes import covering
 from tests.page_checks import check_pages
 from tests.recipes.demo_corpus import question_answers
@@ -49,7 +58,9 @@ KINDS = 7  # Different requests; larger batches repeat them.
 
 
 def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    return [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
 
 
 @functools.cache
@@ -58,14 +69,22 @@ def pairwise(*sizes: int) -> list[Case]:
     every, names = combined({**FACTORS, "size": sizes}), tuple(FEATURES)
     keys: list[dict[str, Hashable]] = [dict(case) for case in every]
     chosen = [every[i] for i in covering(keys, 2)]
-    return [{**case, "features": [names[(n + i) % 8] for i in range(8)]} for n, case in enumerate(chosen)]
+    return [
+        {**case, "features": [names[(n + i) % 8] for i in range(8)]}
+        for n, case in enumerate(chosen)
+    ]
 
 
 class Bench:
     """One model's solo runs, and batches of the same requests in any combination."""
 
     def __init__(
-        self, target: Path, drafts: dict[str, Path], prompts: list[Prompt], tokens: int, **wishes: Any
+        self,
+        target: Path,
+        drafts: dict[str, Path],
+        prompts: list[Prompt],
+        tokens: int,
+        **wishes: Any,
     ) -> None:
         """drafts: the folders of what drafts, by method."""
         self.target, self.drafts, self.prompts = target, drafts, prompts
@@ -73,7 +92,9 @@ class Bench:
         self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
         self.known: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
-        self.squeezed = -(-wishes["ctx"] // 64)  # Pages under pressure: by default those of one request.
+        self.squeezed = -(
+            -wishes["ctx"] // 64
+        )  # Pages under pressure: by default those of one request.
         self.parity = 32  # Batches up to this size are run at lag 0 too, for their drafts.
 
     def requests(self, case: Case) -> list[Request]:
@@ -81,7 +102,11 @@ class Bench:
         for i in range(case["size"]):
             feature = dict(FEATURES[case["features"][i % len(case["features"])]])
             grammar = feature.pop("grammar", None)
-            usual = {"max_tokens": self.tokens, "seed": i % KINDS, "temperature": case["temperature"]}
+            usual = {
+                "max_tokens": self.tokens,
+                "seed": i % KINDS,
+                "temperature": case["temperature"],
+            }
             params = SamplingParams(**{**usual, **feature})
             found.append(Request(f"{i}", self.prompts[i % KINDS], params, grammar=grammar))
         return found
@@ -93,7 +118,11 @@ class Bench:
         return self.known[key]
 
     def engine(self, case: Case, lag: int) -> Engine:
-        wishes: dict[str, Any] = {**self.wishes, **PROPOSERS.get(case["method"], {}), "slots": case["size"]}
+        wishes: dict[str, Any] = {
+            **self.wishes,
+            **PROPOSERS.get(case["method"], {}),
+            "slots": case["size"],
+        }
         if case["method"] in self.drafts:
             wishes["draft_model"] = self.drafts[case["method"]]
         if case["pressure"]:
@@ -106,7 +135,9 @@ class Bench:
         engine, asked = self.engine(case, lag), self.requests(case)
         if case["prefix"] == "hit":
             warm = SamplingParams(max_tokens=1)
-            engine.generate([Request(f"w{i}", prompt, warm) for i, prompt in enumerate(self.prompts)])
+            engine.generate(
+                [Request(f"w{i}", prompt, warm) for i, prompt in enumerate(self.prompts)]
+            )
         runs = run_requests(engine, asked)
         if case["prefix"] == "hit" and not case["pressure"]:
             long = [run for run in runs if run.metrics.prompt_tokens > 65]
@@ -123,7 +154,12 @@ class Bench:
             alone = self.solo(request)
             assert run.output == alone.output, case
             assert run.logprobs == pytest.approx(alone.logprobs, abs=1e-5), case
-        if case["lag"] and not case["pressure"] and case["method"] != "off" and case["size"] <= self.parity:
+        if (
+            case["lag"]
+            and not case["pressure"]
+            and case["method"] != "off"
+            and case["size"] <= self.parity
+        ):
             key = repr({**case, "lag": 0})
             if key not in self.at_lag_zero:
                 self.at_lag_zero[key] = drafts(self.run(case, 0))
@@ -144,14 +180,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return made
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 8), pytest.param((1, 2, 8, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 8), pytest.param((1, 2, 8, 32), marks=pytest.mark.slow)], ids=str
+)
 def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
     right, interrupted = Counter[str](), 0
     for case in pairwise(*sizes):
         runs = bench.check(case)
         right[case["method"]] += accepted(runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
-    assert min(right["draft"], right["mtp"]) > 20 and min(right["ngram"], right["eagle3"]) > 0, right
+    assert min(right["draft"], right["mtp"]) > 20 and min(right["ngram"], right["eagle3"]) > 0, (
+        right
+    )
     assert interrupted > 3, "no request was interrupted"
 
 
@@ -176,11 +216,18 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
-    long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
+def test_every_combination_equals_solo_on_the_demo(
+    feature: str, request: pytest.FixtureRequest
+) -> None:
+    long = [
+        tuple(itertools.islice(itertools.cycle(p), 70 + i))
+        for i, p in enumerate(demo_prompts(KINDS))
+    ]
     drafters = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}
     bench = Bench(demo_folder(), drafters, long, 16, ctx=256)
-    check_all(bench, [{**case, "features": [feature]} for case in combined(FACTORS)], request, feature)
+    check_all(
+        bench, [{**case, "features": [feature]} for case in combined(FACTORS)], request, feature
+    )
 
 
 @pytest.mark.slow

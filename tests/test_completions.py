@@ -23,7 +23,10 @@ OFFERED: dict[str, list[str]] = {
     "generate --spec ": spec_names(""),
     "generate --spec = d": ["draft", "draft+ngram"],
     "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
-    **{"generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"], "inspect --draft de": ["demo", "demo-hybrid"]},
+    **{
+        "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
+        "inspect --draft de": ["demo", "demo-hybrid"],
+    },
     "generate -f ": [],  # which the shell completes
 }
 
@@ -45,7 +48,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
     binary.chmod(0o755)
     for name in ("models--Qwen--Qwen3-0.6B", "models--gpt2"):
         (tmp_path / "hub" / name / "snapshots" / "abc").mkdir(parents=True)
-    own = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    own = {
+        "PATH": f"{binary.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm",
+    }
     return {**os.environ, **own, "HF_HUB_CACHE": str(tmp_path / "hub"), "HOME": str(tmp_path)}
 
 
@@ -54,8 +61,13 @@ def needs(shell: str) -> pytest.MarkDecorator:
 
 
 def printed(shell: str, code: str, environment: dict[str, str]) -> list[str]:
-    command, home = [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"], environment["HOME"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=True)
+    command, home = (
+        [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"],
+        environment["HOME"],
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=home, check=True
+    )
     assert done.stderr == ""
     return done.stdout.splitlines()
 
@@ -64,8 +76,12 @@ def printed(shell: str, code: str, environment: dict[str, str]) -> list[str]:
 def test_bash_offers_what_fits(environment: dict[str, str], line: str) -> None:
     words = ["spd", *line.split(" ")]
     quoted = " ".join(f"'{word}'" for word in words)
-    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _spd_completion spd; printf '%s\\n' "
-    assert "\n".join(printed("bash", code + '"${COMPREPLY[@]}"', environment)).split() == OFFERED[line]
+    code = (
+        f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _spd_completion spd; printf '%s\\n' "
+    )
+    assert (
+        "\n".join(printed("bash", code + '"${COMPREPLY[@]}"', environment)).split() == OFFERED[line]
+    )
 
 
 @needs("fish")
@@ -74,7 +90,9 @@ def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
         **{"spd ": sorted(COMMANDS), "spd generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"]},
         "spd generate --draft-": ["--draft-max", "--draft-model", "--draft-tp"],
     }.items():
-        assert [s.split("\t")[0] for s in printed("fish", f"complete -C '{line}'", environment)] == wanted
+        assert [
+            s.split("\t")[0] for s in printed("fish", f"complete -C '{line}'", environment)
+        ] == wanted
 
 
 @needs("zsh")

@@ -20,16 +20,30 @@ from tests.recipes.demo_model import TARGETS
 QUESTIONS = {
     **{"os.path.join": ("join", "path"), "os.listdir": ("list", "directory")},
     **{"os.getcwd": ("current", "directory"), "os.path.exists": ("path", "exists")},
-    **{"os.remove": ("remove", "file"), "json.dumps": ("serialize", "json"), "len": ("number", "items")},
-    **{"json.loads": ("deserialize", "json"), "math.sqrt": ("square root",), "re.sub": ("replac", "pattern")},
+    **{
+        "os.remove": ("remove", "file"),
+        "json.dumps": ("serialize", "json"),
+        "len": ("number", "items"),
+    },
+    **{
+        "json.loads": ("deserialize", "json"),
+        "math.sqrt": ("square root",),
+        "re.sub": ("replac", "pattern"),
+    },
     **{"re.compile": ("compile", "pattern"), "random.choice": ("random", "element")},
-    **{"random.shuffle": ("shuffle",), "time.sleep": ("delay", "second"), "glob.glob": ("path", "pattern")},
+    **{
+        "random.shuffle": ("shuffle",),
+        "time.sleep": ("delay", "second"),
+        "glob.glob": ("path", "pattern"),
+    },
     **{"textwrap.dedent": ("whitespace",), "heapq.heappush": ("heap", "item")},
     **{"functools.reduce": ("function", "sequence"), "dict.get": ("key", "default")},
     "str.join": ("concatenate", "string"),
 }
 SHAPES = {"deepseek_v3": "deepseek", "qwen3_5_text": "hybrid"}
-DEMOS = [folder for folder in (demo_folder(), demo_folder().with_name("demo-hybrid")) if folder.exists()]
+DEMOS = [
+    folder for folder in (demo_folder(), demo_folder().with_name("demo-hybrid")) if folder.exists()
+]
 every_demo = pytest.mark.parametrize("folder", DEMOS, ids=lambda folder: folder.name)
 
 
@@ -88,7 +102,9 @@ def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
     words = " ".join((folder / "README.md").read_text().split())
     held = record["held_out"]
     told = [f"{held['parameters']:,} parameters", f"{held['bits_per_byte']:.3f} bits"]
-    told += [f"{record[stage]['tokens']:,}" for stage in ("target", "mtp", "draft") if stage in record]
+    told += [
+        f"{record[stage]['tokens']:,}" for stage in ("target", "mtp", "draft") if stage in record
+    ]
     told += [", ".join(f"{share:.0%}" for share in held["mtp_acceptance"]), record["corpus_sha256"]]
     told += [f"{held['bigram_acceptance']:.0%}"]
     assert [each for each in told if each not in words] == []
@@ -106,7 +122,9 @@ def test_natural_acceptance() -> None:
 
 @every_demo
 @pytest.mark.slow
-def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(folder: Path, say: Callable) -> None:
+def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(
+    folder: Path, say: Callable
+) -> None:
     """Measured again by the recipe's own forward pass on modules that training never saw, and as recorded."""
     corpus = build_corpus()
     record = json.loads((folder / "training.json").read_text())

@@ -17,7 +17,9 @@ from tests.recipes.mtp_folders import write_deepseek
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MTP_PAGE = (ROOT / "docs" / "mtp.md").read_text(encoding="utf-8")
-MTP_COMMANDS = re.sub("\n+", "\n", "".join(re.findall(r"```sh\n(.*?)```", MTP_PAGE, re.DOTALL))).splitlines()
+MTP_COMMANDS = re.sub(
+    "\n+", "\n", "".join(re.findall(r"```sh\n(.*?)```", MTP_PAGE, re.DOTALL))
+).splitlines()
 COMMANDS = ["chat", "generate", "inspect", "bench", "compare", "explain", "verify", "convert-mtp"]
 COMMANDS += ["pull", "ls", "rm", "doctor"]
 GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "mtp.md")
@@ -53,7 +55,9 @@ def test_the_tables_of_ranks_are_the_cost_models() -> None:
 @pytest.mark.slow
 def test_the_table_of_hybrids_is_the_plans() -> None:
     """To write it anew: `PYTHONPATH=. python docs/hybrid_tables.py`, for the one in hybrids.md."""
-    assert python("docs/hybrid_tables.py") in (ROOT / "docs" / "hybrids.md").read_text(encoding="utf-8")
+    assert python("docs/hybrid_tables.py") in (ROOT / "docs" / "hybrids.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_it_opens_with_the_two_commands_and_is_short() -> None:
@@ -106,5 +110,7 @@ def test_layouts_and_keys_are_all_there() -> None:
     config = head_config({"architectures": ["X"]}, "x", "y", 1, quantized=False)
     keys = config["speculators_config"]
     said = [f"`{key}" for key in config] + [f"speculators_config.{key}" for key in keys]
-    said += [f"verifier.{key}`" for key in keys["verifier"]] + [f"`{family.name}`" for family in LAYOUTS]
+    said += [f"verifier.{key}`" for key in keys["verifier"]] + [
+        f"`{family.name}`" for family in LAYOUTS
+    ]
     assert [each for each in said if each not in MTP_PAGE] == []

@@ -17,7 +17,16 @@ from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
 from tests import helpers
-from tests.helpers import Patch, Tiny, assert_same, drafts, next_turn, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Patch,
+    Tiny,
+    assert_same,
+    drafts,
+    next_turn,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -25,7 +34,16 @@ from tests.runtime.test_runtime_mtp import compared
 from tests.test_invisible import FEW, PROMPTS, VOCAB, decided, outputs
 
 K = 3  # What a model drafts at most.
-SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
+SHARERS = (
+    "off",
+    "draft+ngram",
+    "deepseek_v3/ngram",
+    "three",
+    "ngram",
+    "draft",
+    "eagle",
+    "gemma2/ngram",
+)
 ASSISTED = "gemma4/assistant"
 KEEPERS = (
     "self",
@@ -54,7 +72,9 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     assert_same(shared[:1], run_all(pair.plain(ctx=500), [common], [params]))
     assert drafts(shared) == drafts(fresh)
     engine = pair.engine(4, ctx=500)
-    turn = next_turn(common, run_all(engine, [common], [replace(params, max_tokens=50)])[0].tokens, params)
+    turn = next_turn(
+        common, run_all(engine, [common], [replace(params, max_tokens=50)])[0].tokens, params
+    )
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
     assert found.output == again.output and found.drafts == again.drafts
     assert found.metrics.cached_tokens == 150 + 50 - 1
@@ -63,7 +83,9 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, *[COPYING] * 3)], ids=str)
 @pytest.mark.parametrize("name", [*KEEPERS, ASSISTED, f"{ASSISTED}+ngram"])
-def test_drafts_after_any_rounds_are_a_fresh_start_s(pairs: Pairs, name: str, lengths: Lengths) -> None:
+def test_drafts_after_any_rounds_are_a_fresh_start_s(
+    pairs: Pairs, name: str, lengths: Lengths
+) -> None:
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
     pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
@@ -88,13 +110,18 @@ def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> En
 def requests(regex: str) -> list[Request]:
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
     asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
-    own = {"0": GrammarText("regex", regex), "1": GrammarText("regex", regex)}  # and the third has none
+    own = {
+        "0": GrammarText("regex", regex),
+        "1": GrammarText("regex", regex),
+    }  # and the third has none
     return [replace(Request(*each), grammar=own.get(each[0])) for each in asked]
 
 
 def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     """The first positions of a slot, of all layers: [count, all numbers]."""
-    places = torch.tensor([view.pages[i // cache.page_size] * cache.page_size for i in range(count)])
+    places = torch.tensor(
+        [view.pages[i // cache.page_size] * cache.page_size for i in range(count)]
+    )
     places += torch.arange(count) % cache.page_size
     pools = [pool for layer in cache.layers for pool in layer.pools]
     return torch.cat([pool.flatten(0, 1)[places].flatten(1) for pool in pools], 1)
@@ -104,7 +131,11 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize(
     ("spec", "lengths"),
-    [("draft", (0, 3)), ("draft+ngram", (COPYING, 3, 3)), ("draft+ngram", (COPYING, COPYING, 1, 3))],
+    [
+        ("draft", (0, 3)),
+        ("draft+ngram", (COPYING, 3, 3)),
+        ("draft+ngram", (COPYING, COPYING, 1, 3)),
+    ],
 )
 def test_a_draft_model_that_is_the_target_has_its_cache(
     tiny: Tiny, monkeypatch: Patch, spec: str, lengths: Lengths, lag: int
@@ -137,7 +168,10 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """Heads: their entries of a slot that waited were made of the target's states too."""
     pair, compared = pairs.get(name), 0
-    engine, asked = engine_of(pair, (COPYING if "+" in name else 0, 3), 1), requests("([a-f]{2}xyz){10,60}!")
+    engine, asked = (
+        engine_of(pair, (COPYING if "+" in name else 0, 3), 1),
+        requests("([a-f]{2}xyz){10,60}!"),
+    )
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
         turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
@@ -172,7 +206,9 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}
     engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
-    rounds = [record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft]
+    rounds = [
+        record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft
+    ]
     wrong = [record for record in rounds if record.accepted < len(record.draft)]
     assert sum(not record.match for record in rounds) > 20
     assert len(wrong) > 20 and all(record.match for record in wrong)
@@ -184,7 +220,10 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     for lag in (0, 2):
         engine, outcomes = pairs.get("one+ngram").changing((0,), lag=lag), list[tuple[Any, ...]]()
         engine._draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
-        prompt, params = PROMPTS[0], SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
+        prompt, params = (
+            PROMPTS[0],
+            SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW),
+        )
         (run,) = run_all(engine, [prompt], [params])
         text, seen = [*prompt, *run.tokens], [outcome[-1] for outcome in outcomes]
         sizes = [match_length(text[: record.position], 8) for record in run.rounds]
@@ -193,9 +232,16 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     assert told_of[0] == told_of[1] and 3 < sum(size > 0 for size in told_of[0]) < len(told_of[0])
 
 
-def test_the_cache_is_brought_up_before_too_much_is_missing(pairs: Pairs, monkeypatch: Patch) -> None:
+def test_the_cache_is_brought_up_before_too_much_is_missing(
+    pairs: Pairs, monkeypatch: Patch
+) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
-    asked, behind, real, launch = list[int](), list[int](), ModelProposer.catch_up, RoundQueue.launch
+    asked, behind, real, launch = (
+        list[int](),
+        list[int](),
+        ModelProposer.catch_up,
+        RoundQueue.launch,
+    )
     watched = lambda self, tokens, views: asked.append(tokens) or real(self, tokens, views)  # noqa: E731
 
     def counted(self: RoundQueue, *given: Any) -> Any:
@@ -235,11 +281,17 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     prompts = random_prompts(4, 24, VOCAB, seed=2)
     drawn = SamplingParams(temperature=1.1, logit_bias=FEW)
     params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]
-    run_all(pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None), prompts, params)
+    run_all(
+        pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None),
+        prompts,
+        params,
+    )
     assert min(seen.values()) > 3, seen
 
 
-def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[helpers.Run]) -> None:
+def assert_the_reference_s(
+    headed: Pair, prompts: list[tuple[int, ...]], runs: list[helpers.Run]
+) -> None:
     assert headed.reference is not None
     most = 4 + 12 // len(runs)
     wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most)
@@ -258,7 +310,10 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
     for slots, lag in ((1, 0), (3, 2)):
         engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
         source = random.Random(slots)
-        pauses = [[0] * n + [source.choice((1, 2, 3, 4)) for _ in range(2)] for n in (1, 3, 18, 5, 35, 2) * 9]
+        pauses = [
+            [0] * n + [source.choice((1, 2, 3, 4)) for _ in range(2)]
+            for n in (1, 3, 18, 5, 35, 2) * 9
+        ]
         ks = iter([k for pause in pauses for k in pause])
         engine._draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
         runs = run_all(engine, prompts, params)
@@ -283,7 +338,9 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     params = [greedy(50 + 9 * i) for i in range(6)]
-    runs = run_all(pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6), prompts, params)
+    runs = run_all(
+        pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6), prompts, params
+    )
     assert_same(runs, run_all(pairs.get(name).plain(ctx=320), prompts, params))
     assert sum(run.metrics.preemptions for run in runs) > 1
     assert_the_reference_s(pairs.get(name), prompts, runs)
@@ -302,7 +359,9 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
 
     def look(record: RoundRecord) -> None:
         nonlocal seen
-        for draft, law in zip(state.draft[0, : state.num_drafts[0]].tolist(), laws[0], strict=False):
+        for draft, law in zip(
+            state.draft[0, : state.num_drafts[0]].tolist(), laws[0], strict=False
+        ):
             assert law.sum() == pytest.approx(1, abs=1e-5) and law[draft] > 0
             possible = set(law.nonzero().flatten().tolist())
             assert possible <= known and len(possible) > len(known) // 2
@@ -314,7 +373,9 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
 
 
-@pytest.mark.parametrize(("length", "passes"), [(65, 1), (70, 2)], ids=["a chunk", "a chunk and a tail"])
+@pytest.mark.parametrize(
+    ("length", "passes"), [(65, 1), (70, 2)], ids=["a chunk", "a chunk and a tail"]
+)
 def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, passes: int) -> None:
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)

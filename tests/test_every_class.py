@@ -31,12 +31,46 @@ SAID: dict[str, dict[str, Any]] = {
 }  # What every release of a class says, and its defaults do not.
 SMALL: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 320},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
-    **{"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 2},
-    **{"num_local_experts": 8, "moe_num_experts": 8, "moe_k": 2, "moe_topk": 2, "sliding_window": 24},
-    **{"n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16},
-    **{"qk_rope_head_dim": 8, "v_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    **{"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "n_groups": 4},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    },
+    **{
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    **{
+        "num_local_experts": 8,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_topk": 2,
+        "sliding_window": 24,
+    },
+    **{
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+    },
+    **{
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
+    **{
+        "mamba_n_heads": 8,
+        "mamba_num_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_head_dim": 16,
+        "n_groups": 4,
+    },
     **{"mamba_n_groups": 4, "mamba_d_state": 16, "ssm_state_size": 16, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     **{"shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
@@ -83,7 +117,9 @@ def spoken(name: str, folder: Path) -> str:
         text = usual.get_text_config()
         said = {key for key in SMALL if getattr(text, key, None) is not None}
         latent = "kv_lora_rank" in said
-        said = said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
+        said = (
+            said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
+        )
         small = {key: SMALL[key] for key in said}
         kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if "layer" in key}
         if text is not usual:
@@ -100,7 +136,9 @@ def spoken(name: str, folder: Path) -> str:
             wanted = model(torch.tensor([prompt])).logits[0]
         model.save_pretrained(folder)
         write_tokenizer(folder, 320, 512)
-    except Exception as error:  # sizes that do not fit together, or whatever else the library refuses
+    except (
+        Exception
+    ) as error:  # sizes that do not fit together, or whatever else the library refuses
         return f"not built small ({type(error).__name__})"
     try:
         far = float((logits_of(make_engine(folder), prompt) - wanted).abs().max())
@@ -113,16 +151,26 @@ def rows() -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as parent:
         for name in classes():
             state, why = verdict(name, Path(parent, name))
-            yield name, state, spoken(name, Path(parent, f"{name}-small")) if state == "opens" else why
+            yield (
+                name,
+                state,
+                spoken(name, Path(parent, f"{name}-small")) if state == "opens" else why,
+            )
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
     import transformers
 
     version = ".".join(transformers.__version__.split(".")[:2])
-    lines = [f"Classes of Hugging Face transformers {version}, by their own default configurations.", ""]
+    lines = [
+        f"Classes of Hugging Face transformers {version}, by their own default configurations.",
+        "",
+    ]
     lines += ["| class | spd | why |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| `{name}` | {state} | {why} |" for name, state, why in rows)]) + "\n"
+    return (
+        "\n".join([*lines, *(f"| `{name}` | {state} | {why} |" for name, state, why in rows)])
+        + "\n"
+    )
 
 
 @pytest.mark.slow
@@ -140,7 +188,9 @@ def test_every_class_opens_or_is_refused_by_name(say: Any) -> None:
     assert not any("differ" in why for why in spoke) and spoke.count("logits equal") > 20, spoke
     assert by_state["drafts"] and by_state["drafts"].keys() <= set(DRAFTERS)
     refused = by_state["refused"].values()
-    assert len(refused) > 100 and all("nearest supported: " in why and "missing: " in why for why in refused)
+    assert len(refused) > 100 and all(
+        "nearest supported: " in why and "missing: " in why for why in refused
+    )
     assert TABLE.read_text(encoding="utf-8") == table(found), "python -m tests.test_every_class"
 
 

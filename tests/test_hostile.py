@@ -31,11 +31,24 @@ CONTROLS = re.compile(
     rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]"
     rb"|\xe2\x81[\xa6-\xa9]"
 )
-EVIL = ["\x1b]0;own\x07", "a\x1b[2J\x1b[31mb", "\x9b31m\x90q\x9c", "bell\x07\x08\x7f", "over\rwritten"]
-EVIL += ["half\ud800", "\u202egpj.exe\u2066\u200f\u061c", "nul\x00nul", "[bold]{0}%s" + "n" * 10_000]
+EVIL = [
+    "\x1b]0;own\x07",
+    "a\x1b[2J\x1b[31mb",
+    "\x9b31m\x90q\x9c",
+    "bell\x07\x08\x7f",
+    "over\rwritten",
+]
+EVIL += [
+    "half\ud800",
+    "\u202egpj.exe\u2066\u200f\u061c",
+    "nul\x00nul",
+    "[bold]{0}%s" + "n" * 10_000,
+]
 EVIL += ["\u2028end\u2029\nerror: no\n  fix: rm"]
 CANARIES = "json re enum typing torch numpy triton spd sitecustomize usercustomize jinja2 tokenizers socket"
-SHAPES = "fifo folder socket loop dangling /dev/zero /dev/full empty one cut cut flipped flipped zeros"
+SHAPES = (
+    "fifo folder socket loop dangling /dev/zero /dev/full empty one cut cut flipped flipped zeros"
+)
 SHAPES += " deep twice list NaN huge kinds utf-16"
 TABLES = {
     section.partition("]\n")[0]: section.partition("]\n")[2].strip().split("\n")
@@ -72,7 +85,9 @@ def serve_cases() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
             signal.alarm(3 * SECONDS)
             for number, name in enumerate(("in", "out", "err")):
-                os.dup2(os.open(case[name], (os.O_RDONLY, os.O_WRONLY | os.O_CREAT)[number > 0]), number)
+                os.dup2(
+                    os.open(case[name], (os.O_RDONLY, os.O_WRONLY | os.O_CREAT)[number > 0]), number
+                )
             sys.argv = ["spd", *case["argv"]]
             sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
             status = 99
@@ -94,13 +109,19 @@ class Bench:
         write_tiny(folder / "tiny", architecture="Qwen3ForCausalLM", tie=False)
         shutil.copytree(ROOT / "spd/formats/demo", folder / "demo")
         shutil.copytree(ROOT / "spd/formats/demo/eagle3", folder / "eagle3")
-        own = {"XDG_STATE_HOME": folder / "case/state", "XDG_CONFIG_HOME": folder / "none", "TMPDIR": folder}
+        own = {
+            "XDG_STATE_HOME": folder / "case/state",
+            "XDG_CONFIG_HOME": folder / "none",
+            "TMPDIR": folder,
+        }
         own |= {"HF_HUB_CACHE": folder / "hub", "HF_HUB_OFFLINE": 1, "COLUMNS": 100, "TERM": "dumb"}
         self.env = {**os.environ, **{key: str(value) for key, value in own.items()}}
         made = [sys.executable, "-m", "spd", "convert-mtp", "demo", str(folder / "head"), "-q"]
         subprocess.run(made, cwd=ROOT, env=self.env, check=True, capture_output=True)
         words, pipe = [sys.executable, "-m", "tests.test_hostile"], subprocess.PIPE
-        self.server = subprocess.Popen(words, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True)
+        self.server = subprocess.Popen(
+            words, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True
+        )
 
     def run(self, case: Case, **env: str) -> None:
         place = self.folder / "case"
@@ -110,10 +131,14 @@ class Bench:
         case.spoil(place)
         files = {name: str(self.folder / name) for name in ("in", "out", "err")}
         for name in files.values():
-            Path(name).write_text(case.stdin * name.endswith("in"), encoding="utf-8", errors="surrogatepass")
+            Path(name).write_text(
+                case.stdin * name.endswith("in"), encoding="utf-8", errors="surrogatepass"
+            )
         argv = case.line.replace("BASE", str(self.folder)).split(" ")
         assert self.server.stdin and self.server.stdout
-        self.server.stdin.write(json.dumps({"argv": argv, "cwd": str(place), "env": env, **files}) + "\n")
+        self.server.stdin.write(
+            json.dumps({"argv": argv, "cwd": str(place), "env": env, **files}) + "\n"
+        )
         self.server.stdin.flush()
         status, peak = json.loads(self.server.stdout.readline())
         out, err = (Path(files[name]).read_bytes() for name in ("out", "err"))
@@ -128,7 +153,9 @@ class Bench:
                 faults.append(f"{stream}: {data[max(0, found.start() - 60) : found.end() + 30]!r}")
         if faults:
             last = err.decode(errors="replace").strip().rsplit("\n", 1)[-1][:300]
-            self.faults.append(f"{case.kind}: spd {case.line[:300]!a}: {'; '.join(faults)}: {last!a}")
+            self.faults.append(
+                f"{case.kind}: spd {case.line[:300]!a}: {'; '.join(faults)}: {last!a}"
+            )
             print(self.faults[-1])
 
 
@@ -157,7 +184,11 @@ def put(name: str, path: str, value: Any) -> Callable[[Path], Any]:
                 found[key] = {}
             found = found[key]
         if isinstance(last, str) and "EVIL" in last:
-            added = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} if end and not keys else value
+            added = (
+                {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+                if end and not keys
+                else value
+            )
             found[last.replace("EVIL", value)] = 7 if "vocab" in keys else added
         else:
             found[last] = value
@@ -175,7 +206,9 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
     """Names and values that would steer a terminal, wherever a command may print them."""
     for line in TABLES["PLACES"]:
         name, paths = line.split(": ")
-        for path, command in ((path, c) for path in paths.split("|") for c in rng.sample(COMMANDS, 6)):
+        for path, command in (
+            (path, c) for path in paths.split("|") for c in rng.sample(COMMANDS, 6)
+        ):
             evil, base = rng.choice(EVIL), rng.choice(("tiny", "tiny", "head", "eagle3"))
             yield Case(f"string as {path}", command, put(name, path, evil), base)
     for text, command in product(TABLES["TEMPLATES"], COMMANDS[:6]):
@@ -189,14 +222,27 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         head |= {"plan": {"spec": evil, "verify": evil}}
         row = json.dumps({"request": evil, "method": evil, **lists, **numbers})
         for more in ({"prompt_ids": []}, {"prompt_ids": evil}, {evil: 1}):
-            yield Case("trace", "explain t -v", writes("t", f"{json.dumps(head | more)}\n{row}\n{row}"))
-        lines = "\n".join(('{"id": @, "prompt": "hi"}', '{"id": 1, "prompt": @}', '{"id": 2, @: 3}', "@"))
+            yield Case(
+                "trace", "explain t -v", writes("t", f"{json.dumps(head | more)}\n{row}\n{row}")
+            )
+        lines = "\n".join(
+            ('{"id": @, "prompt": "hi"}', '{"id": 1, "prompt": @}', '{"id": 2, @: 3}', "@")
+        )
         lines = lines.replace("@", quoted)
         for words in ("--json", "-q", "-v -o out/a.jsonl"):
             yield Case("jsonl", f"generate -m model -n 2 --jsonl {words} -f l", writes("l", lines))
         named = {evil: evil}
-        result = {"schema": "spd.bench/1", "model": evil, "plans": [{"model": evil}], "settings": named}
-        result |= {"rows": [{"label": evil, "spec": evil}], "versions": named, "machine": {"cpu": evil}}
+        result = {
+            "schema": "spd.bench/1",
+            "model": evil,
+            "plans": [{"model": evil}],
+            "settings": named,
+        }
+        result |= {
+            "rows": [{"label": evil, "spec": evil}],
+            "versions": named,
+            "machine": {"cpu": evil},
+        }
         yield Case("result", "compare a.json a.json", writes("a.json", json.dumps(result)))
         folder = re.sub(r"[\0/ ]", "", evil).replace("\ud800", "\udcff")[:200]
         yield Case("file name", rng.choice(COMMANDS), writes(f"model/{folder}.safetensors", "{"))
@@ -207,7 +253,9 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         yield Case("line of a chat", "chat model -n 2 --no-save", stdin=typed)
         cached = bench.folder / "hub" / f"models--org--{folder[:100]}" / "snapshots" / COMMIT
         shutil.copytree(bench.folder / "tiny", cached)
-        (cached / "config.json").write_text(json.dumps({"model_type": evil, "architectures": [evil]}))
+        (cached / "config.json").write_text(
+            json.dumps({"model_type": evil, "architectures": [evil]})
+        )
     for words in ("", " --json", " -v", " -q --color never"):
         yield from (Case("cache", "ls" + words), Case("doctor", "doctor --quick" + words))
 
@@ -231,9 +279,18 @@ def become(path: Path, shape: str, rng: random.Random) -> None:
             file.truncate(64 << 20)
     else:
         at = rng.randrange(min(len(data), 4000))
-        fixed = {"empty": b"", "one": b"{", "cut": data[:at], "deep": b'{"a":' * 100_000 + b"[" * 100_000}
+        fixed = {
+            "empty": b"",
+            "one": b"{",
+            "cut": data[:at],
+            "deep": b'{"a":' * 100_000 + b"[" * 100_000,
+        }
         fixed["flipped"] = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-        fixed |= {"twice": b'{"a": 1, "a": 2}', "list": b"[[[1]]]", "NaN": data.replace(b": ", b": NaN, ", 1)}
+        fixed |= {
+            "twice": b'{"a": 1, "a": 2}',
+            "list": b"[[[1]]]",
+            "NaN": data.replace(b": ", b": NaN, ", 1),
+        }
         fixed["huge"] = b'{"hidden_size": 1' + b"0" * 100_000 + b"}"
         fixed["kinds"] = re.sub(rb': ?(\d+|"\w+")', b': {"x": [null]}', data[:1_000_000])
         fixed["utf-16"] = data[:1000].decode("latin-1").encode("utf-16")
@@ -247,7 +304,9 @@ def files(rng: random.Random, bench: Bench) -> Iterator[Case]:
         if shape == "fifo" and line.strip():
             continue  # a file that is named may be a pipe: it is waited for, as cat does
 
-        def spoil(place: Path, name: str = name, shape: str = shape, seed: int = rng.getrandbits(32)) -> None:
+        def spoil(
+            place: Path, name: str = name, shape: str = shape, seed: int = rng.getrandbits(32)
+        ) -> None:
             (place / "good.jsonl").write_text('{"prompt": "hi"}\n')
             become(place / name, shape, random.Random(seed))
 
@@ -256,10 +315,16 @@ def files(rng: random.Random, bench: Bench) -> Iterator[Case]:
 
 def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
     """What would take all memory or time, in every field of the tokenizer's files."""
-    added = '"single_word": false, "lstrip": true, "rstrip": true, "normalized": false, "special": true'
-    twice = '{"type": "TemplateProcessing", "single": [TEXT, TEXT], "pair": [], "special_tokens": {}}'
+    added = (
+        '"single_word": false, "lstrip": true, "rstrip": true, "normalized": false, "special": true'
+    )
+    twice = (
+        '{"type": "TemplateProcessing", "single": [TEXT, TEXT], "pair": [], "special_tokens": {}}'
+    )
     short = {
-        "DOUBLING": ", ".join(['{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}'] * 48),
+        "DOUBLING": ", ".join(
+            ['{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}'] * 48
+        ),
         "NESTED": '{"type": "Sequence", "normalizers": [' * 300 + "]}" * 300,
         "MEGA": '"' + "x" * 10**6 + '"',
         "TWICE": ", ".join([twice] * 40),
@@ -319,13 +384,23 @@ def test_no_command_imports_what_lies_in_the_working_directory(bench: Bench) -> 
     trap = f"open({str(place / 'sprung')!r}, 'a').write(__file__ + chr(10))\n"
     for folder, name in product((place, place / "model"), CANARIES.split()):
         (folder / f"{name}.py").write_text(trap)
-    env = {k: v for k, v in bench.env.items() if k != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(place / "cache")}
+    env = {k: v for k, v in bench.env.items() if k != "PYTHONPATH"} | {
+        "XDG_CACHE_HOME": str(place / "cache")
+    }
     lines = [f"{line} --tp {ranks}" for line in (*COMMANDS[:5:4], COMMANDS[11]) for ranks in (1, 2)]
-    lines += ["inspect model", "convert-mtp demo head --verify --force", "doctor --quick", "doctor", "ls"]
+    lines += [
+        "inspect model",
+        "convert-mtp demo head --verify --force",
+        "doctor --quick",
+        "doctor",
+        "ls",
+    ]
     for line, folder in product(lines, (place, place / "model")):
         words = line.replace("model", "model" if folder == place else ".").split()
         spd = [str(Path(sys.executable).parent / "spd"), *words]
-        ran = subprocess.run(spd, cwd=folder, env=env, input=b"hi\n", capture_output=True, timeout=600)
+        ran = subprocess.run(
+            spd, cwd=folder, env=env, input=b"hi\n", capture_output=True, timeout=600
+        )
         assert ran.returncode in ({0, 1} if "doctor" in line else {0, 2}), (spd, ran)
     assert not (place / "sprung").exists(), (place / "sprung").read_text()
 

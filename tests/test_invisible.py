@@ -21,25 +21,47 @@ from tests.recipes.tiny_dense import FAMILIES
 
 VOCAB = 256
 PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
-FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))  # A bias: text of few tokens is full of matches.
+FEW = tuple(
+    (token, 40.0) for token in (3, 50, 99, 120)
+)  # A bias: text of few tokens is full of matches.
 Work = list[tuple[Prompt, SamplingParams]]
 PARAMETERS: dict[str, dict[str, Any]] = {
     **{"top_k": {"temperature": 1.0, "top_k": 5}, "top_p": {"temperature": 1.0, "top_p": 0.7}},
-    **{"min_p": {"temperature": 1.2, "min_p": 0.1}, "ignore_eos": {"ignore_eos": True, "temperature": 1.3}},
+    **{
+        "min_p": {"temperature": 1.2, "min_p": 0.1},
+        "ignore_eos": {"ignore_eos": True, "temperature": 1.3},
+    },
     "all_truncations": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     **{"repetition": {"repetition_penalty": 1.4}, "presence": {"presence_penalty": 1.5}},
     "frequency": {"temperature": 0.7, "frequency_penalty": 0.8},
     "negative": {"presence_penalty": -1.0, "frequency_penalty": -0.3},
     "bias": {"logit_bias": ((5, 4.0), (6, -100.0), (7, 3.5)), "temperature": 0.9},
-    "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(0, 256, 16)), "logit_bias": ((32, 6.0),)},
+    "min_tokens": {
+        "min_tokens": 12,
+        "stop_token_ids": tuple(range(0, 256, 16)),
+        "logit_bias": ((32, 6.0),),
+    },
     "stop_ids": {"temperature": 1.0, "stop_token_ids": tuple(range(5, 256, 16))},
     "stop_strings": {"temperature": 1.1, "stop": ("a", "e", "7", "Q")},
     **{"logprobs": {"temperature": 0.8, "logprobs": 3}, "max_tokens": {"max_tokens": 7}},
 }
 METHODS = ("ngram", "draft", "self", "draft+ngram")
 HEADS = ("one", "three", "deepseek", "eagle", "speculators")
-WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")  # Whose layers slide or cap; prompts are longer.
-SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "ernie4_5_moe")
+WINDOWED = (
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "phi3",
+)  # Whose layers slide or cap; prompts are longer.
+SPARSE = (
+    "deepseek_v3",
+    "deepseek_v2_lite",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_moe",
+    "ernie4_5_moe",
+)
 LOOKED_UP = (
     *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
     *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
@@ -63,7 +85,9 @@ LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 def crossed(prompts: list[Prompt], ts: Any = (0.0, 0.8, 1.3), seed: int = 100, **kind: Any) -> Work:
     every = itertools.product(enumerate(prompts), ts)
-    return [(prompt, SamplingParams(temperature=t, seed=seed + i, **kind)) for (i, prompt), t in every]
+    return [
+        (prompt, SamplingParams(temperature=t, seed=seed + i, **kind)) for (i, prompt), t in every
+    ]
 
 
 REPEATING: dict[str, Any] = {"logit_bias": FEW, "ignore_eos": True}
@@ -74,11 +98,17 @@ WORKS: dict[str, Work] = {
     "few": [*FOUR[:2], (FOUR[2][0], replace(FOUR[2][1], **REPEATING)), *FOUR[3:]],
     "repeating": crossed(PROMPTS[1:6:2], (0.0, 0.5, 1.3), 9, max_tokens=24, **REPEATING)[::4],
     "mixed": [
-        (PROMPTS[i % 6], SamplingParams(**{"max_tokens": 10 + 4 * (i % 6), "seed": i, **PARAMETERS[kind]}))
+        (
+            PROMPTS[i % 6],
+            SamplingParams(**{"max_tokens": 10 + 4 * (i % 6), "seed": i, **PARAMETERS[kind]}),
+        )
         for i, kind in enumerate(sorted(PARAMETERS))
     ],
     "demo": [
-        (tuple(range(5 + n, 45 + n)), SamplingParams(max_tokens=24, temperature=0.8 * (i > 2), seed=i))
+        (
+            tuple(range(5 + n, 45 + n)),
+            SamplingParams(max_tokens=24, temperature=0.8 * (i > 2), seed=i),
+        )
         for i, n in enumerate((0, 40, 900) * 2)
     ],
     **{
@@ -119,11 +149,15 @@ def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[
     few, cells = set(covering(every, strength) if strength else ()), []
     for i, case in enumerate(every):
         own = {name: case.pop(name) for name in [*case] if name in Cell.__annotations__}
-        cells.append(pytest.param(Cell(**own, wishes=case), marks=() if i in few else pytest.mark.slow))
+        cells.append(
+            pytest.param(Cell(**own, wishes=case), marks=() if i in few else pytest.mark.slow)
+        )
     return cells
 
 
-def families(names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Any) -> list[Any]:
+def families(
+    names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Any
+) -> list[Any]:
     """Every family with every method; the default lane has each family with one of them, with 0 none."""
     every = [f"{family}/{method}" for family in names for method in methods]
     first = [f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(names)]
@@ -136,8 +170,18 @@ def families(names: Sequence[str], methods: Sequence[str], strength: int = 1, **
 
 
 BESIDE: dict[str, Sequence[Any]] = {"lag": LAGS, "slots": (4,), "form": TYPES}
-ANY: dict[str, Sequence[Any]] = {"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES}
-ASSISTED: dict[str, Sequence[Any]] = {"k": (1, 4), "lag": LAGS, "form": ("float32", "torch"), "slots": (1, 4)}
+ANY: dict[str, Sequence[Any]] = {
+    "k": (1, 2, 3, 4),
+    "lag": LAGS,
+    "changing": (False, True),
+    "form": TYPES,
+}
+ASSISTED: dict[str, Sequence[Any]] = {
+    "k": (1, 4),
+    "lag": LAGS,
+    "form": ("float32", "torch"),
+    "slots": (1, 4),
+}
 IN_FEW_BITS: dict[str, Sequence[Any]] = {"k": (2, 4), "lag": (0, 1), "form": ("int8", "int4")}
 CELLS = [
     *table(["temperatures"], 1, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
@@ -145,21 +189,34 @@ CELLS = [
     *table(["some"], 0, name=HEADS, k=(2, 3), lag=LAGS, form=TYPES),
     *table(["few"], 1, name=("draft+ngram", "eagle"), k=(1, 4), lag=LAGS, form=("torch",)),
     *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 2, 4), lag=LAGS, form=("torch",)),
-    *table(["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, form=TYPES[1:]),
+    *table(
+        ["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, form=TYPES[1:]
+    ),
     *families(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
     *families(SPARSE, ("ngram", "draft", "self"), k=(2, 4), slots=(1, 4)),
     *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
     *families(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
     *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=TYPES, slots=(3, 16)),
-    *table(["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)),
-    *table(["few"], 1, name=("draft", "one", *(f"{each}/ngram" for each in QUANTIZED)), **IN_FEW_BITS),
-    *table(["repeating"], 1, name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")], **ANY),
+    *table(
+        ["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)
+    ),
+    *table(
+        ["few"], 1, name=("draft", "one", *(f"{each}/ngram" for each in QUANTIZED)), **IN_FEW_BITS
+    ),
+    *table(
+        ["repeating"],
+        1,
+        name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")],
+        **ANY,
+    ),
     *table(["repeating"], 1, name=("gemma4/assistant+ngram",), **ANY),
     *table(["temperatures"], 1, name=("draft", "ngram", "one"), lag=LAGS, changing=(True,)),
     *table(sorted(PARAMETERS), 1, name=(*METHODS, "one", "one+ngram"), lag=(0, 2), form=TYPES[1:]),
     *table(["mixed"], 1, name=("draft", "draft+ngram", "three", "eagle"), k=(3,), **BESIDE),
-    *table(["mixed"], 0, name=("ngram", "self", "one", "deepseek", "speculators"), k=(3,), **BESIDE),
+    *table(
+        ["mixed"], 0, name=("ngram", "self", "one", "deepseek", "speculators"), k=(3,), **BESIDE
+    ),
     *table(["repeating"], 1, name=("gemma4/assistant", "gemma4_moe/assistant"), **ASSISTED),
     *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=TYPES, slots=(3,)),
 ]
@@ -226,9 +283,14 @@ def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     params = SamplingParams(max_tokens=70, temperature=0.5, seed=2, ignore_eos=True)
     engine = pair.engine(3, lag=1, slots=2)
     (first,) = run_all(engine, [prompt], [params])
-    later = [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)], [replace(params, max_tokens=24)] * 2
+    later = (
+        [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)],
+        [replace(params, max_tokens=24)] * 2,
+    )
     runs = run_all(engine, *later)
-    recurs = engine.plan.model.config.recurrent is not None  # whose states were kept behind the text alone
+    recurs = (
+        engine.plan.model.config.recurrent is not None
+    )  # whose states were kept behind the text alone
     assert all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs]) and drafted(runs) > 0
     assert_same(runs, run_all(pair.plain(slots=2, prefix_sharing=False), *later))
 
@@ -307,6 +369,8 @@ def test_abort_in_flight_frees_everything(pairs: Pairs) -> None:
     ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
     assert ends == {"a": "abort", "b": "length", "c": "length"}
     for name in "bc":
-        assert [i for event in events if event.request_id == name for i in event.token_ids] == alone.tokens
+        assert [
+            i for event in events if event.request_id == name for i in event.token_ids
+        ] == alone.tokens
     assert engine._pages.num_available == available
     check_table(engine._pages)

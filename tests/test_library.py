@@ -13,7 +13,9 @@ from spd.runtime import Request, SamplingParams
 from tests.helpers import Tiny, make_engine, random_prompts, run_one
 
 PROMPTS = random_prompts(6, 30, 256)
-PARAMS = [SamplingParams(temperature=0.9, max_tokens=6 + 5 * i, seed=i, logprobs=1) for i in range(6)]
+PARAMS = [
+    SamplingParams(temperature=0.9, max_tokens=6 + 5 * i, seed=i, logprobs=1) for i in range(6)
+]
 REQUESTS = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
 
 
@@ -40,7 +42,10 @@ def test_completions_come_in_the_order_asked(target: Path, alone: list[Any]) -> 
     for one, run in zip(done, alone[::-1], strict=True):
         assert (list(one.token_ids), one.text, one.finish_reason) == run.output
         assert [entry.logprob for entry in one.logprobs] == run.logprobs
-        assert one.metrics.completion_tokens == len(one.token_ids) == len(one.drafted) and one.error is None
+        assert (
+            one.metrics.completion_tokens == len(one.token_ids) == len(one.drafted)
+            and one.error is None
+        )
     assert not engine.has_work
 
 
@@ -55,8 +60,15 @@ def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
 
 
 def test_requests_are_taken_as_room_appears(target: Path) -> None:
-    engine, taken, ended, short = make_engine(target, slots=2), list[int](), 0, SamplingParams(max_tokens=3)
-    for event in engine.stream(taken.append(i) or Request(f"q{i}", PROMPTS[0], short) for i in range(40)):  # type: ignore[func-returns-value]
+    engine, taken, ended, short = (
+        make_engine(target, slots=2),
+        list[int](),
+        0,
+        SamplingParams(max_tokens=3),
+    )
+    for event in engine.stream(
+        taken.append(i) or Request(f"q{i}", PROMPTS[0], short) for i in range(40)
+    ):  # type: ignore[func-returns-value]
         ended += event.finish_reason is not None
         assert len(taken) - ended <= 2 * 2 + 2
     assert ended == len(taken) == 40
@@ -81,4 +93,6 @@ def test_an_id_may_be_used_again(target: Path, alone: list[Any]) -> None:
     engine.add(again)
     assert engine.step() is not None
     engine.abort(again.id)  # its end is not heard of before the id is used again
-    assert list(engine.generate([REQUESTS[0]])[0].token_ids) == alone[0].tokens and not engine.has_work
+    assert (
+        list(engine.generate([REQUESTS[0]])[0].token_ids) == alone[0].tokens and not engine.has_work
+    )

@@ -17,15 +17,35 @@ from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import make_plan
 from tests import helpers
-from tests.helpers import Patch, Tiny, TinyShelf, logits_of, make_engine, outputs, random_prompts, run_all
+from tests.helpers import (
+    Patch,
+    Tiny,
+    TinyShelf,
+    logits_of,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+)
 from tests.kernels.forms import needs_compiled as needs_native
 from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
-FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
+FEW = (
+    "biases",
+    "qwen3",
+    "deepseek_v3",
+    "deepseek_v2_lite",
+    "glm4_moe",
+    "qwen3_moe",
+    "ernie4_5_moe",
+)
 SHAPES = [
-    *(pytest.param(f"tiny-{name}", marks=() if name in FEW else pytest.mark.slow) for name in VARIANTS),
+    *(
+        pytest.param(f"tiny-{name}", marks=() if name in FEW else pytest.mark.slow)
+        for name in VARIANTS
+    ),
     *sorted(FAMILIES),
 ]
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -53,13 +73,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
     """Bfloat16: no farther from float32 than twice torch's is."""
     folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
-    exact, found = (logits_of(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype]))
+    exact, found = (
+        logits_of(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype])
+    )
     if dtype == "float32":
         assert 0 < (found - exact).norm() / exact.norm() < 5e-6
         return
     usual = logits_of(make_engine(folder, **BFLOAT16, kernels="torch"), prompt, 0)
     # Of most rows: an expert that is nearly another's equal may be chosen in its place.
-    off, allowed = (((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual))
+    off, allowed = (
+        ((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual)
+    )
     assert 0 < off <= 2 * allowed, (off, allowed)
 
 
@@ -72,7 +96,12 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
     runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
-    prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
+    prompts = [
+        first,
+        (*first[:66], 9),
+        *random_prompts(3, 30, 250, seed=2),
+        random_prompts(1, 300, 250)[0],
+    ]
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
     together = run_all(engine, prompts, params)
     assert passes == [[(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)], [(0, 256)], [(256, 299)]]
@@ -99,7 +128,11 @@ def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
     dense = model("tiny-qwen3")
     for folder, wishes, why in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
-        (model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1), BFLOAT16, "heads of 640 are too large"),
+        (
+            model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1),
+            BFLOAT16,
+            "heads of 640 are too large",
+        ),
     ):
         assert why in make_engine(folder, **wishes).plan.kernels_reason
         with pytest.raises(IncompatibleError, match="--kernels native") as refused:
@@ -129,7 +162,9 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("once"), KeyboardInterrupt(), RuntimeError("once")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("once"), KeyboardInterrupt(), RuntimeError("once")]
+)
 def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseException) -> None:
     """What others could have found before it was written is not found, or is written by then."""
     folder, prompt = model("tiny-qwen3"), random_prompts(1, 200, 250, seed=3)[0]
@@ -166,6 +201,9 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> 
     with pytest.raises(RuntimeError, match="always"):
         engine.step()
     ended = {event.request_id: event for event in engine.step()}
-    assert {event.finish_reason for event in ended.values()} == {"error"} and set(ended) == {"a", "b"}
+    assert {event.finish_reason for event in ended.values()} == {"error"} and set(ended) == {
+        "a",
+        "b",
+    }
     check_pages(engine._scheduler)
     engine.close()

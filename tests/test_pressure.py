@@ -34,12 +34,16 @@ def alone(target: Path) -> list[Any]:
 
 def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
     more = {"ngram": {"ngram_min": 1}, "draft": {"draft_model": target}, "off": {}}[method]
-    return quick_engine(target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **more, **wishes)
+    return quick_engine(
+        target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **more, **wishes
+    )
 
 
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize(("method", "lag"), [("off", 1), ("ngram", 0), ("draft", 2)])
-def test_interrupted_texts(target: Path, alone: list[Any], method: str, lag: int, sharing: bool) -> None:
+def test_interrupted_texts(
+    target: Path, alone: list[Any], method: str, lag: int, sharing: bool
+) -> None:
     engine = squeezed(target, method, slots=5, lag=lag, cache_pages=PAGES, prefix_sharing=sharing)
     runs = run_all(engine, PROMPTS, PARAMS)
     assert_same(runs, alone)
@@ -74,7 +78,9 @@ def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
     talked = [i for i, names in enumerate(came) if "a" in names]
     assert len(talked) >= 40 - lag, talked
     assert talked == list(range(talked[0], talked[-1] + 1)), "a waited for a prompt"
-    first = {name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")}
+    first = {
+        name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")
+    }
     assert first["long"] < first["next"], "first come, first served"
     assert passes and max(passes) <= engine.plan.shape.chunk
 
@@ -110,11 +116,19 @@ def test_requests_choose_how_many_drafts(target: Path) -> None:
     caps = [0, 1, 2, 3, None]
     done = engine.generate([Request(f"{cap}", PROMPTS[0], params, draft_max=cap) for cap in caps])
     assert [list(one.token_ids) for one in done] == [alone.tokens] * 5
-    assert {name: max(counts) for name, counts in seen.items()} == {"0": 0, "1": 1, "2": 2, "3": 3, "None": 3}
+    assert {name: max(counts) for name, counts in seen.items()} == {
+        "0": 0,
+        "1": 1,
+        "2": 2,
+        "3": 3,
+        "None": 3,
+    }
     assert done[0].metrics.draft_n == 0
     assert all(one.metrics.draft_n_accepted == one.metrics.draft_n for one in done)
 
 
 def test_a_pool_too_small_for_one_request_is_refused(target: Path) -> None:
-    with pytest.raises(UsageError, match="4 cache pages hold 256 positions, but the context is 320"):
+    with pytest.raises(
+        UsageError, match="4 cache pages hold 256 positions, but the context is 320"
+    ):
         quick_engine(target, ctx=CTX, cache_pages=4)

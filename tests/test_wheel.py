@@ -16,14 +16,25 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return next(folder.glob("*.whl"))
 
 
 def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    needed = {f"spd/formats/{name}/model.safetensors" for name in ("demo", "demo/draft", "demo-hybrid")}
+    needed = {
+        f"spd/formats/{name}/model.safetensors" for name in ("demo", "demo/draft", "demo-hybrid")
+    }
     needed |= {"spd/py.typed", "spd/formats/demo/tokenizer.json", "spd/runtime/lab/prompts.jsonl"}
     needed |= {f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish")}
     needed |= {str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")}
@@ -34,7 +45,17 @@ def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
 
 def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True)
     assert [p.name for p in (site / "bin").iterdir()] == ["spd"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
@@ -43,5 +64,7 @@ def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "path" in done.stdout and done.stdout.endswith("\n") and "\x1b" not in done.stdout
     where = [sys.executable, "-c", "import spd; print(spd.__file__)"]
-    found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
+    found = subprocess.run(
+        where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+    )
     assert str(site) in found.stdout

@@ -44,7 +44,9 @@ Answer = dict[str, list[Any]]
 def git(*arguments: str, **environment: str) -> str:
     """What git says in this repository."""
     command, settings = ["git", "-C", str(ROOT), *arguments], os.environ | environment
-    return subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, env=settings, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
 
 
 def tree_of(commit: str | None) -> str:
@@ -62,7 +64,9 @@ def documents(text: str) -> list[Any]:
     for line in text.splitlines():
         try:
             found.append(
-                json.loads(line, object_hook=lambda o: {k: o[k] for k in o if not VARIABLE.match(k)})
+                json.loads(
+                    line, object_hook=lambda o: {k: o[k] for k in o if not VARIABLE.match(k)}
+                )
             )
         except ValueError:
             found.append(line)
@@ -73,7 +77,11 @@ class Tree:
     """One tree unpacked, a process that runs its command line, and the answers it gave so far."""
 
     def __init__(self, tree: str, place: Path, store: Path) -> None:
-        self.place, self.kept, self.home = place, store / f"{place.name}-{tree[:12]}", store.parent / "home"
+        self.place, self.kept, self.home = (
+            place,
+            store / f"{place.name}-{tree[:12]}",
+            store.parent / "home",
+        )
         self.process: subprocess.Popen[str] | None = None
         for folder in (place / "tree", place / "cwd", self.kept, self.home):
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +93,16 @@ class Tree:
         settings = "OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive LANG=C.UTF-8 TERM=dumb COLUMNS=100 "
         settings += f"HF_HUB_OFFLINE=1 HOME={self.home} PYTHONPATH={self.place / 'tree'} "
         settings += f"XDG_CACHE_HOME={Path('~/.cache').expanduser()}"  # of compiled C kernels
-        environment = {"PATH": os.environ["PATH"], **dict(each.split("=") for each in settings.split())}
-        options: Any = {"env": environment, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = {
+            "PATH": os.environ["PATH"],
+            **dict(each.split("=") for each in settings.split()),
+        }
+        options: Any = {
+            "env": environment,
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "text": True,
+        }
         return subprocess.Popen([sys.executable, *arguments], cwd=self.place / folder, **options)
 
     def ask(self, run: Run) -> Answer:
@@ -118,7 +134,13 @@ class Tree:
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The plain values in one of JSON by dotted path."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inner:
         yield from leaves(each, f"{path}.{key}")
     if not inner:
@@ -191,11 +213,16 @@ def main(arguments: list[str] | None = None) -> int:
     key = hashlib.sha256(f"{facts} {asked.prompts} {sources}".encode()).hexdigest()
     store = asked.store / f"{trees[0][:12]}-{key[:12]}"
     with tempfile.TemporaryDirectory() as place:
-        old, new = (Tree(tree, Path(place) / name, store) for tree, name in zip(trees, "01", strict=True))
+        old, new = (
+            Tree(tree, Path(place) / name, store) for tree, name in zip(trees, "01", strict=True)
+        )
         if not (listed := store / "shelf/shelf.json").exists():
             listed.parent.mkdir(exist_ok=True)
             old.python("-c", SHELF, str(listed.parent), folder="tree").communicate()
-        shelf, prompts = json.loads(listed.read_text()), make_prompts(old.place / "tree", asked.prompts)
+        shelf, prompts = (
+            json.loads(listed.read_text()),
+            make_prompts(old.place / "tree", asked.prompts),
+        )
         every = *other_cells(shelf), *family_cells(shelf, prompts), *demo_cells(prompts)
         cells = {name: runs for name, runs in every if fnmatch(name, asked.only)}
         if asked.list:
@@ -209,7 +236,13 @@ def main(arguments: list[str] | None = None) -> int:
     total |= {"cells": len(rows), "left": len(cells) - len(rows)}
     print(", ".join(f"{count:,} {name}" for name, count in total.items()))
     if asked.output is not None:
-        shown = {"old": [asked.old, trees[0]], "new": [asked.new, trees[1]], **facts, **total, "found": rows}
+        shown = {
+            "old": [asked.old, trees[0]],
+            "new": [asked.new, trees[1]],
+            **facts,
+            **total,
+            "found": rows,
+        }
         asked.output.write_text(json.dumps(shown, indent=1) + "\n")
     return 6 if total["differences"] else 7 if total["left"] else 0
 

@@ -130,7 +130,9 @@ def batch(argv: str, prompts: list[str], *params: dict[str, Any]) -> Run:
 
 def alone(argv: str, prompt: str) -> Run:
     """One prompt with a line a round; code is continued as it stands."""
-    return Run([*argv.split(), "--json", *["--raw"] * prompt.startswith("def "), "--", prompt], trace=True)
+    return Run(
+        [*argv.split(), "--json", *["--raw"] * prompt.startswith("def "), "--", prompt], trace=True
+    )
 
 
 def demo_cells(prompts: list[str]) -> Iterator[Cell]:
@@ -141,10 +143,17 @@ def demo_cells(prompts: list[str]) -> Iterator[Cell]:
     for shift, spec in enumerate(DRAFTERS):
         ks = (1, 3, 5) if shift else (0,)
         base = f"generate --threads 1 --seed 7 -n 32 {ALIKE} --spec {spec} --temperature"
-        wishes = [(f"{heat} --lag {lag}", k) for heat in ("0", "0.8") for k in ks for lag in range(3)]
-        wishes += [(f"0.8 {form}", ks[-1]) for form in DEMO_FORMS if OLD_NATIVE or "--dtype" not in form]
+        wishes = [
+            (f"{heat} --lag {lag}", k) for heat in ("0", "0.8") for k in ks for lag in range(3)
+        ]
         wishes += [
-            (f"0.8 --verify {rule} --lag {n}", 4) for rule in ("block", "rejection") for n in (0, 2) if shift
+            (f"0.8 {form}", ks[-1]) for form in DEMO_FORMS if OLD_NATIVE or "--dtype" not in form
+        ]
+        wishes += [
+            (f"0.8 --verify {rule} --lag {n}", 4)
+            for rule in ("block", "rejection")
+            for n in (0, 2)
+            if shift
         ]
         for turn, (wish, k) in enumerate(wishes, shift):
             argv = f"{base} {wish}" + (f" --no-adaptive --draft-max {k}" if k else "")
@@ -154,7 +163,10 @@ def demo_cells(prompts: list[str]) -> Iterator[Cell]:
         fixed = f"{base} 0.9" + (" --no-adaptive --draft-max 4" if shift else "")
         # How many drafts an adaptive run makes depends on measured costs, so only its text is compared.
         adaptive = [Run([*f"{base} 0.7 --".split(), prompt]) for prompt in prompts[1::40]]
-        yield f"demo/{spec}/sampling", [batch(fixed, prompts[: 3 * len(SAMPLED)], *SAMPLED), *adaptive]
+        yield (
+            f"demo/{spec}/sampling",
+            [batch(fixed, prompts[: 3 * len(SAMPLED)], *SAMPLED), *adaptive],
+        )
 
 
 def family_cells(shelf: Shelf, prompts: list[str]) -> Iterator[Cell]:
@@ -179,7 +191,9 @@ def other_cells(shelf: Shelf) -> Iterator[Cell]:
     """Plans, refusals, and the compiled kernels."""
 
     def runs(words: str, table: str) -> list[Run]:
-        return [Run([*words.split(), *each.split()]) for each in table.replace("\n", "|").split("|")]
+        return [
+            Run([*words.split(), *each.split()]) for each in table.replace("\n", "|").split("|")
+        ]
 
     llama, folders = shelf["llama2"][0], "|".join(folder for folder, _ in shelf.values())
     bad, pair = Path(llama).with_name("bad"), f"{shelf['llama3'][0]} --draft {llama}"
@@ -190,9 +204,14 @@ def other_cells(shelf: Shelf) -> Iterator[Cell]:
             runs("inspect --json", f"demo|demo --quantize int8|demo --tp 2|{pair}|{folders}"),
         )
     refused = runs(f"generate {ALIKE} -n 4 --seed 1", BAD.format(bad, llama))
-    refused += runs("", f"|nothing|chat|inspect x|inspect -m x|inspect {bad}/cut|inspect {bad}/unread")
+    refused += runs(
+        "", f"|nothing|chat|inspect x|inspect -m x|inspect {bad}/cut|inspect {bad}/unread"
+    )
     refused.append(
-        Run(["generate", *ALIKE.split(), "--jsonl", "-n", "4", "--seed", "1"], LINES.replace("|", "\n"))
+        Run(
+            ["generate", *ALIKE.split(), "--jsonl", "-n", "4", "--seed", "1"],
+            LINES.replace("|", "\n"),
+        )
     )
     refused.append(Run(["generate", *ALIKE.split(), "--ctx", "64", "--seed", "1", "word " * 200]))
     yield "refused", refused

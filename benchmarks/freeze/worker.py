@@ -19,8 +19,12 @@ from typing import Any
 from unittest import mock
 
 TREE = Path(os.environ["PYTHONPATH"])
-TTIR_PLACE = re.compile(r' ?loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
-PTX_PLACE = re.compile(r"\s*//.*|^\s*\.(?:loc|file)\s.*\n|^\$L__(?:tmp|func|info)\w+:\n", re.MULTILINE)
+TTIR_PLACE = re.compile(
+    r' ?loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE
+)
+PTX_PLACE = re.compile(
+    r"\s*//.*|^\s*\.(?:loc|file)\s.*\n|^\$L__(?:tmp|func|info)\w+:\n", re.MULTILINE
+)
 
 
 def answer(argv: list[str], stdin: str, trace: bool) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def code_of(asm: dict[str, str]) -> str:
     numbers: dict[str, str] = {}
     ttir = TTIR_PLACE.sub("", asm["ttir"])
     ttir = re.sub(r"%[\w-]+", lambda value: numbers.setdefault(value[0], f"%{len(numbers)}"), ttir)
-    return ttir + PTX_PLACE.sub("", re.split(r"^\s*\.section\s+\.debug", asm["ptx"], flags=re.MULTILINE)[0])
+    return ttir + PTX_PLACE.sub(
+        "", re.split(r"^\s*\.section\s+\.debug", asm["ptx"], flags=re.MULTILINE)[0]
+    )
 
 
 def compile_kernels(arch: str) -> int:
@@ -76,7 +82,10 @@ def compile_kernels(arch: str) -> int:
         found[json.dumps(told, default=repr)] = digest
         return compiled
 
-    script, said = TREE / "tests/kernels/compile_ahead.py", re.compile(r"^def (signatures|launches)\(", re.M)
+    script, said = (
+        TREE / "tests/kernels/compile_ahead.py",
+        re.compile(r"^def (signatures|launches)\(", re.M),
+    )
     rooms = (sorted((TREE / room).rglob("*.py")) for room in ("spd/kernels", "tests/kernels"))
     files = [path for room in rooms for path in room if said.search(path.read_text())]
     modules = [".".join(path.relative_to(TREE).with_suffix("").parts) for path in files]

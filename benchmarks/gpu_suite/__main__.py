@@ -43,7 +43,9 @@ def words_of_help() -> str:
     """What stands below the options in --help."""
 
     def listed(usual: bool) -> str:
-        words = ", ".join(f"{probe.name} {probe.seconds:g}" for probe in PROBES if probe.usual == usual)
+        words = ", ".join(
+            f"{probe.name} {probe.seconds:g}" for probe in PROBES if probe.usual == usual
+        )
         return textwrap.fill(words, 100, subsequent_indent="  ")
 
     return NOTES.format(usual=listed(True), named=listed(False), report=REPORT, beside=BESIDE)
@@ -65,11 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=words_of_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help=f"folder of {REPORT}")
-    names = ", ".join(probe.name for probe in PROBES)
-    parser.add_argument("--only", metavar="PROBES", help="comma list of probes, instead of the usual ones")
     parser.add_argument(
-        "--budget", type=float, default=540.0, metavar="SECONDS", help="for all probes (default %(default)g)"
+        "--out", type=Path, default=Path("benchmarks/results"), help=f"folder of {REPORT}"
+    )
+    names = ", ".join(probe.name for probe in PROBES)
+    parser.add_argument(
+        "--only", metavar="PROBES", help="comma list of probes, instead of the usual ones"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=540.0,
+        metavar="SECONDS",
+        help="for all probes (default %(default)g)",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--child-result", type=Path, help=argparse.SUPPRESS)

@@ -21,7 +21,9 @@ CONFIGS = ((2048, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 8, 2), (8192, 16, 2)
 def random_words(count: int, device: str, seed: int = 0) -> torch.Tensor:
     """Return random int32 values: zeros move faster than data does."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=device, generator=generator)
+    return torch.randint(
+        -(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=device, generator=generator
+    )
 
 
 def wrapped_sum(values: torch.Tensor) -> int:
@@ -42,12 +44,16 @@ def measure_read(gib: float, device: str = "cuda", repeats: int = 30) -> dict[st
             raise AssertionError(f"read_sum with block {block} and {warps} warps gave another sum")
         times = time_calls([_read_call(x, partial, block, warps)], repeats)
         config = {"block": block, "warps": warps, "programs_per_multiprocessor": programs}
-        found.append({**config, "ms": times, "bytes_per_second": x.nbytes / (times["median"] / 1e3)})
+        found.append(
+            {**config, "ms": times, "bytes_per_second": x.nbytes / (times["median"] / 1e3)}
+        )
     best = max(found, key=lambda one: float(one["bytes_per_second"]))
     return {"bytes": x.nbytes, "bytes_per_second": best["bytes_per_second"], "configs": found}
 
 
-def _read_call(x: torch.Tensor, partial: torch.Tensor, block: int, warps: int) -> Callable[[], None]:
+def _read_call(
+    x: torch.Tensor, partial: torch.Tensor, block: int, warps: int
+) -> Callable[[], None]:
     return lambda: read_sum(x, partial, block, warps)
 
 

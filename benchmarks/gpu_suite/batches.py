@@ -23,7 +23,15 @@ from benchmarks.gpu_suite.bandwidth import measure_read
 from benchmarks.gpu_suite.end_to_end import READ_GIB, config_of
 from benchmarks.gpu_suite.graph_timer import free_memory
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, side_by_side, usable_bytes
-from benchmarks.gpu_suite.round_times import FILL, GREEDY, Recorder, Span, random_prompt, run_span, start
+from benchmarks.gpu_suite.round_times import (
+    FILL,
+    GREEDY,
+    Recorder,
+    Span,
+    random_prompt,
+    run_span,
+    start,
+)
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, Shape, round_bytes
 from benchmarks.gpu_suite.speculation import (
     REFERENCE_K,
@@ -68,7 +76,9 @@ class Runner:
 
     def describe(self) -> dict[str, Any]:
         """Wall time of a round, tokens a second as counted and as expected, and the chosen k."""
-        rounds, seconds = (sum(getattr(s, name) for s in self.spans) for name in ("rounds", "seconds"))
+        rounds, seconds = (
+            sum(getattr(s, name) for s in self.spans) for name in ("rounds", "seconds")
+        )
         tokens = sum(span.tokens for span in self.spans)
         chosen = Counter(one.k for span in self.spans for one in span.records)
         return {

@@ -75,7 +75,9 @@ class Block(nn.Module):
             .reshape(1, s.kv_heads, -1, s.head_dim)
         )
         seen = mask[:, None].expand(-1, s.heads // s.kv_heads, -1).reshape(-1, mask.shape[1])
-        mixed = F.scaled_dot_product_attention(folded, self.keys, self.values, attn_mask=seen[None, None])
+        mixed = F.scaled_dot_product_attention(
+            folded, self.keys, self.values, attn_mask=seen[None, None]
+        )
         mixed = mixed.view(s.kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
         x = x + F.linear(mixed, self.out)
         gate, up = F.linear(rms_norm(x, self.second), self.gate_up).chunk(2, dim=-1)
@@ -170,7 +172,9 @@ class CompiledLoop:
         if compiled:
             from torch._inductor import config
 
-            config.coordinate_descent_tuning = tuned  # as gpt-fast does: slower to compile, faster to run
+            config.coordinate_descent_tuning = (
+                tuned  # as gpt-fast does: slower to compile, faster to run
+            )
             torch._dynamo.reset()  # or code that was compiled otherwise would be taken again
             self.step = self.model.compile_step()
             if torch.device(device).type == "cuda":

@@ -28,7 +28,9 @@ def _device(result: Mapping[str, Any]) -> list[str]:
 
 
 def _bandwidth(result: Mapping[str, Any]) -> list[str]:
-    rates = ", ".join(f"{name} {one['bytes_per_second'] / 1e12:.2f}" for name, one in result.items())
+    rates = ", ".join(
+        f"{name} {one['bytes_per_second'] / 1e12:.2f}" for name, one in result.items()
+    )
     return [f"TB/s: {rates}"]
 
 
@@ -46,7 +48,8 @@ def _gemm(result: Mapping[str, Any]) -> list[str]:
             shape = f"{case['dtype']} N {case['n']} K {case['k']}"
             config = f"{one['config']['block_n']}x{one['config']['block_k']}"
             lines.append(
-                f"{shape} triton {config}: " + ("all equal" if not bad else f"DIFFER at tiles {list(bad)}")
+                f"{shape} triton {config}: "
+                + ("all equal" if not bad else f"DIFFER at tiles {list(bad)}")
             )
         lines.append(f"{shape} F.linear differs at rows {case['linear_rows_that_differ']}")
     for case in result["speed"]:
@@ -84,7 +87,11 @@ def _spd(result: Mapping[str, Any]) -> list[str]:
             else f"{name}: {row['differing_tokens']} of {row['tokens']} tokens differ, "
             f"{row['other_counts']} of {row['requests']} counts, {row['rejected']} drafts rejected, "
             f"acceptance length {row['acceptance_length']:.2f}, {row['tokens_per_second']:.0f} tokens/s"
-            + (f", TPOT {row['tpot_ms']:.2f} ms, ITL {row['itl_ms']:.2f} ms" if "tpot_ms" in row else "")
+            + (
+                f", TPOT {row['tpot_ms']:.2f} ms, ITL {row['itl_ms']:.2f} ms"
+                if "tpot_ms" in row
+                else ""
+            )
         )
     return lines
 
@@ -118,7 +125,9 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
     "gemm_equality": _gemm,
-    "token_tiles": lambda result: [", ".join(f"{kind} {tile}" for kind, tile in result["widest"].items())],
+    "token_tiles": lambda result: [
+        ", ".join(f"{kind} {tile}" for kind, tile in result["widest"].items())
+    ],
     "graph_nodes": _graph,
     "sdpa_equality": _sdpa,
     "spd_demo": _spd,

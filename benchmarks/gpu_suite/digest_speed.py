@@ -10,7 +10,11 @@ Result = Mapping[str, Any]
 
 def _warm_up(result: Result) -> list[str]:
     slowest = max((one["seconds"] for one in result.values()), default=0.0)
-    failed = [f"{name}: {one.get('error') or one['errors']}" for name, one in result.items() if len(one) > 1]
+    failed = [
+        f"{name}: {one.get('error') or one['errors']}"
+        for name, one in result.items()
+        if len(one) > 1
+    ]
     return [f"{len(result)} tasks in {slowest} s", *failed]
 
 
@@ -28,7 +32,11 @@ def _kernel_table(result: Result) -> list[str]:
             f"{size}: {_number(us, '.1f')} {_number(share, '.2f')} {_number(rival, '.1f')}"
             for size, (us, share, rival) in case["rows"].items()
         ]
-        ratios = ["8/1 " + " ".join(f"{r:.3f}" for r in case["8_over_1"])] if case.get("8_over_1") else []
+        ratios = (
+            ["8/1 " + " ".join(f"{r:.3f}" for r in case["8_over_1"])]
+            if case.get("8_over_1")
+            else []
+        )
         lines.append(f"{name}: " + "; ".join(rows + ratios + case.get("notes", [])))
     return lines
 
@@ -88,7 +96,9 @@ def _host_reads(one: Result) -> list[str]:
     if "host_reads" not in one:
         return []
     reads = one["host_reads"]
-    return [f"host reads: {reads['syncs']} in {reads['rounds']} rounds {' '.join(reads['lines'])}".rstrip()]
+    return [
+        f"host reads: {reads['syncs']} in {reads['rounds']} rounds {' '.join(reads['lines'])}".rstrip()
+    ]
 
 
 def _plain(result: Result) -> list[str]:
@@ -129,13 +139,19 @@ def _batches(result: Result) -> list[str]:
         parts = []
         for key, one in case.items():
             if "_over_" in key:
-                within = "{:.3f} to {:.3f}, ".format(*one["interval_95"]) if one["interval_95"] else ""
+                within = (
+                    "{:.3f} to {:.3f}, ".format(*one["interval_95"]) if one["interval_95"] else ""
+                )
                 parts.append(f"{key} {one['median']:.3f} ({within}n={one['turns']})")
             elif isinstance(one, dict) and "round_us" in one:
-                parts.append(f"{key} {one['round_us']:.0f} us {one['expected_tokens_a_second']:.0f} tokens/s")
+                parts.append(
+                    f"{key} {one['round_us']:.0f} us {one['expected_tokens_a_second']:.0f} tokens/s"
+                )
         groups = case.get("side_by_side", [])
         if len(groups) > 1:
-            parts.append("no room for all at once: " + ", then ".join(" beside ".join(one) for one in groups))
+            parts.append(
+                "no room for all at once: " + ", then ".join(" beside ".join(one) for one in groups)
+            )
         lines.append(f"{name}: " + "; ".join(parts))
     return lines
 

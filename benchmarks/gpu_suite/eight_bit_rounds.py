@@ -50,7 +50,9 @@ def run(
     report: dict[str, Any] = {"forms": {}}
     with tempfile.TemporaryDirectory() as place:
         for form in forms:
-            folder = write_twin(demo_folder(), Path(place) / "twin") if form == "fp8" else demo_folder()
+            folder = (
+                write_twin(demo_folder(), Path(place) / "twin") if form == "fp8" else demo_folder()
+            )
             for found in compare(
                 folder,
                 demo_draft_folder(),

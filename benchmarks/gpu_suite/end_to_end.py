@@ -47,7 +47,12 @@ from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.engine.draft_length import DraftLength
 
 PLAIN_SHAPES = (QWEN3_8B, QWEN3_06B, QWEN3_17B, QWEN3_4B, LLAMA_8B, QWEN3_32B)
-PAIRS = ((QWEN3_8B, EAGLE_SIZE), (QWEN3_8B, QWEN3_06B), (QWEN3_4B, QWEN3_06B), (QWEN3_32B, QWEN3_17B))
+PAIRS = (
+    (QWEN3_8B, EAGLE_SIZE),
+    (QWEN3_8B, QWEN3_06B),
+    (QWEN3_4B, QWEN3_06B),
+    (QWEN3_32B, QWEN3_17B),
+)
 LENGTHS_OF_K = (4, 7, 1, 2, 3, 5, 6)
 """Every k, those with a goal of their own first."""
 CONTEXTS = (1024, 8192, 32256)
@@ -73,7 +78,9 @@ def config_of(
         method = "eagle3" if isinstance(draft, Eagle3Shape) else "draft"
         wishes |= {"spec": method, "draft_model": write_folder(draft, parent), "draft_max": k}
         wishes["adaptive"] = False
-        if length is not None and "synthetic_acceptance" in {field.name for field in fields(EngineConfig)}:
+        if length is not None and "synthetic_acceptance" in {
+            field.name for field in fields(EngineConfig)
+        }:
             wishes["synthetic_acceptance"] = length
     return EngineConfig(model=write_folder(target, parent), **{**wishes, **rest})
 
@@ -89,11 +96,18 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**found, "seconds": round(time.perf_counter() - began, 2)}
 
 
-def floor_share(found: dict[str, Any], target: Shape, slots: int, read_rate: float) -> dict[str, Any]:
+def floor_share(
+    found: dict[str, Any], target: Shape, slots: int, read_rate: float
+) -> dict[str, Any]:
     """The measured rounds with their byte floor and its share of the wall time, for plain decoding."""
     parts = round_parts(target, None, [found["context"]] * slots, 0)
     floor_us = 1e6 * sum(parts.values()) / read_rate
-    return {**found, "bytes": parts, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
+    return {
+        **found,
+        "bytes": parts,
+        "floor_us": floor_us,
+        "share_of_floor": floor_us / found["wall_us"],
+    }
 
 
 def plain_rounds(engine: Engine, target: Shape, load: Load, read_rate: float) -> dict[str, Any]:
@@ -144,7 +158,9 @@ def run_plain(
     report: dict[str, Any] = {"read_bytes_per_second": rate, "models": models}
     with tempfile.TemporaryDirectory() as place:
 
-        def on_engine(shape: Shape, ctx: int, work: Callable[[Engine], dict[str, Any]]) -> dict[str, Any]:
+        def on_engine(
+            shape: Shape, ctx: int, work: Callable[[Engine], dict[str, Any]]
+        ) -> dict[str, Any]:
             config = config_of(Path(place), shape, ctx=ctx, **rest)
             return attempt(partial(with_engine, config, work))
 
@@ -163,14 +179,21 @@ def run_plain(
                 kinds = partial(sample_kinds, target=shape, load=few)
                 report["sampling"] = on_engine(shape, load.context(0), kinds)
                 yield report
-                sweep = partial(sweep_contexts, target=shape, load=few, contexts=contexts, read_rate=rate)
+                sweep = partial(
+                    sweep_contexts, target=shape, load=few, contexts=contexts, read_rate=rate
+                )
                 widest = replace(load, prompt=max(contexts)).context(0)
                 report["contexts"] = on_engine(shape, widest, sweep)
                 yield report
 
 
 def judge(
-    found: dict[str, Any], plain: dict[str, Any], target: Shape, draft: Shape, k: int, read_rate: float
+    found: dict[str, Any],
+    plain: dict[str, Any],
+    target: Shape,
+    draft: Shape,
+    k: int,
+    read_rate: float,
 ) -> dict[str, Any]:
     """The measured rounds with their gain at the acceptance length that was to be imposed."""
     length = reference_length(k)
@@ -194,11 +217,18 @@ def fix_draft_length(engine: Engine, k: int) -> None:
 def gaps_at_reference(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
     """`token_gaps` of a request that runs about as many rounds as a load."""
     fix_draft_length(engine, REFERENCE_K)
-    return token_gaps(engine, load.prompt, round(load.rounds * reference_length(REFERENCE_K)), target.vocab)
+    return token_gaps(
+        engine, load.prompt, round(load.rounds * reference_length(REFERENCE_K)), target.vocab
+    )
 
 
 def sweep_drafts(
-    config: EngineConfig, target: Shape, draft: Shape, plain: dict[str, Any], read_rate: float, load: Load
+    config: EngineConfig,
+    target: Shape,
+    draft: Shape,
+    plain: dict[str, Any],
+    read_rate: float,
+    load: Load,
 ) -> Iterator[dict[str, Any]]:
     """One pair at every k, on one engine that may draft the most; yields what it has after each k."""
     free_memory()
@@ -210,7 +240,9 @@ def sweep_drafts(
 
     def rounds_at(k: int) -> dict[str, Any]:
         fix_draft_length(engine, k)
-        return judge(measure_load(engine, recorder, load, target.vocab), plain, target, draft, k, read_rate)
+        return judge(
+            measure_load(engine, recorder, load, target.vocab), plain, target, draft, k, read_rate
+        )
 
     try:
         for k in LENGTHS_OF_K:
@@ -260,7 +292,10 @@ def run_draft(
                     found[name]["gaps"]["sync"] = attempt(partial(with_engine, sync, work))
                     yield report
             except Exception as error:
-                found[name] = {**found.get(name, {}), "error": f"{type(error).__name__}: {str(error)[:400]}"}
+                found[name] = {
+                    **found.get(name, {}),
+                    "error": f"{type(error).__name__}: {str(error)[:400]}",
+                }
                 yield report
 
 

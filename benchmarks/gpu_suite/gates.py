@@ -151,10 +151,16 @@ def _tests(result: Mapping[str, Any]) -> Figures:
 
 def _dense_gates() -> Iterator[Gate]:
     table = partial(Gate, probe="kernel_table")
-    yield table("products of 64 MB and more, of the read rate", figures=_large_shares, least=0.9, goal=0.95)
+    yield table(
+        "products of 64 MB and more, of the read rate", figures=_large_shares, least=0.9, goal=0.95
+    )
     yield table("their time at 8 rows over that at 1", figures=_eight_over_one, most=1.05)
-    large = [f"paged_attention {slots}" for slots in ("1 slots 32768", "16 slots 1024", "16 slots 4096")]
-    attention = partial(_shares, beginnings=[*large, "paged_attention 16 slots 32768"], sizes=["1", "5"])
+    large = [
+        f"paged_attention {slots}" for slots in ("1 slots 32768", "16 slots 1024", "16 slots 4096")
+    ]
+    attention = partial(
+        _shares, beginnings=[*large, "paged_attention 16 slots 32768"], sizes=["1", "5"]
+    )
     yield table("decode attention, of the read rate", figures=attention, least=0.8, goal=0.88)
     plain = partial(Gate, probe="plain")
     share = partial(_plain, field="share_of_floor")
@@ -165,14 +171,18 @@ def _dense_gates() -> Iterator[Gate]:
     yield pairs("host reads in rounds with drafts", figures=_host_reads, most=0)
     eagle, small = "EAGLE-size > Qwen3-8B", "Qwen3-0.6B > Qwen3-8B"
     ceiling = partial(_pair, name=eagle, field="share_of_ceiling")
-    yield pairs("EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83)
+    yield pairs(
+        "EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83
+    )
     speed = partial(_pair, name=eagle, field="speedup")
     yield pairs("the same over plain, length 3.08", figures=speed, least=2.2, goal=2.4)
     ceiling = partial(_pair, name=small, field="share_of_ceiling")
     yield pairs("0.6B drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.6)
     heads = partial(Gate, probe="eagle3")
     ceiling = partial(_pair, name="EAGLE-3 > Qwen3-8B", field="share_of_ceiling")
-    yield heads("EAGLE-3 head of 8B, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83)
+    yield heads(
+        "EAGLE-3 head of 8B, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83
+    )
     speed = partial(_pair, name="EAGLE-3 > Qwen3-8B", field="speedup")
     yield heads("EAGLE-3 head of 8B over plain, length 3.08", figures=speed, least=2.2, goal=2.4)
     eager = partial(_ratios, peers=["transformers eager"])
@@ -190,8 +200,12 @@ def _dense_gates() -> Iterator[Gate]:
         changed, otherwise = "tokens that speculation changed", "requests that accepted otherwise"
         yield Gate(f"{whose} {changed}", probe, lambda one: [one["differing_tokens"]], most=0)
         yield Gate(f"{whose} {otherwise}", probe, lambda one: [one["differing_counts"]], most=0)
-        yield Gate(f"{whose} tokens compared", probe, lambda one: [one["compared_tokens"]], least=enough)
-    yield Gate("GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, most=0)
+        yield Gate(
+            f"{whose} tokens compared", probe, lambda one: [one["compared_tokens"]], least=enough
+        )
+    yield Gate(
+        "GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, most=0
+    )
 
 
 def _sparse_gates() -> Iterator[Gate]:
@@ -199,29 +213,45 @@ def _sparse_gates() -> Iterator[Gate]:
     # 16 slots alone: the latents of one are read in the time that the launches take (see LARGE_BYTES).
     yield table(
         "latent attention of 16 slots at one query, of the read rate",
-        figures=partial(_shares, beginnings=["mla V3 16 slots", "mla V2-Lite 16 slots"], sizes=["1"]),
+        figures=partial(
+            _shares, beginnings=["mla V3 16 slots", "mla V2-Lite 16 slots"], sizes=["1"]
+        ),
         least=0.65,
         goal=0.78,
     )
-    for words, sizes, least in (("1", ["1"], 0.5), ("8", ["8"], 0.75), ("16 and more", ["16", "64"], 0.85)):
+    for words, sizes, least in (
+        ("1", ["1"], 0.5),
+        ("8", ["8"], 0.75),
+        ("16 and more", ["16", "64"], 0.85),
+    ):
         figures = partial(_shares, beginnings=MANY_EXPERTS, sizes=sizes)
-        yield table(f"128 experts at {words} rows, of the touched bytes", figures=figures, least=least)
+        yield table(
+            f"128 experts at {words} rows, of the touched bytes", figures=figures, least=least
+        )
     for kind in ("int8", "fp8"):
         shares = partial(_shares, beginnings=[f"{kind} "], sizes=FEW_ROWS)
-        yield table(f"{kind} products up to 8 rows, of the read rate", figures=shares, least=0.8, goal=0.88)
+        yield table(
+            f"{kind} products up to 8 rows, of the read rate", figures=shares, least=0.8, goal=0.88
+        )
         ratio = partial(_against_wide, kind=kind)
         yield table(f"{kind} products against wide ones", figures=ratio, least=1.6, goal=1.85)
     shares = partial(_shares, beginnings=["int4 "], sizes=FEW_ROWS)
     # An H200 reads four bits faster than it unpacks them; on consumer cards the goal is 0.75.
-    yield table("int4 products up to 8 rows, of the read rate", figures=shares, least=0.4, goal=0.75)
+    yield table(
+        "int4 products up to 8 rows, of the read rate", figures=shares, least=0.4, goal=0.75
+    )
     for k in (1, 3):
         name = f"MTP at a 7B shape, k = {k}, of the speculative byte ceiling"
         yield Gate(name, "sparse_models", partial(_ceiling, k=k), least=0.75)
     forms = partial(Gate, probe="eight_bit_rounds")
     yield forms(
-        "tokens that speculation changed", figures=partial(_of_forms, field="differing_tokens"), most=0
+        "tokens that speculation changed",
+        figures=partial(_of_forms, field="differing_tokens"),
+        most=0,
     )
-    yield forms("tokens compared", figures=partial(_of_forms, field="compared_tokens"), least=ENOUGH_TOKENS)
+    yield forms(
+        "tokens compared", figures=partial(_of_forms, field="compared_tokens"), least=ENOUGH_TOKENS
+    )
     yield forms(
         "requests that accepted otherwise, eager or captured, at any lag",
         figures=partial(_of_forms, field="differing_counts"),
@@ -239,7 +269,9 @@ def _recurrent_gates() -> Iterator[Gate]:
         yield table(name, figures=figures, least=0.75, goal=0.85)
     few = [f"short_conv {name} {slots} slots" for name in RECURRENT for slots in (1, 4, 16)]
     times = partial(_times, beginnings=few, sizes=["k=0", "k=4"])
-    yield table("short convolutions of up to 16 slots and 5 rows, us", figures=times, most=8, goal=5)
+    yield table(
+        "short convolutions of up to 16 slots and 5 rows, us", figures=times, most=8, goal=5
+    )
     for part in ("rule", "convolution"):
         name = f"a prompt's chunks through a recurrent layer's {part}, million tokens a second"
         yield table(name, figures=partial(_chunk_rates, part=part), least=2, goal=5)
@@ -278,5 +310,7 @@ def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
     if missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
         return NOT_WELL
     asked = [one for one in verdicts if not one.gate.reported]
-    unfinished = any(one.figure is None for one in asked) or any(one in UNFINISHED for one in statuses)
+    unfinished = any(one.figure is None for one in asked) or any(
+        one in UNFINISHED for one in statuses
+    )
     return NOT_MEASURED if unfinished else ALL_WELL

@@ -21,7 +21,11 @@ TILES = (16, 32, 64)
 MAX_ROWS = 16
 EQUALITY_SHAPES = ((4096, 1024), (6144, 4096), (4096, 14336), (1000, 320))
 SPEED_SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336))
-CONFIGS = (GemmConfig(), GemmConfig(block_n=128, block_k=64, stages=4), GemmConfig(block_n=64, block_k=64))
+CONFIGS = (
+    GemmConfig(),
+    GemmConfig(block_n=128, block_k=64, stages=4),
+    GemmConfig(block_n=64, block_k=64),
+)
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -124,7 +128,9 @@ def measure_speed(read_rate: float) -> list[dict[str, Any]]:
     found = []
     for n, k in SPEED_SHAPES:
         copies = max(2, -(-(256 << 20) // (2 * n * k)))
-        operands = [random_operands(n, k, MAX_ROWS, torch.bfloat16, "cuda", seed) for seed in range(copies)]
+        operands = [
+            random_operands(n, k, MAX_ROWS, torch.bfloat16, "cuda", seed) for seed in range(copies)
+        ]
         for rows in (1, 4, 8, 16):
             pairs = [(w, x[:rows].contiguous()) for w, x in operands]
             floor_ms = 1e3 * operands[0][0].nbytes / read_rate
@@ -154,7 +160,9 @@ def run() -> dict[str, Any]:
     dtypes = (torch.bfloat16, torch.float16)
     equality = check_equality(EQUALITY_SHAPES, dtypes, CONFIGS)
     instructions = {
-        f"{config.block_n}x{tile}x{config.block_k}": matrix_instructions(torch.bfloat16, tile, config)
+        f"{config.block_n}x{tile}x{config.block_k}": matrix_instructions(
+            torch.bfloat16, tile, config
+        )
         for config in CONFIGS
         for tile in TILES
     }

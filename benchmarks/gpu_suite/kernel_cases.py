@@ -39,7 +39,9 @@ class Bench:
     notes: list[str] = field(default_factory=list)
     """Why a counterpart has no time."""
 
-    def row(self, calls: Sequence[Call], nbytes: int | None, rival: Sequence[Call] | None = None) -> Row:
+    def row(
+        self, calls: Sequence[Call], nbytes: int | None, rival: Sequence[Call] | None = None
+    ) -> Row:
         """One line: time, share of the read rate for `nbytes` read by a call, time of the rival."""
         us = self.timer.microseconds(calls)
         share = 1e6 * nbytes / self.read_rate / us if nbytes and us else None
@@ -79,7 +81,9 @@ def linear_case(
         squares = torch.full((count, 1), float(k), dtype=torch.float32, device=x.device)
         y = torch.empty(count, n, dtype=x.dtype, device=x.device)
 
-        def call(w: Tensor, x: Tensor = x, squares: Tensor = squares, residual: Tensor = residual) -> Call:
+        def call(
+            w: Tensor, x: Tensor = x, squares: Tensor = squares, residual: Tensor = residual
+        ) -> Call:
             if kind == "head":
                 return partial(kernels.head_logits, x, w)
             if kind in ("out", "down"):
@@ -164,7 +168,9 @@ class Pools:
     page_table: Tensor
 
     @classmethod
-    def build(cls, bench: Bench, heads: AttentionHeads, slots: int, context: int, copies: int) -> Pools:
+    def build(
+        cls, bench: Bench, heads: AttentionHeads, slots: int, context: int, copies: int
+    ) -> Pools:
         """Full pages for `context` positions a slot, in an order that no stride predicts."""
         pages = -(-context // PAGE)
         shape = (slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
@@ -184,7 +190,9 @@ class Pools:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=causal, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        query, key, value, scale=scale, is_causal=causal, enable_gqa=True
+    )
 
 
 def attention_case(
@@ -196,13 +204,18 @@ def attention_case(
     pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
     scale = heads.head_dim**-0.5
     for width in rows:
-        positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        positions = (
+            (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        )
         valid = torch.ones(slots, width, dtype=torch.bool, device=device)
         window = Windows(positions, valid, pools.page_table, [context] * slots, [None] * slots)
         planning = partial(kernels.plan_attention, window, heads, PAGE, bench.dtype)
         plan = planning()
         query = bench.normal(slots, width, heads.num_heads, heads.head_dim)
-        calls = [partial(kernels.paged_attention, query, pair, plan, Scores(scale)) for pair in pools.layers]
+        calls = [
+            partial(kernels.paged_attention, query, pair, plan, Scores(scale))
+            for pair in pools.layers
+        ]
         plain = pools.contiguous(slots, context)
         rival = [partial(_attend, query.transpose(1, 2), k, v, scale, False) for k, v in plain]
         found[str(width)] = bench.row(calls, nbytes, rival)
@@ -223,7 +236,9 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
         [(k, v)] = pools.contiguous(1, start + chunk)
         rival = partial(_attend, query[None].transpose(1, 2), k, v, scale, start == 0)
         where = torch.arange(start, start + chunk, device=query.device)[None]
-        rows = Windows(where, torch.ones_like(where, dtype=torch.bool), table, [start + chunk], [None], start)
+        rows = Windows(
+            where, torch.ones_like(where, dtype=torch.bool), table, [start + chunk], [None], start
+        )
         plan = kernels.plan_attention(rows, heads, PAGE, bench.dtype)
         call = partial(kernels.paged_attention, query[None], own, plan, Scores(scale))
         us, _, torch_us = bench.row([call], None, [rival])

@@ -63,7 +63,9 @@ def cases() -> dict[str, Case]:
         for kind, (n, k) in shape.weights().items():
             if (kind, n, k) not in seen:
                 seen.add((kind, n, k))
-                found[f"{shape.name} {kind} {n}x{k}"] = partial(linear_case, kind=kind, n=n, k=k, rows=ROWS)
+                found[f"{shape.name} {kind} {n}x{k}"] = partial(
+                    linear_case, kind=kind, n=n, k=k, rows=ROWS
+                )
     for shape in (QWEN3_8B, QWEN3_06B):
         found[f"{shape.name} layer's products"] = partial(layer_case, shape=shape, rows=(1, 5))
     n, k = QWEN3_8B.weights()["gate_up"]
@@ -74,7 +76,9 @@ def cases() -> dict[str, Case]:
     for slots in (1, 16):
         for context in (1024, 4096, 32768):
             name = f"paged_attention {slots} slots {context}"
-            found[name] = partial(attention_case, heads=heads, slots=slots, context=context, rows=(1, 5))
+            found[name] = partial(
+                attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
+            )
     found["prefill_attention 256 after"] = partial(
         prefill_case, heads=heads, chunk=256, starts=(0, 4096, 32512)
     )
@@ -84,14 +88,20 @@ def cases() -> dict[str, Case]:
     vocab = QWEN3_8B.vocab
     found["sample_rows and row_laws"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
     found["rotary_store"] = partial(rotary_case, heads=heads, rows=(1, 5, 16, 80))
-    found["embed and norm"] = partial(row_case, hidden=QWEN3_8B.hidden, vocab=vocab, rows=(1, 5, 16))
+    found["embed and norm"] = partial(
+        row_case, hidden=QWEN3_8B.hidden, vocab=vocab, rows=(1, 5, 16)
+    )
     for slots in (1, 16):
         name = f"round {slots} slots"
         found[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
-        found[f"verify drafts {slots} slots"] = partial(draft_verify_case, slots=slots, k=4, vocab=vocab)
+        found[f"verify drafts {slots} slots"] = partial(
+            draft_verify_case, slots=slots, k=4, vocab=vocab
+        )
     found["noise"] = partial(noise_case, vocab=vocab, rows=(1, 16))
     found |= sparse_cases()
-    found["ngram_lookup"] = partial(lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab)
+    found["ngram_lookup"] = partial(
+        lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab
+    )
     return found
 
 

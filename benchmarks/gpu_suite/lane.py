@@ -59,7 +59,12 @@ def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
 def _command(file: str, log: Path) -> list[str]:
     """Of one file, with no option of the project's own: one needs a plugin, and the last -m rules alone."""
     configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts="]
-    own = ["--import-mode=importlib", "--strict-markers", "-o", f"cache_dir={log.with_name('cache')}"]
+    own = [
+        "--import-mode=importlib",
+        "--strict-markers",
+        "-o",
+        f"cache_dir={log.with_name('cache')}",
+    ]
     logging = ["-p", lane_log.__name__, "--lane-log", str(log)]
     selection = ["-m", "gpu and not slow", file]
     return [sys.executable, "-m", "pytest", "-q", *configuration, *own, *logging, *selection]
@@ -75,7 +80,9 @@ def _account(logs: Mapping[str, Path], statuses: Mapping[str, int]) -> dict[str,
         found = lane_log.read(log)
         passed, skipped = passed + found.passed, skipped + found.skipped
         # A file that cannot be imported is a failure of no test.
-        why |= {f"{short}::{test}" if test else short: lines for test, lines in found.failed.items()}
+        why |= {
+            f"{short}::{test}" if test else short: lines for test, lines in found.failed.items()
+        }
         at = "" if found.unfinished is None else f" in {found.unfinished}"
         if name not in statuses:
             running += [f"{short}{at}"] if log.exists() else []

@@ -20,7 +20,9 @@ LAST_LINES = 15
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The file that the lines are appended to."""
-    parser.addoption("--lane-log", type=Path, metavar="FILE", help="append a JSON line as each test ends")
+    parser.addoption(
+        "--lane-log", type=Path, metavar="FILE", help="append a JSON line as each test ends"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

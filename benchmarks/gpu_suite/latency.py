@@ -17,7 +17,9 @@ WARMING = 8
 """Tokens of a request that captures what the next one runs."""
 
 
-def run_alone(engine: Engine, prompt: tuple[int, ...], tokens: int) -> tuple[RequestMetrics, list[float]]:
+def run_alone(
+    engine: Engine, prompt: tuple[int, ...], tokens: int
+) -> tuple[RequestMetrics, list[float]]:
     """Run one request to its end; its counters, and when its tokens came, in seconds."""
     engine.add(Request("alone", prompt, replace(GREEDY, max_tokens=tokens)))
     came = []

@@ -31,7 +31,9 @@ def noise_kernel(seed, position, out, stream, vocab_size, BITS: tl.constexpr, GR
     tl.store(out + row * vocab_size + ids, values, mask=ids < vocab_size)
 
 
-def _noise(seed: Tensor, position: Tensor, stream: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
+def _noise(
+    seed: Tensor, position: Tensor, stream: int, vocab_size: int, dtype: torch.dtype
+) -> Tensor:
     seed = seed + torch.zeros_like(position)
     position = position + torch.zeros_like(seed)
     out = torch.empty((*seed.shape, vocab_size), dtype=dtype, device=seed.device)

@@ -124,7 +124,9 @@ def random_transformer(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     keys = {
-        key: value for key, value in shape.config().items() if key not in ("architectures", "torch_dtype")
+        key: value
+        for key, value in shape.config().items()
+        if key not in ("architectures", "torch_dtype")
     }
     config = Qwen3Config(**keys, dtype=dtype, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.device(device):
@@ -140,7 +142,11 @@ def transformers_contender(model: Any, **options: Any) -> Generate:
     @torch.inference_mode()
     def generate(tokens: int) -> None:
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, **options
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            **options,
         )
         if out.shape[1] != PROMPT + tokens:
             raise RuntimeError(f"{out.shape[1] - PROMPT} tokens came instead of {tokens}")
@@ -184,7 +190,9 @@ def run_eager(
     assistant = random_transformer(draft, device, torch.bfloat16)
     with spd_running(target, draft, K + 1.0, **rest) as accepting:
         contenders = {"transformers assisted": assisted_contender(model, assistant)}
-        for report["assisted"] in interleave({**contenders, "spd all accepted": accepting}, EAGER_TURNS):
+        for report["assisted"] in interleave(
+            {**contenders, "spd all accepted": accepting}, EAGER_TURNS
+        ):
             yield report
 
 
@@ -220,7 +228,9 @@ def run_compiled(
     """
     report: dict[str, Any] = {}
 
-    def contest(name: str, contenders: dict[str, Generate], **more: Any) -> Iterator[dict[str, Any]]:
+    def contest(
+        name: str, contenders: dict[str, Generate], **more: Any
+    ) -> Iterator[dict[str, Any]]:
         for found in interleave(contenders, TURNS):
             report[name] = {**found, **more}
             yield report

@@ -66,7 +66,10 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
         return torch.randn(slots, *sizes, device=bench.timer.device)
 
     keys = torch.nn.functional.normalize(drawn(depth, shape.key_heads, shape.size), dim=-1)
-    state, values = drawn(shape.heads, shape.size, shape.size), drawn(depth, shape.heads, shape.size)
+    state, values = (
+        drawn(shape.heads, shape.size, shape.size),
+        drawn(depth, shape.heads, shape.size),
+    )
     return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
 
 
@@ -78,10 +81,15 @@ def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor
     return mixed, bench.normal(rows, 2 * shape.heads), Rule(*constants)
 
 
-def delta_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS) -> Rows:
+def delta_case(
+    bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
+) -> Rows:
     """Rounds of k drafts a slot; the share counts states alone."""
     found, nbytes = Rows(), 2 * slots * shape.state_bytes
-    kept = [memory(bench, shape, slots, 2 * (max(lengths) + 1)) for _ in range(bench.timer.copies(nbytes))]
+    kept = [
+        memory(bench, shape, slots, 2 * (max(lengths) + 1))
+        for _ in range(bench.timer.copies(nbytes))
+    ]
     for k in lengths:
         given, rows = operands(bench, shape, slots * (k + 1)), windows(bench, slots, k)
         calls: list[Call] = [partial(bench.kernels.delta_rule, *given, one, rows) for one in kept]
@@ -89,7 +97,9 @@ def delta_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[in
     return found
 
 
-def conv_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS) -> Rows:
+def conv_case(
+    bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
+) -> Rows:
     """Convolutions of rounds of k drafts, and the norm of what the rule gives; torch's own convolution."""
     found, device, channels = Rows(), bench.timer.device, shape.channels
     weight = torch.randn(TAPS, channels, device=device)
@@ -99,11 +109,18 @@ def conv_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int
         x, rows = bench.normal(count, channels + values), windows(bench, slots, k)
         together = torch.randn(slots, channels, k + TAPS, device=device)
         rival = partial(
-            torch.nn.functional.conv1d, together, weight.t()[:, None].contiguous(), None, groups=channels
+            torch.nn.functional.conv1d,
+            together,
+            weight.t()[:, None].contiguous(),
+            None,
+            groups=channels,
         )
         call = partial(bench.kernels.short_conv, x[:, :channels], weight, None, ring, rows)
         found[f"k={k}"] = bench.row([call], None, [rival])
-        read, norm = torch.randn(count, shape.heads, shape.size, device=device), weight[0, : shape.size]
+        read, norm = (
+            torch.randn(count, shape.heads, shape.size, device=device),
+            weight[0, : shape.size],
+        )
         found[f"norm k={k}"] = bench.row(
             [partial(bench.kernels.gated_norm, read, x[:, channels:], norm, EPSILON)], None
         )
@@ -115,11 +132,17 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
 
     The convolution before it has the last row.
     """
-    given, kept, run = operands(bench, shape, rows), memory(bench, shape, 1, SPARE), prompt(bench, rows)
+    given, kept, run = (
+        operands(bench, shape, rows),
+        memory(bench, shape, 1, SPARE),
+        prompt(bench, rows),
+    )
     steps = partial(bench.kernels.delta_rule, *given, memory(bench, shape, 1, 2 * rows), run)
     weight = torch.randn(TAPS, shape.channels, device=bench.timer.device)
     ring = bench.normal(1, TAPS - 1 + SPARE, shape.channels)
-    convolve = partial(bench.kernels.short_conv, bench.normal(rows, shape.channels), weight, None, ring, run)
+    convolve = partial(
+        bench.kernels.short_conv, bench.normal(rows, shape.channels), weight, None, ring, run
+    )
     found = Rows()
     for name, call, rival in (
         ("rule", partial(bench.kernels.delta_chunks, *given, kept, run), [steps]),
@@ -135,7 +158,11 @@ def recurrent_cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for shape in SHAPES:
         for slots in (1, 4, 16, 64):
-            found[f"delta_rule {shape.name} {slots} slots"] = partial(delta_case, shape=shape, slots=slots)
-            found[f"short_conv {shape.name} {slots} slots"] = partial(conv_case, shape=shape, slots=slots)
+            found[f"delta_rule {shape.name} {slots} slots"] = partial(
+                delta_case, shape=shape, slots=slots
+            )
+            found[f"short_conv {shape.name} {slots} slots"] = partial(
+                conv_case, shape=shape, slots=slots
+            )
         found[f"delta_chunks {shape.name}"] = partial(chunks_case, shape=shape, rows=256)
     return found

@@ -109,6 +109,8 @@ def write_json(path: Path, text: str) -> None:
 
 def report_text(report: Answer) -> str:
     """The report as JSON, a line for each of its fields and each probe."""
-    probes = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["probes"].items())
+    probes = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["probes"].items()
+    )
     fields = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in report.items() if k != "probes"]
     return "{\n" + ",\n".join([*fields, f' "probes": {{\n{probes}\n }}']) + "\n}\n"

@@ -69,7 +69,9 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
             )
             laws = (logits, draft, tensors)
             found[f"{count} law {name}"] = bench.row(
-                [partial(bench.kernels.row_laws, *laws)], logits.nbytes, [partial(sampling.row_laws, *laws)]
+                [partial(bench.kernels.row_laws, *laws)],
+                logits.nbytes,
+                [partial(sampling.row_laws, *laws)],
             )
     return found
 
@@ -86,7 +88,9 @@ def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
     for name in ("rejection", "block"):
         for kind, laws in (("drawn", drafter), ("certain", None)):
             given = (target, laws, *told, name == "block")
-            ours, torchs = (partial(form.verify_drafts, *given) for form in (bench.kernels, draft_verify))
+            ours, torchs = (
+                partial(form.verify_drafts, *given) for form in (bench.kernels, draft_verify)
+            )
             found[f"{name} {kind}"] = bench.row([ours], None, [torchs])
     return found
 
@@ -95,7 +99,9 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     """Gumbel noise by itself, as the fused draw has it inside, against its torch form."""
     found, form = (
         Rows(),
-        philox if bench.kernels.name == "torch" else import_module("benchmarks.gpu_suite.noise_triton"),
+        philox
+        if bench.kernels.name == "torch"
+        else import_module("benchmarks.gpu_suite.noise_triton"),
     )
     for count in rows:
         given = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)

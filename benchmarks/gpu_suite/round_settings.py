@@ -59,7 +59,11 @@ DEMO = (
     *(Setting(method, k, lag=2, **_MIXED) for method, k in USUAL_K.items()),
     *(Setting(method, k, **_ALONE) for method, k in USUAL_K.items()),
     *(Setting(method, k, lag=1, **_SHORT) for method, k in USUAL_K.items()),
-    *(Setting(method, k, lag=lag, graphs=False, **_SHORT) for lag in LAGS for method, k in USUAL_K.items()),
+    *(
+        Setting(method, k, lag=lag, graphs=False, **_SHORT)
+        for lag in LAGS
+        for method, k in USUAL_K.items()
+    ),
     *(Setting(method, 1, **_MIXED) for method in USUAL_K),
     *(Setting(method, 7, **_MIXED) for method in USUAL_K),
     Setting("off", **_ALONE),

@@ -123,7 +123,9 @@ def run_span(
     return Span(steps, time.perf_counter() - began, committed, recorder.rounds[first:])
 
 
-def start(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, warm: int) -> int:
+def start(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, warm: int
+) -> int:
     """Admit the prompts, step until all of them decode, then run `warm` rounds; returns the committed tokens.
 
     The rounds capture what they need. Prompts are written between rounds of those who came before, a few

@@ -165,7 +165,9 @@ def write_folder(shape: Shape, parent: Path) -> Path:
     """Write the shape's config-only folder below `parent` and return it."""
     folder = parent / shape.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(shape.config(), indent=1) + "\n", encoding="utf-8"
+    )
     return folder
 
 
@@ -195,7 +197,9 @@ def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize
 
 def draft_parts(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> Parts:
     """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
-    passes = [forward_parts(shape, [c + i for c in contexts], 1 if i else 2, itemsize) for i in range(k)]
+    passes = [
+        forward_parts(shape, [c + i for c in contexts], 1 if i else 2, itemsize) for i in range(k)
+    ]
     found = {part: sum(one[part] for one in passes) for part in (passes[0] if passes else ())}
     once = shape.once_a_round() * itemsize
     return {**found, "target's streams": once} if once and passes else found
@@ -205,7 +209,9 @@ def round_parts(
     target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
 ) -> Parts:
     """Bytes that one round must read: k + 1 rows a slot of the target, then k drafts; of each by part."""
-    found = {f"target {part}": n for part, n in forward_parts(target, contexts, k + 1, itemsize).items()}
+    found = {
+        f"target {part}": n for part, n in forward_parts(target, contexts, k + 1, itemsize).items()
+    }
     drafts = {} if draft is None else draft_parts(draft, contexts, k, itemsize)
     return {**found, **{f"draft {part}": n for part, n in drafts.items()}}
 

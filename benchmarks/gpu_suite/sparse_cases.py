@@ -40,12 +40,16 @@ def latent_case(
     table = (torch.randperm(slots * pages, device=device) + 2).view(slots, pages)
     shape = AttentionHeads(heads, 1, size)
     for width in rows:
-        positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        positions = (
+            (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        )
         valid = torch.ones(slots, width, dtype=torch.bool, device=device)
         window = Windows(positions, valid, table, [context] * slots, [None] * slots)
         plan = kernels.plan_attention(window, shape, PAGE, bench.dtype)
         query = bench.normal(slots, width, heads, size)
-        calls = [partial(kernels.mla_attention, query, pool, plan, rank, size**-0.5) for pool in pools]
+        calls = [
+            partial(kernels.mla_attention, query, pool, plan, rank, size**-0.5) for pool in pools
+        ]
         partial_results = partial_bytes(slots * width * heads, context, rank)
         if partial_results:
             bench.notes.append(
@@ -67,7 +71,13 @@ def partial_bytes(rows: int, context: int, rank: int) -> int:
 
 
 def experts_case(
-    bench: Bench, count: int, per_token: int, hidden: int, inner: int, kind: str, rows: Sequence[int]
+    bench: Bench,
+    count: int,
+    per_token: int,
+    hidden: int,
+    inner: int,
+    kind: str,
+    rows: Sequence[int],
 ) -> Rows:
     """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
     kernels, found, device = bench.kernels, Rows(), bench.timer.device
@@ -152,7 +162,13 @@ def sparse_cases() -> dict[str, Case]:
         for slots in (1, 16):
             for context in (4096, 32768):
                 found[f"mla {name} {slots} slots {context}"] = partial(
-                    latent_case, heads=heads, rank=512, turned=64, slots=slots, context=context, rows=(1, 4)
+                    latent_case,
+                    heads=heads,
+                    rank=512,
+                    turned=64,
+                    slots=slots,
+                    context=context,
+                    rows=(1, 4),
                 )
     for name, sizes in SIZES.items():
         found[f"experts {name}"] = partial(experts_case, kind="wide", rows=(1, 8, 16, 64), **sizes)

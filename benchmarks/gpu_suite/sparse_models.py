@@ -41,7 +41,12 @@ FP8 = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-BASE = {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6}
+BASE = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "rms_norm_eps": 1e-6,
+}
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 YARN |= {"beta_fast": 32, "beta_slow": 1}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -90,9 +95,18 @@ V2_LITE = Published(
     {
         **BASE,
         **LATENT,
-        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048},
+        **{
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "hidden_size": 2048,
+        },
         **{"intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16},
-        **{"num_key_value_heads": 16, "vocab_size": 102400, "attention_bias": False, "q_lora_rank": None},
+        **{
+            "num_key_value_heads": 16,
+            "vocab_size": 102400,
+            "attention_bias": False,
+            "q_lora_rank": None,
+        },
         **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
         **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": False},
         **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
@@ -105,9 +119,18 @@ QWEN3_30B = Published(
     "Qwen3-30B-A3B",
     {
         **BASE,
-        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048},
+        **{
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+        },
         **{"intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
-        **{"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "attention_bias": False},
+        **{
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "attention_bias": False,
+        },
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
         **{"rope_theta": 1000000.0, "max_position_embeddings": 40960},
@@ -133,14 +156,26 @@ V3 = Published(
     {
         **BASE,
         **LATENT,
-        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168},
+        **{
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+        },
         **{"intermediate_size": 18432, "num_hidden_layers": 4, "num_attention_heads": 128},
-        **{"num_key_value_heads": 128, "vocab_size": 129280, "attention_bias": False, "q_lora_rank": 1536},
+        **{
+            "num_key_value_heads": 128,
+            "vocab_size": 129280,
+            "attention_bias": False,
+            "q_lora_rank": 1536,
+        },
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
         **{"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": True},
         **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"},
         **{"scoring_func": "sigmoid", "rope_theta": 10000, "max_position_embeddings": 163840},
-        **{"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "quantization_config": FP8},
+        **{
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "quantization_config": FP8,
+        },
     },
     modules=1,
 )
@@ -168,9 +203,13 @@ def write_hollow(model: Published, parent: Path) -> Path:
         for module in range(model.modules):
             shapes |= MtpSource(ModelFolder(folder), head, config).glue_tensors(module)
             for destination in module_layer(config, family).destinations():
-                own = {head.layer_prefix(module) + part.name: part.shape for part in destination.parts}
+                own = {
+                    head.layer_prefix(module) + part.name: part.shape for part in destination.parts
+                }
                 shapes |= own
-                matrices |= set(own) if len(destination.shape) == 2 and not destination.exact else set()
+                matrices |= (
+                    set(own) if len(destination.shape) == 2 and not destination.exact else set()
+                )
     entries: dict[str, tuple[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
         fp8 = config.quantization is not None and name in matrices
@@ -188,7 +227,11 @@ def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) ->
         size = sizes[code]
         for dimension in shape:
             size *= dimension
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": code,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -201,7 +244,9 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     """Experts of a layer that the rows of one verification go to, on average. Asks the host: not timed."""
     counts: list[int] = []
     rows = engine.plan.shape.slots * (engine.plan.shape.draft_max + 1)
-    most = max(4 * rows, 16 if engine.plan.shape.kernels == "torch" else 0)  # torch's form fills rows up
+    most = max(
+        4 * rows, 16 if engine.plan.shape.kernels == "torch" else 0
+    )  # torch's form fills rows up
     layers: Any = getattr(engine._device.runner.model, "layers")  # noqa: B009
     for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
         honest = block._route
@@ -245,7 +290,9 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
 def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
     """Bytes of a layer's experts that no token goes to."""
     found = layout.destinations()
-    stored = sum(form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down"))
+    stored = sum(
+        form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down")
+    )
     return float(stored * (1 - min(1.0, touched / layout.experts.num_experts)))
 
 
@@ -260,8 +307,12 @@ def _draft_bytes(engine: Engine, config: Any) -> float:
     )
     if isinstance(layer.mlp, MoeLayout):
         chosen = layer.mlp.experts.router.per_token * engine.plan.shape.slots
-        total -= int(_unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.shape.dtype, chosen))
-    return float(total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.shape.dtype])
+        total -= int(
+            _unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.shape.dtype, chosen)
+        )
+    return float(
+        total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.shape.dtype]
+    )
 
 
 def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> dict[str, Any]:
@@ -304,7 +355,10 @@ def shorten_to_fit(model: Published, parent: Path, load: Load, **rest: Any) -> P
 
 
 def run(
-    models: Sequence[Published] = MODELS, load: Load = LOAD, read_rate: float | None = None, **rest: Any
+    models: Sequence[Published] = MODELS,
+    load: Load = LOAD,
+    read_rate: float | None = None,
+    **rest: Any,
 ) -> Iterator[dict[str, Any]]:
     """Each model plain and, where it has MTP layers, drafting 1 and 3 tokens at imposed acceptance."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])

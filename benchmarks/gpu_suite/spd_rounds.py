@@ -28,7 +28,16 @@ from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 QUESTIONS = ("What does {} do?", "Write an example of {}.", "How do I use {} in a loop?")
-NAMES = ("os.path.join", "json.dumps", "str.split", "list.append", "dict.get", "open", "re.match", "sorted")
+NAMES = (
+    "os.path.join",
+    "json.dumps",
+    "str.split",
+    "list.append",
+    "dict.get",
+    "open",
+    "re.match",
+    "sorted",
+)
 SNIPPETS = (
     "def read_lines(path):\n    with open(path) as file:\n",
     "import os\nimport sys\nimport os\nimport sys\nimport os\n",
@@ -39,7 +48,12 @@ KINDS = {
     "greedy": SamplingParams(ignore_eos=True),
     "noise": SamplingParams(temperature=0.8, ignore_eos=True),
     "filtered": SamplingParams(
-        temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1, ignore_eos=True
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        ignore_eos=True,
     ),
 }
 TOKENS = 192
@@ -80,7 +94,9 @@ def limit_of(job: Job, tokens: int) -> int:
     return max(1, tokens - 3 * (job.prompt % 4))
 
 
-def build_engine(folder: Path, draft: Path | None, device: str, setting: Setting, **rest: Any) -> Engine:
+def build_engine(
+    folder: Path, draft: Path | None, device: str, setting: Setting, **rest: Any
+) -> Engine:
     """An engine at the setting's fixed k."""
     speculation: dict[str, Any] = {"spec": setting.method}
     if setting.method != "off":
@@ -219,12 +235,18 @@ def assert_complete(settings: Mapping[str, Mapping[str, Any]], all_accepted: boo
     """
     bad = [name for name, row in settings.items() if "error" in row]
     if all_accepted:
-        bad += [name for name, row in settings.items() if name.startswith("draft") and row.get("rejected")]
+        bad += [
+            name
+            for name, row in settings.items()
+            if name.startswith("draft") and row.get("rejected")
+        ]
     if bad:
         raise AssertionError(f"failed, or rejected what it must not: {', '.join(bad)}")
 
 
-def complete(reports: Iterator[dict[str, Any]], all_accepted: bool = False) -> Iterator[dict[str, Any]]:
+def complete(
+    reports: Iterator[dict[str, Any]], all_accepted: bool = False
+) -> Iterator[dict[str, Any]]:
     """The same reports, and `assert_complete` behind the last."""
     report: dict[str, Any] = {"settings": {}}
     for report in reports:
@@ -245,7 +267,9 @@ def run() -> Iterator[dict[str, Any]]:
     """Compare on the demo that ships with spd."""
     reference = Setting("off", slots=16)
     yield from complete(
-        compare(demo_folder(), demo_draft_folder(), demo_prompts(), tokens=TOKENS, reference=reference)
+        compare(
+            demo_folder(), demo_draft_folder(), demo_prompts(), tokens=TOKENS, reference=reference
+        )
     )
 
 
@@ -262,7 +286,10 @@ def run_medium() -> Iterator[dict[str, Any]]:
 
 
 def run_self_draft(
-    settings: Sequence[Setting] = SELF_DRAFT, tokens: int = 128, shape: Shape = QWEN3_8B, **config: Any
+    settings: Sequence[Setting] = SELF_DRAFT,
+    tokens: int = 128,
+    shape: Shape = QWEN3_8B,
+    **config: Any,
 ) -> Iterator[dict[str, Any]]:
     """The 8B shape as its own drafter: equal random weights, so none of its drafts may be rejected."""
     with tempfile.TemporaryDirectory() as place:

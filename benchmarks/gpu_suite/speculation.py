@@ -51,7 +51,11 @@ class Gain:
 
 
 def gain(
-    length: float, plain_seconds: float, round_seconds: float, plain_floor: float, round_floor: float
+    length: float,
+    plain_seconds: float,
+    round_seconds: float,
+    plain_floor: float,
+    round_floor: float,
 ) -> Gain:
     """Judge a round that commits `length` tokens a slot; floors are seconds that reading the bytes takes."""
     speedup = length * plain_seconds / round_seconds

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.gpu_suite.report import Answer, answer_after, new_report, place_of, report_text, write_json
+from benchmarks.gpu_suite.report import (
+    Answer,
+    answer_after,
+    new_report,
+    place_of,
+    report_text,
+    write_json,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,12 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
         command = child_command(probe.function, result, 0.9 * seconds - 3)
         with log.open("w", encoding="utf-8") as output:
             child = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment(), cwd=ROOT, start_new_session=True
+                command,
+                stdout=output,
+                stderr=output,
+                env=environment(),
+                cwd=ROOT,
+                start_new_session=True,
             )
             try:
                 status: int | None = child.wait(seconds)
@@ -150,7 +162,13 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
         if status is None:
             return {"status": "timed out", **taken, "log": tail, **found}
         if "error" in answer:
-            return {"status": "failed", **taken, "error": answer["error"].splitlines(), "log": tail, **found}
+            return {
+                "status": "failed",
+                **taken,
+                "error": answer["error"].splitlines(),
+                "log": tail,
+                **found,
+            }
         if status != 0 or not found:
             return {"status": "died", **taken, "exit_status": status, "log": tail, **found}
         return {"status": "ok" if answer["whole"] else "cut short", **taken, **found}

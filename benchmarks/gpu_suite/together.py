@@ -13,7 +13,9 @@ PAUSE = 0.1
 """Seconds between two looks."""
 
 
-def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int]]:
+def run_together(
+    commands: Mapping[str, Sequence[str]], most: int = 64
+) -> Iterator[tuple[str, int]]:
     """Run them, `most` at a time; yields each one's name and exit status as it ends, and says nothing.
 
     They are in this process's group, so that killing it kills them all. What still runs when the iterator is
@@ -34,7 +36,11 @@ def watch_together(
             while waiting and len(running) < most:
                 name, command = waiting.pop(0)
                 running[name] = subprocess.Popen(
-                    command, env=two_threads, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    command,
+                    env=two_threads,
+                    cwd=ROOT,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                 )
             for name in [name for name, child in running.items() if child.poll() is not None]:
                 yield name, running.pop(name).returncode

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite.batches import CASES as BATCH_CASES
-from benchmarks.gpu_suite.end_to_end import FILTERED, LENGTHS_OF_K, WARM, config_of, fix_draft_length
+from benchmarks.gpu_suite.end_to_end import (
+    FILTERED,
+    LENGTHS_OF_K,
+    WARM,
+    config_of,
+    fix_draft_length,
+)
 from benchmarks.gpu_suite.round_settings import USUAL_K, Setting
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, start, stop, with_engine
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, SHAPES, shortened
@@ -65,7 +71,9 @@ def dry_speculation() -> dict[str, Any]:
         slots = engine.plan.shape.slots
         for k in (0, *LENGTHS_OF_K) if slots == 1 else (0, 4):
             fix_draft_length(engine, k)
-            start(engine, [random_prompt(PROMPT, QWEN3_8B.vocab, i) for i in range(slots)], GREEDY, 3)
+            start(
+                engine, [random_prompt(PROMPT, QWEN3_8B.vocab, i) for i in range(slots)], GREEDY, 3
+            )
             stop(engine, slots)
         return {}
 
@@ -80,7 +88,9 @@ def dry_speculation() -> dict[str, Any]:
 def dry_demo() -> dict[str, Any]:
     """A few rounds of the demo with every drafter, alone and among others."""
     settings = [Setting(method, 7, slots=slots) for slots in (1, 16) for method in USUAL_K]
-    reports = compare(demo_folder(), demo_draft_folder(), demo_prompts()[-3:], tokens=12, settings=settings)
+    reports = compare(
+        demo_folder(), demo_draft_folder(), demo_prompts()[-3:], tokens=12, settings=settings
+    )
     for report in reports:
         errors = {name: row["error"] for name, row in report["settings"].items() if "error" in row}
     return errors
@@ -96,7 +106,8 @@ def run(tasks: dict[str, str] = TASKS, limit: float = LIMIT) -> Iterator[dict[st
     with tempfile.TemporaryDirectory() as place:
         results = {name: Path(place) / f"{index}.json" for index, name in enumerate(tasks)}
         commands = {
-            name: child_command(reference, results[name], float("inf")) for name, reference in tasks.items()
+            name: child_command(reference, results[name], float("inf"))
+            for name, reference in tasks.items()
         }
         with closing(watch_together(commands)) as ends:
             for ended in ends:
@@ -107,7 +118,11 @@ def run(tasks: dict[str, str] = TASKS, limit: float = LIMIT) -> Iterator[dict[st
                     yield found
                 elif seconds > limit:
                     break
-    left = {name: {"seconds": limit, "error": "did not end in time"} for name in tasks if name not in found}
+    left = {
+        name: {"seconds": limit, "error": "did not end in time"}
+        for name in tasks
+        if name not in found
+    }
     yield {**found, **left}
 
 

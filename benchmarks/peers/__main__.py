@@ -38,7 +38,9 @@ from benchmarks.peers.options import parse_options
 
 def render(result: Mapping[str, Any]) -> str:
     """Return the report as a short table."""
-    lines = [f"{'':<22}{'tokens/s':>9}{'ttft ms':>9}{'per step':>9}{'cpu ms':>8}  equal to spd plain"]
+    lines = [
+        f"{'':<22}{'tokens/s':>9}{'ttft ms':>9}{'per step':>9}{'cpu ms':>8}  equal to spd plain"
+    ]
     for name, entry in result["entries"].items():
         equal = entry["equal_to_spd_plain"]
         words = f"{equal['equal_texts']}/{equal['texts']}" if equal else "-"
@@ -48,7 +50,9 @@ def render(result: Mapping[str, Any]) -> str:
             f"{name:<22}{figures[0]:>9.2f}{figures[1]:>9.0f}{figures[2]:>9.2f}{figures[3]:>8.1f}  {words}"
         )
     for name, ratio in result["ratios"].items():
-        lines.append(f"{name:<42}{ratio['median']:>7.2f} x ({ratio['low']:.2f} to {ratio['high']:.2f})")
+        lines.append(
+            f"{name:<42}{ratio['median']:>7.2f} x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        )
     if "verify_over_decode" in result:
         verify = result["verify_over_decode"]
         lines.append(

@@ -38,7 +38,9 @@ def figures(counted: Speculation) -> dict[str, Any]:
 def agreement(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, Any]:
     """Relative differences of two engines' `figures`, the largest of them, and whether it is small."""
     differences = {
-        name: mine[name] / its[name] - 1 for name in ("acceptance_rate", "acceptance_length") if its[name]
+        name: mine[name] / its[name] - 1
+        for name in ("acceptance_rate", "acceptance_length")
+        if its[name]
     }
     positions = zip(mine["per_position"], its["per_position"], strict=False)
     for number, (one, other) in enumerate(positions, 1):
@@ -57,6 +59,8 @@ def agreement_lines(report: Mapping[str, Any]) -> list[str]:
         mine, its = (report["entries"][name]["acceptance"] for name in pair.split(" / "))
         for name in ("acceptance_rate", "acceptance_length"):
             lines.append(f"  {name:<20}{mine[name]:>8.4f}{its[name]:>8.4f}")
-        for number, both in enumerate(zip(mine["per_position"], its["per_position"], strict=False), 1):
+        for number, both in enumerate(
+            zip(mine["per_position"], its["per_position"], strict=False), 1
+        ):
             lines.append(f"  {f'position {number}':<20}{both[0]:>8.4f}{both[1]:>8.4f}")
     return lines

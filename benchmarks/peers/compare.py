@@ -54,7 +54,9 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
             worker.pause()
         say("rounds begin")
         for number, prompt in enumerate(asked):
-            _round(options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}")
+            _round(
+                options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}"
+            )
         loads = measure_loads(options, workers, failures, vocab, say)
         say("rounds end")
     return report(options, tallies, failures, loads)
@@ -84,7 +86,11 @@ def _round(
         finally:
             worker.pause()
         tallies[name].answers.append(answer)
-        noise = f" (others kept {answer.foreign_cpus:.2f} CPUs busy)" if answer.foreign_cpus > 0.1 else ""
+        noise = (
+            f" (others kept {answer.foreign_cpus:.2f} CPUs busy)"
+            if answer.foreign_cpus > 0.1
+            else ""
+        )
         say(f"round {label} {name}: {answer.decode_tokens_per_second:.1f} tokens/s{noise}")
 
 
@@ -96,7 +102,9 @@ def report(
 ) -> dict[str, Any]:
     """Gather the figures: medians, equality with spd's plain text, paired ratios, verify against decode."""
     rows = tallies.get(ROWS_ENTRY)
-    compared = {name: tally for name, tally in tallies.items() if name != ROWS_ENTRY and tally.answers}
+    compared = {
+        name: tally for name, tally in tallies.items() if name != ROWS_ENTRY and tally.answers
+    }
     speeds = {name: [a.decode_tokens_per_second for a in t.answers] for name, t in compared.items()}
     reference = compared.get(REFERENCE)
     result: dict[str, Any] = {
@@ -127,7 +135,9 @@ def report(
         result["entries"][name] = _entry_report(options, name, tally, reference)
     for over, under in PAIRS:
         if over in speeds and under in speeds:
-            result["ratios"][f"{over} / {under}"] = paired_ratio(speeds[over], speeds[under]).as_dict()
+            result["ratios"][f"{over} / {under}"] = paired_ratio(
+                speeds[over], speeds[under]
+            ).as_dict()
     if rows and rows.answers:
         pairs = [(a.extra["verify_ms_rows"], a.extra["verify_ms_1"]) for a in rows.answers]
         result["verify_over_decode"] = {
@@ -143,21 +153,29 @@ def report(
     return result
 
 
-def _entry_report(options: Options, name: str, tally: Tally, reference: Tally | None) -> dict[str, Any]:
+def _entry_report(
+    options: Options, name: str, tally: Tally, reference: Tally | None
+) -> dict[str, Any]:
     answers = tally.answers
     counted = total(answer.extra.get("speculation") for answer in answers)
     comparable = reference is not None and not name.endswith(IMPOSED)
     return {
-        "decode_tokens_per_second": summarize([a.decode_tokens_per_second for a in answers]).as_dict(),
+        "decode_tokens_per_second": summarize(
+            [a.decode_tokens_per_second for a in answers]
+        ).as_dict(),
         "ttft_ms": summarize([1000 * a.ttft_seconds for a in answers]).as_dict(),
         "tokens_per_step": summarize([a.tokens_per_step for a in answers]).as_dict(),
         # The prompt included. With one thread this stands up to other load; waiting threads spin in it.
-        "cpu_ms_per_token": summarize([1000 * a.cpu_seconds / options.tokens for a in answers]).as_dict(),
+        "cpu_ms_per_token": summarize(
+            [1000 * a.cpu_seconds / options.tokens for a in answers]
+        ).as_dict(),
         "foreign_cpus": summarize([a.foreign_cpus for a in answers]).as_dict(),
         "load_seconds": tally.ready["load_seconds"],
         "versions": tally.ready["versions"],
         "acceptance": None if counted is None else figures(counted),
-        "equal_to_spd_plain": _equality(answers, reference.answers) if comparable and reference else None,
+        "equal_to_spd_plain": _equality(answers, reference.answers)
+        if comparable and reference
+        else None,
     }
 
 

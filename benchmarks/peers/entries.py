@@ -47,23 +47,43 @@ def entries(options: Options) -> list[Entry]:
             listed.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
     if options.rows > 1 and "spd" in options.pythons:
         extra = ["--rows", str(options.rows), "--draft", str(options.draft)]
-        listed.append(_entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra, together=False))
+        listed.append(
+            _entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra, together=False)
+        )
     chosen = [entry for entry in listed if not options.only or entry.name in options.only]
     if not chosen:
-        raise SystemExit(f"nothing to compare: the entries are {', '.join(entry.name for entry in listed)}")
+        raise SystemExit(
+            f"nothing to compare: the entries are {', '.join(entry.name for entry in listed)}"
+        )
     return chosen
 
 
 def _entry(
-    options: Options, name: str, peer: str, python: str, arguments: Sequence[str], together: bool = True
+    options: Options,
+    name: str,
+    peer: str,
+    python: str,
+    arguments: Sequence[str],
+    together: bool = True,
 ) -> Entry:
     command = [python, "-m", f"benchmarks.peers.{peer}_worker", "--model", str(options.model)]
-    command += ["--threads", str(options.threads), "--dtype", options.dtype, "--ctx", str(options.ctx)]
+    command += [
+        "--threads",
+        str(options.threads),
+        "--dtype",
+        options.dtype,
+        "--ctx",
+        str(options.ctx),
+    ]
     command += ["--slots", str(options.slots)]
     if peer == "llama":
         command += ["--build", str(options.llama_cpp)]
     threads = str(options.threads)
-    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment |= {"HF_HUB_OFFLINE": "1"}
     if peer == "vllm":
         # As its CPU guide asks: threads bound by vLLM itself, Intel OpenMP and tcmalloc preloaded.

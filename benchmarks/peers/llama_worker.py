@@ -49,7 +49,12 @@ def converted(build: Path, model: Path, dtype: str) -> Path:
         command = [sys.executable, script, str(build), str(model), str(unfinished), DTYPES[dtype]]
         if dtype == "int4":
             whole = str(converted(build, model, "bfloat16"))
-            command = [str(build / "build" / "bin" / "llama-quantize"), whole, str(unfinished), DTYPES[dtype]]
+            command = [
+                str(build / "build" / "bin" / "llama-quantize"),
+                whole,
+                str(unfinished),
+                DTYPES[dtype],
+            ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         os.replace(unfinished, out)
     return out
@@ -86,7 +91,9 @@ class LlamaEngine:
         self.version = "unknown"
         if port is None:
             command = server_command(options, self.port)
-            said = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True)
+            said = subprocess.run(
+                [command[0], "--version"], capture_output=True, text=True, check=True
+            )
             self.version = (said.stdout + said.stderr).split("version:")[-1].split("\n")[0].strip()
             self.server = subprocess.Popen(
                 command, stdout=sys.stderr, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
@@ -119,11 +126,18 @@ class LlamaEngine:
         counted = result.speculation
         if counted is None:
             return one
-        extra = {"speculation": asdict(counted), "tokens_per_step": 1 + counted.accepted / counted.drafts}
+        extra = {
+            "speculation": asdict(counted),
+            "tokens_per_step": 1 + counted.accepted / counted.drafts,
+        }
         return Generation(one.token_ids, one.chunks, extra)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        concurrency: int,
+        arrivals: list[float] | None,
     ) -> PassResult:
         """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
         began = time.perf_counter()
@@ -152,10 +166,14 @@ class LlamaEngine:
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LOAD_SECONDS)
         began = time.perf_counter()
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         if response.status != 200:
-            raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:400]!r}")
+            raise RuntimeError(
+                f"llama-server answered {response.status}: {response.read()[:400]!r}"
+            )
         ids: list[int] = []
         chunks: list[Chunk] = []
         timings: Mapping[str, Any] = {}

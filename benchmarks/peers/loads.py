@@ -35,7 +35,9 @@ class LoadTally:
     def add(self, value: Mapping[str, Any], foreign_cpus: float) -> None:
         """Take a worker's answer: output tokens over the wall time of the pass, latencies of its requests."""
         requests = value["requests"]
-        self.tokens_per_second.append(sum(len(one["token_ids"]) for one in requests) / value["seconds"])
+        self.tokens_per_second.append(
+            sum(len(one["token_ids"]) for one in requests) / value["seconds"]
+        )
         self.foreign_cpus.append(foreign_cpus)
         self.speculation.append(value["speculation"])
         for one in requests:

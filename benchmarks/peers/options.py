@@ -55,7 +55,9 @@ class Options:
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; peers without a Python are left out."""
     parser = argparse.ArgumentParser(description="Compare spd with its peers on a CPU.")
-    parser.add_argument("model", type=Path, help="checkpoint folder, e.g. of tests/recipes/medium.py")
+    parser.add_argument(
+        "model", type=Path, help="checkpoint folder, e.g. of tests/recipes/medium.py"
+    )
     parser.add_argument("--draft", type=Path, help="draft folder (MODEL/draft)")
     parser.add_argument("--draft-max", type=int, default=4, metavar="K")
     parser.add_argument("--dtype", default="bfloat16")
@@ -71,7 +73,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--transformers-python", metavar="PYTHON")
     parser.add_argument("--vllm-python", metavar="PYTHON")
     parser.add_argument(
-        "--llama-cpp", type=Path, metavar="DIR", help="llama.cpp's source, with llama-server in build/bin"
+        "--llama-cpp",
+        type=Path,
+        metavar="DIR",
+        help="llama.cpp's source, with llama-server in build/bin",
     )
     parser.add_argument(
         "--imposed",
@@ -79,26 +84,44 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         metavar="LENGTH",
         help="also with drafts at an imposed acceptance length, where a peer can",
     )
-    parser.add_argument("--mtp", action="store_true", help="also with MTP layers of MODEL, where a peer can")
+    parser.add_argument(
+        "--mtp", action="store_true", help="also with MTP layers of MODEL, where a peer can"
+    )
     parser.add_argument(
         "--eagle3", type=Path, metavar="HEAD", help="also with an EAGLE-3 head made for MODEL"
     )
-    parser.add_argument("--int4", action="store_true", help="also in four bits; llama.cpp's are Q4_0")
-    parser.add_argument("--text", action="store_true", help="spd's own prompts instead of random ids")
-    parser.add_argument("--concurrency", default="", metavar="LIST", help="requests together, e.g. 4,16")
-    parser.add_argument("--rates", default="", metavar="LIST", help="requests a second, e.g. 1,2,4,6,8")
+    parser.add_argument(
+        "--int4", action="store_true", help="also in four bits; llama.cpp's are Q4_0"
+    )
+    parser.add_argument(
+        "--text", action="store_true", help="spd's own prompts instead of random ids"
+    )
+    parser.add_argument(
+        "--concurrency", default="", metavar="LIST", help="requests together, e.g. 4,16"
+    )
+    parser.add_argument(
+        "--rates", default="", metavar="LIST", help="requests a second, e.g. 1,2,4,6,8"
+    )
     parser.add_argument("--load-tokens", type=int, default=32, help="of each request of a load")
     parser.add_argument("--load-rounds", type=int, default=3)
     parser.add_argument("--only", help="comma list of entries, such as spd-plain,vllm-plain")
-    parser.add_argument("--vllm-preload", help="colon list of libraries (Intel OpenMP and tcmalloc if found)")
+    parser.add_argument(
+        "--vllm-preload", help="colon list of libraries (Intel OpenMP and tcmalloc if found)"
+    )
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between two runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu_peers.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu_peers.json"
+    )
     given = parser.parse_args(arguments)
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     threads = given.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         parser.error(f"--threads {threads}: this process may use {len(cpus)} CPUs")
-    pythons = {"spd": given.spd_python, "transformers": given.transformers_python, "vllm": given.vllm_python}
+    pythons = {
+        "spd": given.spd_python,
+        "transformers": given.transformers_python,
+        "vllm": given.vllm_python,
+    }
     if given.llama_cpp is not None:
         pythons["llama"] = given.spd_python
     only = tuple(given.only.split(",")) if given.only else ()

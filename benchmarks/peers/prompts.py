@@ -17,7 +17,12 @@ def prompts(options: Options, count: int, vocab: int, seed: int = 0) -> list[lis
     if options.text:
         lengths = [options.prompt_tokens]
         asked = encode_questions(options.model, read_prompts(OWN), lengths, options.tokens)
-        return [list(question.ids) for question in islice(cycle(asked), seed * count, (seed + 1) * count)]
+        return [
+            list(question.ids)
+            for question in islice(cycle(asked), seed * count, (seed + 1) * count)
+        ]
     draws = random.Random(seed)
     low = min(BYTES_AND_SPECIALS, vocab // 2)
-    return [[draws.randrange(low, vocab) for _ in range(options.prompt_tokens)] for _ in range(count)]
+    return [
+        [draws.randrange(low, vocab) for _ in range(options.prompt_tokens)] for _ in range(count)
+    ]

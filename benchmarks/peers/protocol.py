@@ -105,7 +105,11 @@ class PassEngine(PeerEngine, Protocol):
     """A worker that also runs several requests together."""
 
     def run(
-        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        concurrency: int,
+        arrivals: list[float] | None,
     ) -> PassResult:
         """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
         ...
@@ -148,12 +152,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--ngram", action="store_true", help="look drafts up in the text itself")
-    parser.add_argument("--mtp", action="store_true", help="draft with the checkpoint's own MTP layers")
+    parser.add_argument(
+        "--mtp", action="store_true", help="draft with the checkpoint's own MTP layers"
+    )
     parser.add_argument("--eagle3", type=Path, help="draft with an EAGLE-3 head")
     parser.add_argument("--slots", type=int, default=1, help="requests that run together at most")
-    parser.add_argument("--imposed", type=float, metavar="LENGTH", help="impose an acceptance length")
+    parser.add_argument(
+        "--imposed", type=float, metavar="LENGTH", help="impose an acceptance length"
+    )
     parser.add_argument("--build", type=Path, help="folder of a peer that was built here")
-    parser.add_argument("--int4", action="store_true", help="with weights in four bits, made at load")
+    parser.add_argument(
+        "--int4", action="store_true", help="with weights in four bits, made at load"
+    )
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 
@@ -167,7 +177,9 @@ def _answer(engine: PeerEngine, request: Mapping[str, Any]) -> Generation | Pass
     if request["op"] == "generate":
         return engine.generate(request["prompt_ids"], request["tokens"], **request.get("extra", {}))
     together = cast(PassEngine, engine)
-    return together.run(request["prompts"], request["tokens"], request["concurrency"], request["arrivals"])
+    return together.run(
+        request["prompts"], request["tokens"], request["concurrency"], request["arrivals"]
+    )
 
 
 def serve(load: Callable[[WorkerOptions], PeerEngine]) -> int:

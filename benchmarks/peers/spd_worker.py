@@ -127,8 +127,12 @@ class RowsEngine:
             for event in engine.stream([request]):
                 clock.add(list(event.token_ids))
             engine.trace = None
-            found[name] = [r.ms["verify"] for r in records if r.round > 0 and len(r.draft) + 1 == rows]
-        one, many = (median(found[name]) if found[name] else float("nan") for name in ("one", "many"))
+            found[name] = [
+                r.ms["verify"] for r in records if r.round > 0 and len(r.draft) + 1 == rows
+            ]
+        one, many = (
+            median(found[name]) if found[name] else float("nan") for name in ("one", "many")
+        )
         return clock.finish(
             rows=self.rows,
             verify_ms_1=one,

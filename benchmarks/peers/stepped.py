@@ -26,17 +26,24 @@ class SteppedEngine:
         raise NotImplementedError
 
     def run(
-        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        concurrency: int,
+        arrivals: list[float] | None,
     ) -> PassResult:
         """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self.requests += 1
         asked = [
-            Request(f"{self.requests}.{number}", tuple(ids), params) for number, ids in enumerate(prompts)
+            Request(f"{self.requests}.{number}", tuple(ids), params)
+            for number, ids in enumerate(prompts)
         ]
         ran = run_pass(self.decoder(concurrency), asked, concurrency=concurrency, arrivals=arrivals)
         requests = [
-            Generation(line.token_ids, [Chunk(at - line.arrived, count) for at, count in line.chunks], {})
+            Generation(
+                line.token_ids, [Chunk(at - line.arrived, count) for at, count in line.chunks], {}
+            )
             for line in ran.timelines
         ]
         return PassResult(ran.seconds, requests, self.speculation(ran))

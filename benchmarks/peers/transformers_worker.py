@@ -52,9 +52,14 @@ class TransformersEngine:
     def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
         """Generate greedily; end tokens are off, so exactly `tokens` come."""
         ids = torch.tensor([list(prompt_ids)])
-        options: dict[str, Any] = {"assistant_model": self.assistant} if self.assistant is not None else {}
+        options: dict[str, Any] = (
+            {"assistant_model": self.assistant} if self.assistant is not None else {}
+        )
         if self.lookup is not None:
-            options = {"prompt_lookup_num_tokens": self.lookup, "max_matching_ngram_size": NGRAM_MAX}
+            options = {
+                "prompt_lookup_num_tokens": self.lookup,
+                "max_matching_ngram_size": NGRAM_MAX,
+            }
         clock = ChunkClock()
         with torch.inference_mode():
             self.model.generate(

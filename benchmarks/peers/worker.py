@@ -45,7 +45,9 @@ class Answer:
     cpu_seconds: float
 
 
-def read_answer(value: Mapping[str, Any], foreign_cpus: float = 0.0, cpu_seconds: float = 0.0) -> Answer:
+def read_answer(
+    value: Mapping[str, Any], foreign_cpus: float = 0.0, cpu_seconds: float = 0.0
+) -> Answer:
     """Derive the figures: tokens after the first chunk over the time after it.
 
     A chunk is one step, unless the worker says how many tokens a step brought.
@@ -121,7 +123,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Ask for `tokens` tokens and return the worker's object; see `protocol.Generation`."""
         answer = self._ask(
-            {"op": "generate", "prompt_ids": list(prompt_ids), "tokens": tokens, "extra": extra}, timeout
+            {"op": "generate", "prompt_ids": list(prompt_ids), "tokens": tokens, "extra": extra},
+            timeout,
         )
         if len(answer["token_ids"]) != tokens:
             raise self._failure(f"gave {len(answer['token_ids'])} tokens, not {tokens}")
@@ -186,4 +189,6 @@ class Worker:
 
     def _failure(self, what: str) -> WorkerError:
         tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
-        return WorkerError("\n  ".join([f"{self.entry.name} {what}; the end of {self.log}:", *tail]))
+        return WorkerError(
+            "\n  ".join([f"{self.entry.name} {what}; the end of {self.log}:", *tail])
+        )

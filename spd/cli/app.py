@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
     out.hold_standard_descriptors()
     for name in SEARCH_PATHS & os.environ.keys():
-        os.environ[name] = os.pathsep.join(filter(os.path.isabs, os.environ[name].split(os.pathsep)))
+        os.environ[name] = os.pathsep.join(
+            filter(os.path.isabs, os.environ[name].split(os.pathsep))
+        )
     if (stderr := sys.stderr) is not None:
         sys.stderr = out.PrintableStderr(stderr)
     with suppress(AttributeError, ValueError):  # for help where the locale has fewer letters
@@ -53,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
     except (out.OutputClosed, BrokenPipeError):
         return PIPE_CLOSED
     except OSError as error:  # help into a full disk, known only when it is flushed
-        full = ResourceError(f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed")
+        full = ResourceError(
+            f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed"
+        )
         out.write_error(full, out.Console(), as_json=False)
         return full.exit_code
     finally:
@@ -82,7 +86,9 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import stand_by
 
             return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
-        end_when_lost(lambda error: out.write_error(_explain(error, console), session.console, as_json))
+        end_when_lost(
+            lambda error: out.write_error(_explain(error, console), session.console, as_json)
+        )
         defaults: dict[str, Any] = {}
         named = os.environ.get("SPD_CONFIG")
         path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
@@ -96,7 +102,9 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             session.told = [f"{path} sets {names}"] if names else []
         command = get_command(build_app((argv[0],)))
         told = {argv[0]: defaults} if defaults else None  # `help` is a name of a flag, too
-        result = command(args=argv, prog_name="spd", standalone_mode=False, obj=session, default_map=told)
+        result = command(
+            args=argv, prog_name="spd", standalone_mode=False, obj=session, default_map=told
+        )
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer ends when standard output breaks under its help
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
@@ -137,7 +145,9 @@ def _explain(error: Exception, console: out.Console) -> SpdError:
     if os.strerror(errno.EMFILE) in str(error):  # torch's errors have no number
         return ResourceError("too many open files", fix=["ulimit -n 1024"])
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        fix = ["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"]
+        fix = [
+            "--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"
+        ]
         reason = str(error).splitlines()[:1]
         return ResourceError("out of memory", reason=reason, fix=fix, code="out_of_memory")
     return SpdError(f"unexpected {type(error).__name__}: {error}")

@@ -47,8 +47,13 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     if typed := sorted(values.keys() & TYPED):
         raise _fault(path, f"--{typed[0]} has to be typed")
     found = {}
-    for param, value in ((params[key], value) for key, value in values.items()):  # as if it had been typed
-        listed, switch = isinstance(value, list) and param.multiple, param.is_flag and isinstance(value, bool)
+    for param, value in (
+        (params[key], value) for key, value in values.items()
+    ):  # as if it had been typed
+        listed, switch = (
+            isinstance(value, list) and param.multiple,
+            param.is_flag and isinstance(value, bool),
+        )
         found[param.name] = list(map(str, value)) if listed else value if switch else str(value)
     return found
 
@@ -57,7 +62,9 @@ def _options_of(name: str) -> dict[str, Any]:
     """A command's options by their long names."""
     command: Any = get_command(build_app((name,)))
     params = command.commands[name].params
-    return {option[2:]: param for param in params for option in param.opts if option.startswith("--")}
+    return {
+        option[2:]: param for param in params for option in param.opts if option.startswith("--")
+    }
 
 
 def _load(path: Path) -> dict[str, Any]:

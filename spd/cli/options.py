@@ -53,7 +53,9 @@ def _shown(metavar: str | None, help: str, more: dict[str, Any]) -> dict[str, An
     return {**completed, **more, "metavar": metavar, "help": help, "show_default": False}
 
 
-def option(panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
+def option(
+    panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any
+) -> Any:
     """A field that is an option, called as its field unless `names` hold a long one; no metavar: a flag."""
     shown = {**_shown(metavar, help, more), "rich_help_panel": panel}
     return dataclasses.field(default=default, metadata={"names": names, "option": shown})
@@ -61,7 +63,9 @@ def option(panel: str, default: Any, metavar: str | None, help: str, *names: str
 
 def argument(metavar: str, help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """A field that is an argument; without a default it has to be given."""
-    return dataclasses.field(default=default, metadata={"names": None, "option": _shown(metavar, help, more)})
+    return dataclasses.field(
+        default=default, metadata={"names": None, "option": _shown(metavar, help, more)}
+    )
 
 
 first, inputs, printed, advanced = (partial(option, panel) for panel in (FIRST, IN, OTHER, LAST))
@@ -82,7 +86,9 @@ def parse_think(text: str, name: str = "--think") -> str:
     """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
     if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
         said = f"{name} {text}".rstrip()
-        raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
+        raise UsageError(
+            f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"]
+        )
     return text
 
 
@@ -92,7 +98,9 @@ class CommonOptions:
 
     color: Literal["auto", "always", "never"] = printed("auto", "WHEN", "auto, always or never.")
     quiet: bool = printed(False, None, "No notes on stderr.", "-q")
-    verbose: int = printed(0, None, "Plan, seed and parameters on stderr; -vv: tracebacks.", "-v", count=True)
+    verbose: int = printed(
+        0, None, "Plan, seed and parameters on stderr; -vv: tracebacks.", "-v", count=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -115,7 +123,9 @@ class ModelArgument:
 class ModelOptions(CommonOptions):
     """Which model, and where it runs."""
 
-    model: str = first("demo", "MODEL", "A folder, org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL")
+    model: str = first(
+        "demo", "MODEL", "A folder, org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL"
+    )
     device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
@@ -135,18 +145,24 @@ class ModelOptions(CommonOptions):
 class EngineOptions(ModelOptions):
     """What proposes tokens, and how the machine is used. Of these only --verify touches the text."""
 
-    spec: str = first("auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp,ngram.", parser=parse_spec)
+    spec: str = first(
+        "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp,ngram.", parser=parse_spec
+    )
     draft_model: str | None = first(
         None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
     )
     draft_max: int | None = first(None, "K", "Most draft tokens in a round.")
     mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _model(None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive")
+    adaptive: bool | None = _model(
+        None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive"
+    )
     verify: Literal["coupled", "rejection", "block"] = _model(
         "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
     graphs: Literal["auto", "on", "off"] = advanced("auto", "MODE", "CUDA graphs: auto, on or off.")
-    lag: Literal["auto", "0", "1", "2"] = advanced("auto", "N", "Rounds the host may lag: auto, 0, 1 or 2.")
+    lag: Literal["auto", "0", "1", "2"] = advanced(
+        "auto", "N", "Rounds the host may lag: auto, 0, 1 or 2."
+    )
     tp: int = advanced(1, "N", "Tensor parallel ranks. Default: 1.")
     draft_tp: int | None = advanced(None, "N", "Ranks that share the drafter.")
 
@@ -155,9 +171,13 @@ class EngineOptions(ModelOptions):
 class RunOptions(EngineOptions):
     """What `generate`, `chat` and `serve` share."""
 
-    ctx: int | None = _model(None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size)
+    ctx: int | None = _model(
+        None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size
+    )
     pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
-    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
+    memory_fraction: float = advanced(
+        0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -187,8 +207,12 @@ class SamplingOptions:
 class ReplyOptions(SamplingOptions, RunOptions):
     """What `generate` and `chat` share."""
 
-    template_arg: list[str] | None = inputs(None, "K=V", "A variable for the chat template. Repeatable.")
-    think: str = first("auto", THINK, "Think or not; hide: unseen; N: at most N tokens.", parser=parse_think)
+    template_arg: list[str] | None = inputs(
+        None, "K=V", "A variable for the chat template. Repeatable."
+    )
+    think: str = first(
+        "auto", THINK, "Think or not; hide: unseen; N: at most N tokens.", parser=parse_think
+    )
     system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
     no_server: bool = printed(False, None, "Do not use a running spd serve.")
 
@@ -204,23 +228,37 @@ class GenerateOptions(ReplyOptions):
     prompt_ids: str | None = inputs(None, "1,2,3", "Token ids instead of text.")
     dry_run: bool = inputs(False, None, "Show the prompt and its tokens; load no weights.")
     ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
-    jsonl: bool = inputs(False, None, "One prompt a line on stdin or in -f FILE, one JSON line out for each.")
+    jsonl: bool = inputs(
+        False, None, "One prompt a line on stdin or in -f FILE, one JSON line out for each."
+    )
     json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
-    stats: bool = first(False, None, "Speed and acceptance on stderr at the end; of --jsonl, the speed.")
+    stats: bool = first(
+        False, None, "Speed and acceptance on stderr at the end; of --jsonl, the speed."
+    )
     output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
-    schema: str | None = printed(None, "FILE|JSON", "The reply is JSON that follows this JSON schema.")
+    schema: str | None = printed(
+        None, "FILE|JSON", "The reply is JSON that follows this JSON schema."
+    )
     grammar: str | None = printed(
         None, "LARK|/REGEX/", "The reply follows a Lark grammar (or its file), or matches REGEX."
     )
-    logprobs: int | None = printed(None, "N", "With --json: log-probabilities, the N likeliest tokens.")
+    logprobs: int | None = printed(
+        None, "N", "With --json: log-probabilities, the N likeliest tokens."
+    )
     trace: Path | None = printed(None, "FILE", "One JSON line for each round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: continue after the answers in FILE.")
-    concurrency: int | None = advanced(None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024)
+    concurrency: int | None = advanced(
+        None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024
+    )
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
     """`name=value` words as fields of SamplingOptions, by their types; lists grow. Raises UsageError."""
-    kinds = {each.name: str(each.type) for each in dataclasses.fields(SamplingOptions) if each.name != "set"}
+    kinds = {
+        each.name: str(each.type)
+        for each in dataclasses.fields(SamplingOptions)
+        if each.name != "set"
+    }
     changes: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")

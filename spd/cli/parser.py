@@ -17,7 +17,14 @@ FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced
 ARGUMENTS = "Arguments"
 
 BY_NAME = (
-    *("top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *(
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
     *("logit_bias", "stop_token_id"),
 )
 """Parameters that --set takes."""
@@ -91,7 +98,9 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to type for a command that other tools have; of `help`, the help is offered anyway."""
-BEAM = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
+BEAM = frozenset(
+    {"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"}
+)
 
 
 def refuse_by_name(name: str) -> None:
@@ -99,7 +108,9 @@ def refuse_by_name(name: str) -> None:
     if name in BEAM:
         raise IncompatibleError(
             f"{name}: spd has no beam search",
-            reason=["Speculation keeps the model's own sampling law; a beam search follows another one."],
+            reason=[
+                "Speculation keeps the model's own sampling law; a beam search follows another one."
+            ],
             fix=["leave it out; for the likeliest continuation token by token: --temperature 0"],
             code="beam_search",
         )
@@ -125,12 +136,16 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Let an option with a [VALUE] stand alone. Raises what `refuse_by_name` raises."""
-        valued = [p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["]
+        valued = [
+            p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["
+        ]
         alone = {name for param in valued for name in param.opts}
         words: list[str] = []
         for word, after in zip(args, [*args[1:], "-"], strict=False):
             words.append(word)
-            if word in alone and (after.startswith("-") or "/" in after):  # a model follows, or an option
+            if word in alone and (
+                after.startswith("-") or "/" in after
+            ):  # a model follows, or an option
                 words.append("")
         try:
             return super().parse_args(ctx, words)

@@ -59,7 +59,9 @@ class SignalGuard:
             signal.signal(watched, signal.SIG_DFL)
         self.received = signum
         with suppress(OSError):
-            os.write(2, "stopping…\n".encode(getattr(sys.stderr, "encoding", None) or "utf-8", "replace"))
+            os.write(
+                2, "stopping…\n".encode(getattr(sys.stderr, "encoding", None) or "utf-8", "replace")
+            )
         if not self._held:
             raise Interrupted(signum)
 

@@ -27,10 +27,14 @@ def main(folder: Path) -> None:
 
 
 def _output(name: str, tensor: Any) -> OutputTensor:
-    code = re.sub("loat|(?<=u)int|nt", "", str(tensor.dtype)[6:]).upper()  # float32 is F32, uint8 is U8
+    code = re.sub(
+        "loat|(?<=u)int|nt", "", str(tensor.dtype)[6:]
+    ).upper()  # float32 is F32, uint8 is U8
     whole = tensor.contiguous()
     bytes_of = ctypes.string_at
-    return OutputTensor(name, code, tensor.shape, lambda: iter([bytes_of(whole.data_ptr(), whole.nbytes)]))
+    return OutputTensor(
+        name, code, tensor.shape, lambda: iter([bytes_of(whole.data_ptr(), whole.nbytes)])
+    )
 
 
 if __name__ == "__main__":

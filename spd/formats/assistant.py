@@ -32,7 +32,9 @@ class AssistantConfig:
     """What an assistant's configuration says beyond a decoder's."""
 
     target_hidden_size: int
-    clusters: int = 0  # into which ids are divided, each with a vector; 0: logits are made of all ids
+    clusters: int = (
+        0  # into which ids are divided, each with a vector; 0: logits are made of all ids
+    )
     kept: int = 0  # clusters whose ids get logits: those whose vectors fit best
 
 
@@ -57,7 +59,9 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
         fields.require(vocab_size % clusters == 0, "num_centroids", why)
         kept = fields.integer("centroid_intermediate_top_k", 1, clusters, 32)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.require(tied, "tie_word_embeddings", "an assistant with a head of its own is not supported")
+    fields.require(
+        tied, "tie_word_embeddings", "an assistant with a head of its own is not supported"
+    )
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
         inner.require(not inner.get(key), key, "an assistant with it is not supported")
     layers = inner.integer("num_hidden_layers", 1, 1024)
@@ -67,5 +71,7 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
     text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1}
     text |= {"tie_word_embeddings": True, "final_logit_softcapping": None}
     text |= {key: fields.get(key) for key in ("dtype", "torch_dtype") if key in fields}
-    facts = AssistantConfig(fields.integer("backbone_hidden_size", 1, 1 << 20, 1536), clusters, kept)
+    facts = AssistantConfig(
+        fields.integer("backbone_hidden_size", 1, 1 << 20, 1536), clusters, kept
+    )
     return facts, inner.having(text)

@@ -18,13 +18,27 @@ MAX_POSITIONS = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
 KINDS, LINEAR = ("full_attention", "sliding_attention"), "linear_attention"
 RECURRENT, CONVOLVING = (KINDS[0], LINEAR), (KINDS[0], "conv")
-SINGLE = (*RECURRENT, "mlp", "moe")  # kinds of layers: of those that recur, and of those with a single block
-_OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
+SINGLE = (
+    *RECURRENT,
+    "mlp",
+    "moe",
+)  # kinds of layers: of those that recur, and of those with a single block
+_OLDER = {
+    "mamba": LINEAR,
+    "attention": KINDS[0],
+    "M": LINEAR,
+    "*": KINDS[0],
+    "-": "mlp",
+    "E": "moe",
+}
 """What kinds are called in older files, and the letters of Nemotron-H."""
 MLPS = ("dense", "sparse")
 SLIDING_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Keys of the heads of layers that slide, where they have others."""
-MAX_TAPS, MAX_DELTA_DIM = 16, 256  # the C kernels' room for inputs of a convolution, elements of a head
+MAX_TAPS, MAX_DELTA_DIM = (
+    16,
+    256,
+)  # the C kernels' room for inputs of a convolution, elements of a head
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,9 @@ class Gemma4Config:
     """Whether the MLPs of the layers that share are twice as wide."""
     per_layer: int = field(default=256, metadata=keyed("hidden_size_per_layer_input", 0, MAX_RANK))
     """Width of each layer's own embedding of a token; 0: there is none."""
-    per_layer_vocab: int = field(default=262_144, metadata=keyed("vocab_size_per_layer_input", 1, 1 << 24))
+    per_layer_vocab: int = field(
+        default=262_144, metadata=keyed("vocab_size_per_layer_input", 1, 1 << 24)
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,9 @@ class LatentConfig:
     query_rank: int | None = field(metadata=keyed("q_lora_rank", 1, MAX_RANK))
     """None: queries come straight from the hidden state."""
     rank: int = field(metadata=keyed("kv_lora_rank", 1, MAX_RANK))
-    nope_dim: int = field(metadata=keyed("qk_nope_head_dim", 1, 1024))  # of a head, without position
+    nope_dim: int = field(
+        metadata=keyed("qk_nope_head_dim", 1, 1024)
+    )  # of a head, without position
     rope_dim: int  # of a head, behind them, that rotate: of keys one part for all heads
     value_dim: int = field(metadata=keyed("v_head_dim", 1, 1024))
     interleaved: bool = field(default=True, metadata=keyed("rope_interleave"))
@@ -73,7 +91,9 @@ class LatentConfig:
 class DeltaConfig:
     """Gated DeltaNet layers, or Mamba-2's: sizes of heads, and which layers they are."""
 
-    kernel: int = field(metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS))  # inputs of the convolution
+    kernel: int = field(
+        metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS)
+    )  # inputs of the convolution
     key_heads: int = field(metadata=keyed("linear_num_key_heads", 1, MAX_RANK))
     value_heads: int = field(metadata=keyed("linear_num_value_heads", 1, MAX_RANK))
     key_dim: int = field(metadata=keyed("linear_key_head_dim", 1, MAX_DELTA_DIM))
@@ -89,7 +109,9 @@ class DeltaConfig:
 class ConvConfig:
     """Short convolutions between two gates, and which layers they are."""
 
-    kernel: int = field(metadata=keyed("conv_L_cache", 2, MAX_TAPS))  # inputs that the convolution sees
+    kernel: int = field(
+        metadata=keyed("conv_L_cache", 2, MAX_TAPS)
+    )  # inputs that the convolution sees
     layers: tuple[bool, ...]
 
 
@@ -130,7 +152,9 @@ class ExpertsConfig:
     clamped: tuple[float, float] | None = None
     """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
     plain: bool = False  # no gates: down(relu(up(x)) ** 2)
-    shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
+    shared_gated: bool = (
+        False  # what the shared one gives is scaled by the sigmoid of a gate of its own
+    )
     latent: int | None = field(default=None, metadata=keyed("moe_latent_size", 1, MAX_WIDTH))
     """Width that routed experts work in, between two projections; None: the stream's own."""
 
@@ -139,7 +163,9 @@ _SOFTMAX = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
 ROUTED = ExpertsConfig(0, 0, 0, (), _SOFTMAX)
 """What of experts no key says, by family. The softmax of the chosen logits alone is that of all, divided by
 its sum, which is why Mixtral and Granite are among these."""
-SIGMOID = replace(ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2))
+SIGMOID = replace(
+    ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2)
+)
 SHARED = replace(ROUTED, shared_name="shared_expert", shared_gated=True)
 LFM2 = replace(SIGMOID, correction="expert_bias", router=replace(SIGMOID.router, added=1e-6))
 MINIMAX = replace(SIGMOID, correction="e_score_correction_bias")
@@ -159,13 +185,17 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
     window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
     if switched and not fields.boolean("use_sliding_window", False):
         window = None  # transformers writes 0 for a window that is switched off
-    fields.require(slides or window is None, "sliding_window", f"{window}: sliding windows are not supported")
+    fields.require(
+        slides or window is None, "sliding_window", f"{window}: sliding windows are not supported"
+    )
     if kinds is None or not (switched or "sliding_window_pattern" in fields):
         first = fields.integer("max_window_layers", 0, MAX_PERIOD, 0)
         period = fields.optional_integer("sliding_window_pattern", 1, MAX_PERIOD) or num_layers + 1
         layers = range(1, num_layers + 1)
         usual = [bool(window) and layer > first and layer % period != 0 for layer in layers]
-        fields.require(kinds is None or slide == usual, "layer_types", "is not what this architecture does")
+        fields.require(
+            kinds is None or slide == usual, "layer_types", "is not what this architecture does"
+        )
         slide = usual
     why = f"names {KINDS[1]}, but there is no sliding_window"
     fields.require(bool(window) or not any(slide), "layer_types", why)
@@ -201,7 +231,9 @@ def layer_kinds(
     return names
 
 
-def read_recurrent(fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any) -> Recurrent:
+def read_recurrent(
+    fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any
+) -> Recurrent:
     """Layers of the second of the `kinds`: by name, or all but some numbered ones, or but every few."""
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])
@@ -213,11 +245,15 @@ def read_recurrent(fields: Fields, num_layers: int, kinds: tuple[str, ...], **fa
         every = fields.integer(key, 1, MAX_PERIOD)
         each = [kinds[bool((layer + 1) % every)] for layer in layers]
     for needed in kinds[:2]:
-        fields.require(needed in each, key, f"no layer is {needed}: a model without is not supported")
+        fields.require(
+            needed in each, key, f"no layer is {needed}: a model without is not supported"
+        )
     recurs = tuple(kind == kinds[1] for kind in each)
     if kinds == CONVOLVING:
         return fields.facts(ConvConfig, layers=recurs)
-    found = fields.facts(DeltaConfig, layers=recurs, single=tuple(each) if kinds == SINGLE else (), **facts)
+    found = fields.facts(
+        DeltaConfig, layers=recurs, single=tuple(each) if kinds == SINGLE else (), **facts
+    )
     why = f"{found.key_heads} does not divide {found.value_heads} heads"
     fields.require(found.value_heads % found.key_heads == 0, "linear_num_key_heads", why)
     return found
@@ -238,10 +274,15 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
         kept = fields.integer("topk_group", 1, groups, 1)
     size = count // groups
     fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
-    fields.require(kept * size >= taken, "topk_group", f"{kept} groups hold fewer than {taken} experts")
+    fields.require(
+        kept * size >= taken, "topk_group", f"{kept} groups hold fewer than {taken} experts"
+    )
     why = f"{groups} groups of {count} experts hold {size} each, {router.group_best} are needed"
     fields.require(size >= router.group_best, "n_group", why)
-    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
+    limits = (
+        fields.number("swiglu_limit", 1e-3, 1e6, 7.0),
+        fields.number("swiglu_alpha", 1e-3, 1e3, 1.702),
+    )
     return fields.facts(
         ExpertsConfig,
         made,
@@ -262,16 +303,22 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
         return [kind == "sparse" for kind in listed]
     first = fields.integer("first_k_dense_replace", 0, MAX_RANK, 0)
     last = fields.integer("moe_layer_end_index", -1, MAX_RANK, -1)
-    every, step = (fields.integer(key, 1, MAX_RANK, 1) for key in ("moe_layer_freq", "decoder_sparse_step"))
+    every, step = (
+        fields.integer(key, 1, MAX_RANK, 1) for key in ("moe_layer_freq", "decoder_sparse_step")
+    )
     dense = fields.integers("mlp_only_layers", 0, MAX_RANK) if "mlp_only_layers" in fields else []
     layers = range(first, num_layers if last == -1 else last + 1)
-    sparse = {layer for layer in layers if not layer % every and not (layer + 1) % step}.difference(dense)
+    sparse = {layer for layer in layers if not layer % every and not (layer + 1) % step}.difference(
+        dense
+    )
     return [layer in sparse for layer in range(num_layers)]
 
 
 def lfm2_keys(fields: Fields) -> dict[str, object]:
     """What `lfm2` says in keys of its own: a width of which the MLP is made, and tables that are one."""
-    inner = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size", 1, MAX_WIDTH)
+    inner = fields.integer(
+        "block_ff_dim" if "block_ff_dim" in fields else "intermediate_size", 1, MAX_WIDTH
+    )
     if fields.boolean("block_auto_adjust_ff_dim", False):
         step = fields.integer("block_multiple_of", 1, MAX_WIDTH, 256)
         inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
@@ -286,8 +333,12 @@ def granite_keys(fields: Fields) -> dict[str, object]:
     if not fields.get("num_experts"):
         found["intermediate_size"] = fields.get("shared_expert_intermediate_size")
     if fields.get("linear_value_head_dim") in (None, "auto"):
-        inner = fields.integer("mamba_expand", 1, 64, 2) * fields.integer("hidden_size", 1, MAX_WIDTH)
-        found["linear_value_head_dim"] = inner // fields.integer("linear_num_value_heads", 1, MAX_RANK)
+        inner = fields.integer("mamba_expand", 1, 64, 2) * fields.integer(
+            "hidden_size", 1, MAX_WIDTH
+        )
+        found["linear_value_head_dim"] = inner // fields.integer(
+            "linear_num_value_heads", 1, MAX_RANK
+        )
     if fields.choice("position_embedding_type", ("rope", "nope"), "nope") == "nope":
         found["no_rope_layers"] = [0] * fields.integer("num_hidden_layers", 1, MAX_PERIOD)
     return found
@@ -308,7 +359,10 @@ def hunyuan_keys(fields: Fields) -> dict[str, object]:
             fields.require(all(one == each[0] for one in each), key, "differs among layers")
             found[key] = each[0]
     one = fields.having(found)
-    inner, shared = one.integer("intermediate_size", 1, MAX_WIDTH), one.integer("num_shared_expert", 0, 64, 1)
+    inner, shared = (
+        one.integer("intermediate_size", 1, MAX_WIDTH),
+        one.integer("num_shared_expert", 0, 64, 1),
+    )
     return {**found, "shared_expert_intermediate_size": inner * shared}
 
 
@@ -316,7 +370,10 @@ def mimo_keys(fields: Fields) -> dict[str, object]:
     """What `mimo_v2_flash` says in its own way of layers that slide: their key heads and their window."""
     key_heads = fields.integer("num_key_value_heads", 1, MAX_RANK)
     found: dict[str, object] = {SLIDING_HEADS[1]: fields.get(SLIDING_HEADS[1]) or 2 * key_heads}
-    for key, older in (("layer_types", "hybrid_layer_pattern"), ("mlp_layer_types", "moe_layer_freq")):
+    for key, older in (
+        ("layer_types", "hybrid_layer_pattern"),
+        ("mlp_layer_types", "moe_layer_freq"),
+    ):
         fields.require(key in fields or older in fields, older, "is missing")
     if "sliding_window_size" in fields:  # which counts the positions before a row's own
         found["sliding_window"] = 1 + fields.integer("sliding_window_size", 0, MAX_POSITIONS)
@@ -326,15 +383,23 @@ def mimo_keys(fields: Fields) -> dict[str, object]:
 def step_keys(fields: Fields) -> dict[str, object]:
     """What `step3p5` says in its own way: layer by layer, with entries for MTP layers behind the others."""
     layers = fields.integer("num_hidden_layers", 1, MAX_PERIOD)
-    found: dict[str, Any] = {k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)}
+    found: dict[str, Any] = {
+        k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)
+    }
     found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
     cut, key, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
     if "mlp_layer_types" not in cut:
-        listed = cut.integers(key, 0, MAX_RANK) if key in found else re.findall(r"\d+", cut.text(key, ""))
+        listed = (
+            cut.integers(key, 0, MAX_RANK)
+            if key in found
+            else re.findall(r"\d+", cut.text(key, ""))
+        )
         named = {int(number) for number in listed} or {*range(3, layers)}
         found["mlp_layer_types"] = [MLPS[layer in named] for layer in range(layers)]
     slid = cut.fields("attention_other_setting") or Fields(cut.where, {})
-    found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get("num_attention_heads")
+    found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get(
+        "num_attention_heads"
+    )
     kinds = layer_kinds(cut, layers, KINDS) or [KINDS[0]] * layers
     shares = "partial_rotary_factors"
     if shares in found and thetas not in found and thetas in cut:
@@ -346,8 +411,12 @@ def step_keys(fields: Fields) -> dict[str, object]:
         turning: dict[str, dict[str, Any]] = {}
         for kind, base, part in zip(kinds, bases, parts, strict=True):
             own = {thetas: base, "partial_rotary_factor": part}
-            cut.require(turning.setdefault(kind, own) == own, thetas, "differs among layers of one kind")
-        turning.get(KINDS[0], {}).update(scaling.values if (scaling := cut.fields("rope_scaling")) else {})
+            cut.require(
+                turning.setdefault(kind, own) == own, thetas, "differs among layers of one kind"
+            )
+        turning.get(KINDS[0], {}).update(
+            scaling.values if (scaling := cut.fields("rope_scaling")) else {}
+        )
         found |= {"rope_parameters": turning, thetas: None, "rope_scaling": None}
     return {**found, "layer_types": kinds}
 
@@ -371,9 +440,17 @@ def muse_keys(fields: Fields) -> dict[str, object]:
     bases = fields.numbers(theta, layers, 0.0, 1e12) if theta in fields else slides
     alike = len({base for base in bases if base}) <= 1
     fields.require(alike, theta, "differs among layers that turn, which is not supported")
-    scale = fields.number("qk_scale_factor", 1e-6, 1e6, 3.87) * fields.even("head_dim", 1024) ** -0.5
-    found = {"layer_types": [KINDS[slide] for slide in slides]} if "layer_types" not in fields else {}
-    return {**found, "attention_multiplier": scale, "no_rope_layers": [int(base > 0) for base in bases]}
+    scale = (
+        fields.number("qk_scale_factor", 1e-6, 1e6, 3.87) * fields.even("head_dim", 1024) ** -0.5
+    )
+    found = (
+        {"layer_types": [KINDS[slide] for slide in slides]} if "layer_types" not in fields else {}
+    )
+    return {
+        **found,
+        "attention_multiplier": scale,
+        "no_rope_layers": [int(base > 0) for base in bases],
+    }
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:
@@ -382,10 +459,16 @@ def nemotron_keys(fields: Fields) -> dict[str, object]:
     if kinds is None:
         raise fields.refused("layer_types", "is missing")
     experts = fields.integer("num_experts", 1, MAX_EXPERTS) if "moe" in kinds else None
-    return {"num_hidden_layers": len(kinds), "no_rope_layers": [0] * len(kinds), "num_experts": experts}
+    return {
+        "num_hidden_layers": len(kinds),
+        "no_rope_layers": [0] * len(kinds),
+        "num_experts": experts,
+    }
 
 
-def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:
+def read_gemma4(
+    fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]
+) -> Gemma4Config:
     """Of `gemma4_text`."""
     kinds = sliding or (None,) * layers
     own = fields.integer("num_key_value_heads", 1, heads, heads)
@@ -393,7 +476,9 @@ def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | No
     found = fields.facts(Gemma4Config, head_dim=wide.even("head_dim", 1024, 512), kv_heads=own)
     if found.key_is_value:
         found = replace(found, kv_heads=wide.integer("num_key_value_heads", 1, heads, own))
-    wide.require(heads % found.kv_heads == 0, "num_key_value_heads", f"does not divide {heads} heads")
+    wide.require(
+        heads % found.kv_heads == 0, "num_key_value_heads", f"does not divide {heads} heads"
+    )
     why = "a layer that shares has none of its kind before it"
     before = kinds[: max(0, layers - found.shared)]
     fields.require(set(kinds) == set(before), "num_kv_shared_layers", why)

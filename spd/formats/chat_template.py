@@ -34,7 +34,9 @@ _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 class ChatTemplate:
     """The chat template of one model folder: the text of it, and of the one for tools if it is another."""
 
-    def __init__(self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+    def __init__(
+        self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]
+    ) -> None:
         self.default, self.tool_use = templates["default"], templates.get("tool_use")
         self._where = where
         self._special_tokens = special_tokens
@@ -51,7 +53,9 @@ class ChatTemplate:
             path = folder / "chat_template.jinja"
             return cls(str(path), {"default": read_text(path, TEMPLATE_LIMIT)}, special)
         own = Fields.of(folder / "chat_template.json") if "chat_template.json" in names else None
-        fields = next((each for each in (own, config.fields) if each and "chat_template" in each), None)
+        fields = next(
+            (each for each in (own, config.fields) if each and "chat_template" in each), None
+        )
         if fields is None:
             return None
         value, key = fields.get("chat_template"), "chat_template"
@@ -78,7 +82,9 @@ class ChatTemplate:
         if "text" in reply:
             return reply["text"]
         if "refused" in reply:
-            raise IncompatibleError(f"the chat template refuses these messages: {one_line(reply['refused'])}")
+            raise IncompatibleError(
+                f"the chat template refuses these messages: {one_line(reply['refused'])}"
+            )
         raise CheckpointError(f"{self._where}: {one_line(next(iter(reply.values())))}")
 
 
@@ -102,7 +108,10 @@ class RenderedChat:
 
 
 def render_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **variables: Any
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    **variables: Any,
 ) -> RenderedChat:
     """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
     special, values = _special_pattern(tokenizer), [list(messages), variables]
@@ -193,17 +202,26 @@ class TemplateProcess:
         code, pipe = "from spd.formats.template_worker import main; main()", subprocess.PIPE
         try:  # in a session of its own: Ctrl-C in the terminal is not for the worker
             self._process = process = subprocess.Popen(
-                isolated(code), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+                isolated(code),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
-            raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None
+            raise EngineError(
+                f"cannot start the chat template worker: {error.strerror or error}"
+            ) from None
         weakref.finalize(self, _end, process)
         return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with suppress(OSError), process:  # closes, waits; what was not read of a request cannot be flushed
+    with (
+        suppress(OSError),
+        process,
+    ):  # closes, waits; what was not read of a request cannot be flushed
         pass
 
 

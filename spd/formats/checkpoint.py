@@ -21,15 +21,27 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError
 from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
-from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, os_errors, shown
+from spd.formats.json_file import (
+    Fields,
+    decode_utf8,
+    listed,
+    names_in,
+    open_regular_file,
+    os_errors,
+    shown,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_TENSORS, MAX_NUMBER = 1 << 20, (1 << 64) - 1
-INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
-HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
+INDEX_LIMIT = (
+    40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
+)
+HEADER_LIMIT = (
+    40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
+)
 PIECE = 8 << 20  # bytes of a tensor that are in memory at a time, where it goes from file to file
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
@@ -43,7 +55,9 @@ _CODES += " I32 U32 F32 I64 U64 F64 C64"
 DTYPE_BITS = {"BOOL": 8, **{code: int(re.findall(r"\d+", code)[0]) for code in _CODES.split()}}
 """Bits of an element, which each code says first."""
 
-SHARD_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)\.)[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+SHARD_NAME = re.compile(
+    r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)\.)[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors"
+)
 """Of a file that stays in its folder, under POSIX and Windows rules."""
 
 
@@ -76,16 +90,42 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model.", "laye
 and before those of an EAGLE-3 head's layer, in vLLM's layout and in its authors'."""
 _PARTS, _SCALES = ("gate", "up", "down"), ("", "_scale", "_scale_2")
 _RENAMED = {
-    **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},
-    **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "self_attn.out_proj": "self_attn.o_proj"},
+    **{
+        "block_sparse_moe": "mlp",
+        "router.layer": "gate",
+        "mlp.router": "mlp.gate",
+        "feed_forward": "mlp",
+    },
+    **{
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
+        "self_attn.out_proj": "self_attn.o_proj",
+    },
     **{"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"},
-    **{"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
+    **{
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "embedding_norm": "norm",
+    },
     **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
-    **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")},
-    **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
+    **{
+        f"mixer.{name}": f"mamba.{name}"
+        for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")
+    },
+    **{
+        "mixer.out_proj": "mamba.out_proj",
+        "mixer": "mlp",
+        "embeddings": "embed_tokens",
+        "norm_f": "norm",
+    },
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
     **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
-    **{f"moe.{name}_proj.weight{of}": f"mlp.experts.{name}_proj{of}" for name in _PARTS for of in _SCALES},
+    **{
+        f"moe.{name}_proj.weight{of}": f"mlp.experts.{name}_proj{of}"
+        for name in _PARTS
+        for of in _SCALES
+    },
     **{f"moe.{name}_proj.weight_scale_inv": f"mlp.experts.{name}_proj_scale" for name in _PARTS},
     **{"moe.router_bias": "mlp.gate.e_score_correction_bias", "moe": "mlp", "gate.wg": "gate"},
     **{"share_expert": "mlp.shared_experts", "mlp.shared_mlp": "mlp.shared_experts"},
@@ -144,10 +184,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 for name, part in unpacked(text_name(meta.name), meta):
                     if name in tensors:
                         where = tensors[name].shard.name
-                        raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: is in {where} too")
+                        raise CheckpointError(
+                            f"{meta.shard}: tensor {shown(name)}: is in {where} too"
+                        )
                     tensors[name] = part
                     if len(tensors) > MAX_TENSORS:
-                        raise CheckpointError(f"{meta.shard}: holds more than {MAX_TENSORS:,} tensors")
+                        raise CheckpointError(
+                            f"{meta.shard}: holds more than {MAX_TENSORS:,} tensors"
+                        )
         self.folder = folder
         self.tensors: Metas = MappingProxyType(tensors)
         self.shards = tuple(self._identities)
@@ -176,9 +220,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise incomplete(folder, f"{INDEX_NAME}: {words}")
             known = set(weight_map.values())
             others = [name for name in names if name.endswith(".safetensors") and name not in known]
-            checkpoint = cls(folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others])
+            checkpoint = cls(
+                folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others]
+            )
         else:
-            raise not_a_model(folder) or incomplete(folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}")
+            raise not_a_model(folder) or incomplete(
+                folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
+            )
         if not checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.shards[0]}: holds no tensors")
         return checkpoint
@@ -194,7 +242,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         where = self.tensors[name].shard if name in self.tensors else self.folder
         return CheckpointError(f"{where}: tensor {shown(name)}: {why}")
 
-    def read(self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
+    ) -> Tensor:
         """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` if it is given."""
         import torch
 
@@ -202,14 +252,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         first, shape = 0, list(meta.shape)
         if rows is not None:
             first, shape[0] = rows[0], rows[1] - rows[0]
-        tensor = torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[meta.dtype]))  # free until touched
+        tensor = torch.empty(
+            shape, dtype=getattr(torch, TORCH_NAMES[meta.dtype])
+        )  # free until touched
         if into is not None and into.is_contiguous() and into.device == tensor.device:
             tensor = into if (into.dtype, into.shape) == (tensor.dtype, tensor.shape) else tensor
         offset = first * (tensor.nbytes // max(1, len(tensor))) if first else 0
         if offset + tensor.nbytes > meta.nbytes:
             raise ValueError(f"{name}: {list(meta.shape)} has no rows {rows}")
         if tensor.nbytes:
-            memory = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+            memory = memoryview(
+                (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+            ).cast("B")
             self._fill(memory, meta, offset)
         return tensor if into is None or into is tensor else into.copy_(tensor)
 
@@ -277,21 +331,31 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise fields.refused("weight_map", f"{shown(tensor)}: {shown(shard)} is not a string")
     for shard in sorted(set(weight_map.values())):
-        pickles = ", pickle formats are not supported" if shard.lower().endswith(PICKLE_SUFFIXES) else ""
+        pickles = (
+            ", pickle formats are not supported" if shard.lower().endswith(PICKLE_SUFFIXES) else ""
+        )
         why = f"{shown(shard)} is not the plain name of a safetensors file{pickles}"
         fields.require(SHARD_NAME.fullmatch(shard) is not None, "weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
 
 
 def check_tensors(
-    opened: Checkpoint, expected: Shapes, kinds: Kinds = NONE, what: str = "tensors", fix: Sequence[str] = ()
+    opened: Checkpoint,
+    expected: Shapes,
+    kinds: Kinds = NONE,
+    what: str = "tensors",
+    fix: Sequence[str] = (),
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
     Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
     One error lists all that are missing, mis-shaped or wrongly typed; `what` it calls the expected ones.
     """
-    faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
+    faults: dict[str, list[str]] = {
+        "missing": [],
+        "of another shape": [],
+        "of an unsupported dtype": [],
+    }
     missing, shapes, types = faults.values()
     for name, shape in expected.items():
         meta = opened.tensors.get(name)
@@ -302,13 +366,19 @@ def check_tensors(
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
         if meta.dtype not in (own := kinds.get(name, FLOAT_DTYPES)):
-            types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)")
+            types.append(
+                f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)"
+            )
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
         why = f"{opened.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
         raise CheckpointError(why, reason=listed(problems), fix=fix)
     others = (name for name in opened.tensors if name not in expected)
-    return [name for name in others if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]
+    return [
+        name
+        for name in others
+        if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
+    ]
 
 
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
@@ -321,7 +391,9 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
             raise CheckpointError(f"{path}: {why}")
         data = file.read(length)
     if size < 8 + length:
-        raise CheckpointError(f"{path}: is truncated: {size} bytes, its header alone needs {8 + length}")
+        raise CheckpointError(
+            f"{path}: is truncated: {size} bytes, its header alone needs {8 + length}"
+        )
     header = dict(Fields.parse(decode_utf8(data, f"{path}: header"), f"{path}: header").values)
     header.pop("__metadata__", None)
     position = 8 + length
@@ -333,7 +405,9 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
             raise CheckpointError(f"{path}: tensor {shown(meta.name)}: data_offsets: {what}")
         position += meta.nbytes
     if position > size:
-        raise CheckpointError(f"{path}: is truncated: {position - size} bytes of tensor data are missing")
+        raise CheckpointError(
+            f"{path}: is truncated: {position - size} bytes of tensor data are missing"
+        )
     if position < size:
         raise CheckpointError(f"{path}: has {size - position} bytes after the last tensor")
     return identity, tensors
@@ -344,7 +418,9 @@ def _tensor(path: Path, name: str, entry: object, data: int) -> TensorMeta:
     fields = Fields(f"{path}: tensor {shown(name)}", entry if isinstance(entry, dict) else {})
     dtype, shape = fields.choice("dtype", DTYPE_BITS), fields.integers("shape", 0, MAX_NUMBER)
     begin, end = fields.integers("data_offsets", 0, MAX_NUMBER, 2)
-    needed = DTYPE_BITS[dtype] * math.prod(map(float, shape)) / 8  # infinite where whole numbers grow on
+    needed = (
+        DTYPE_BITS[dtype] * math.prod(map(float, shape)) / 8
+    )  # infinite where whole numbers grow on
     why = f"hold {end - begin} bytes, {dtype} {shown(shape)} needs {needed:g}"
     fields.require(end - begin == needed, "data_offsets", why)
     return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)

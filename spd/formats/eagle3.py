@@ -41,7 +41,12 @@ _BUILT = {
     **{"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)},
 }
 """Keys of eagle_config that change the forward pass, and the value that is built."""
-EMBEDDING, HEAD, FINAL_NORM, FUSE = "embed_tokens.weight", "lm_head.weight", "norm.weight", "fc.weight"
+EMBEDDING, HEAD, FINAL_NORM, FUSE = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "norm.weight",
+    "fc.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,17 @@ class Eagle3Config:
     norm_before_fc: bool = field(metadata=keyed("norm_before_fc"))
     fc_norm: bool = field(metadata=keyed("fc_norm"))
     norm_output: bool = field(metadata=keyed("norm_output"))
-    own_embedding: bool = False  # it needs embeddings of its own, since the target's are of another size
+    own_embedding: bool = (
+        False  # it needs embeddings of its own, since the target's are of another size
+    )
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
         """Layers that each stream has passed which the head reads."""
         found = self.listed_layers or (2, target_layers // 2, target_layers - 3)
         if not all(0 <= passed <= target_layers for passed in found):
-            what = f"an EAGLE-3 head that reads the streams behind {', '.join(map(str, found))} layers"
+            what = (
+                f"an EAGLE-3 head that reads the streams behind {', '.join(map(str, found))} layers"
+            )
             reason = [f"the target has {target_layers} layers"]
             raise CheckpointError(f"{what} needs another target", reason=reason)
         return found
@@ -84,7 +93,10 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     nested.only(_BUILT)
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
     absent = {"target_hidden_size": layer.get("target_hidden_size") or layer.get("hidden_size")}
-    absent |= {"norm_before_fc": nested.get("norm_before_fc") or False, "norm_before_residual": speculators}
+    absent |= {
+        "norm_before_fc": nested.get("norm_before_fc") or False,
+        "norm_before_residual": speculators,
+    }
     vocab_size, hidden = layer.integer("vocab_size", 1, 1 << 24), layer.get("hidden_size")
     said = {key: value for key, value in fields.values.items() if value is not None}
     facts = Fields(fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}).facts(
@@ -98,7 +110,9 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     llama: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     llama |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "torch_dtype": None}
     llama |= {"dtype": next((dtype for dtype in stored if dtype), None)}
-    llama |= dict.fromkeys(("bos_token_id", "eos_token_id"))  # the target's, and often another one's
+    llama |= dict.fromkeys(
+        ("bos_token_id", "eos_token_id")
+    )  # the target's, and often another one's
     return facts, layer.having(llama)
 
 

@@ -30,7 +30,9 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {why}", fix=[fix]) from None
     if len(data) > limit:
-        raise UsageError(f"{shown} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"])
+        raise UsageError(
+            f"{shown} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"]
+        )
     return data
 
 

@@ -51,7 +51,9 @@ def resolve_model(reference: str) -> Path:
         known = f"a folder, org/name or {' or '.join(DEMOS)}"
         raise UsageError(f"{shown(reference)}: is not a model: give {known}")
     if address := _ADDRESS.fullmatch(reference):
-        name = address[1] + (f" --revision {address[2]}" if address[2] not in (None, "main") else "")
+        name = address[1] + (
+            f" --revision {address[2]}" if address[2] not in (None, "main") else ""
+        )
         why = f"{reference}: is an address; a model on the hub is named org/name"
         raise UsageError(why, fix=[f"spd pull {name}", f"-m {name}"])
     path = Path(os.path.expanduser(reference))
@@ -73,7 +75,9 @@ def not_a_model(path: Path) -> CheckpointError | None:
     ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
     if ggufs or path.suffix.lower() == ".gguf":
         why = "GGUF is not supported, safetensors is: a model as it was published, before it was converted"
-        return CheckpointError(f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"])
+        return CheckpointError(
+            f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"]
+        )
     if not path.is_dir():
         why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
         return CheckpointError(why, fix=[f"-m {path.parent}"])
@@ -90,7 +94,9 @@ def not_a_model(path: Path) -> CheckpointError | None:
     if not inside or "config.json" in names:
         return None
     fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
-    return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
+    return CheckpointError(
+        f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3)
+    )
 
 
 def incomplete(folder: Path, what: str) -> SpdError:
@@ -108,7 +114,11 @@ def is_offline() -> bool:
 
 def is_repository_name(reference: str) -> bool:
     """Whether a reference can only mean a model on the hub: org/name, and no folder of that name."""
-    return "/" in reference and bool(_REPOSITORY.fullmatch(reference)) and not os.path.lexists(reference)
+    return (
+        "/" in reference
+        and bool(_REPOSITORY.fullmatch(reference))
+        and not os.path.lexists(reference)
+    )
 
 
 def check_repository_name(name: str, revision: str | None = None) -> None:
@@ -116,7 +126,9 @@ def check_repository_name(name: str, revision: str | None = None) -> None:
     if _ADDRESS.fullmatch(name) or name.lower().endswith(".gguf"):
         resolve_model(name)  # which says what it is
     if name in DEMOS:
-        raise UsageError(f"{name}: is built in: there is nothing to download or remove", fix=[f"-m {name}"])
+        raise UsageError(
+            f"{name}: is built in: there is nothing to download or remove", fix=[f"-m {name}"]
+        )
     if not _REPOSITORY.fullmatch(name):
         raise UsageError(f"{shown(name)}: is not the name of a model on the hub", fix=["org/name"])
     if revision is not None and not _REVISION.fullmatch(revision):
@@ -158,10 +170,16 @@ def _cached_snapshot(name: str) -> Path:
     with suppress(OSError):
         snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
-        short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
+        short = {
+            model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]
+        }
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
         close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
-        why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
+        why = (
+            "it is not in the local cache"
+            if full == name
+            else f"a model on the hub is named {full}"
+        )
         why += f": did you mean {close}?" if close else ""
         fix = [f"-m {close}" if close and full != name else f"spd pull {full}"]
         raise NotFoundError(f"{name}: there is no such folder, and {why}", fix=fix)
@@ -172,7 +190,9 @@ def _cached_snapshot(name: str) -> Path:
     if commit is None:
         reason = [f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])]
         fix = [f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"]
-        raise NotFoundError(f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix)
+        raise NotFoundError(
+            f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix
+        )
     snapshot = folder / "snapshots" / commit
     if not (snapshot / "config.json").is_file():
         raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")

@@ -29,8 +29,19 @@ from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
 from spd.formats.quantized import FILES as QUANTIZATION_FILES
 
-SMALL_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME}
-SMALL_FILES |= {"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"}
+SMALL_FILES = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    INDEX_NAME,
+}
+SMALL_FILES |= {
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+}
 SMALL_FILES |= {*QUANTIZATION_FILES}
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
@@ -56,16 +67,22 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
     """
     check_repository_name(name, revision)
     with _in_words(name):
-        info = HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
+        info = HfApi(endpoint=constants.ENDPOINT).model_info(
+            name, revision=revision, files_metadata=True
+        )
         commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         if "config.json" not in every:
-            raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
+            raise IncompatibleError(
+                f"{name}: the repository has no config.json, so it is no model folder"
+            )
         wanted = [file for file in every.values() if file.rfilename in SMALL_FILES]
         wanted += _weights(name, commit, every)
         there = cached_folder(name) / "snapshots" / commit
-        missing = sum(int(file.size or 0) for file in wanted if not (there / file.rfilename).is_file())
+        missing = sum(
+            int(file.size or 0) for file in wanted if not (there / file.rfilename).is_file()
+        )
         return RemoteModel(name, revision, commit, tuple(wanted), missing)
 
 
@@ -95,7 +112,9 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
     path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
         at, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
-        hf_hub_download(name, file.rfilename, revision=commit, cache_dir=at, endpoint=hub, tqdm_class=meter)
+        hf_hub_download(
+            name, file.rfilename, revision=commit, cache_dir=at, endpoint=hub, tqdm_class=meter
+        )
         _check_hash(name, file, path)
     return path
 
@@ -111,7 +130,9 @@ def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[R
             why = f"{INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
             raise errors.CheckpointError(f"{name}: {why}")
         return [every[shard] for shard in shards]
-    found = sorted({Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"})
+    found = sorted(
+        {Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
+    )
     why = f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}"
     why += f", but {', '.join(found)} files, which spd does not read" if found else ""
     raise IncompatibleError(why, fix=["a repository with safetensors weights"])
@@ -150,7 +171,9 @@ def _check_names(response: Any) -> None:
     headers = response.headers
     etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
     commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)
-    if response.request.method == "HEAD" and not (_ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)):
+    if response.request.method == "HEAD" and not (
+        _ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)
+    ):
         raise ValueError(f"no name to go by: ETag {shown(etag)}, commit {shown(commit)}")
 
 
@@ -183,7 +206,9 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
     gated = isinstance(error, hub_errors.GatedRepoError)
     if isinstance(error, hub_errors.RepositoryNotFoundError) and not gated:
         fix = ["check the name, ORG/NAME; for a private model: hf auth login"]
-        return NotFoundError(f"{name}: the hub has no such model, or it is private and {token}", fix=fix)
+        return NotFoundError(
+            f"{name}: the hub has no such model, or it is private and {token}", fix=fix
+        )
     if status in (401, 403):
         fix = [f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"]
         return NetworkError(f"{name} is gated, and {token}", fix=fix)
@@ -195,5 +220,8 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
     elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
         why = f"the hub gave a wrong answer: {why}"
     reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept."]
-    fix = ["check the network, HTTPS_PROXY and HF_ENDPOINT", f"spd pull {name} goes on, file by file"]
+    fix = [
+        "check the network, HTTPS_PROXY and HF_ENDPOINT",
+        f"spd pull {name} goes on, file by file",
+    ]
     return NetworkError(f"cannot download {name}: {why}", reason=reason, fix=fix)

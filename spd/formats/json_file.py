@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
 T = TypeVar("T")
-MAX_CONTAINERS = 1_500_000  # bounds a hostile file's memory; the header of 90 thousand tensors has 270,000
+MAX_CONTAINERS = (
+    1_500_000  # bounds a hostile file's memory; the header of 90 thousand tensors has 270,000
+)
 
 
 def shown(value: object) -> str:
@@ -64,7 +66,9 @@ def open_regular_file(path: Path) -> BinaryIO:
             open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         )
         if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
-            kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(stat.S_IFMT(mode))
+            kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(
+                stat.S_IFMT(mode)
+            )
             raise CheckpointError(f"{path}: is {kind or 'no regular file'}, not a file")
         if file.peek(23).startswith(b"version https://git-lfs"):
             why = f"{path}: is a git-lfs pointer, which stands for a file that was not fetched"
@@ -138,7 +142,9 @@ class Fields:
 
     where: str  # what every message begins with: the file, and for a nested object the key that holds it
     values: Mapping[str, object]
-    called: Mapping[str, str] = field(default_factory=dict)  # the file's own names of keys that were renamed
+    called: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the file's own names of keys that were renamed
 
     @classmethod
     def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
@@ -156,7 +162,9 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def having(self, values: Mapping[str, object], called: Mapping[str, str] | None = None) -> Fields:
+    def having(
+        self, values: Mapping[str, object], called: Mapping[str, str] | None = None
+    ) -> Fields:
         """These, with other values of some keys."""
         return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
 
@@ -207,7 +215,11 @@ class Fields:
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]; NaN is in no range."""
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
             raise self.refused(key, f"{shown(value)} is not a number from {low:g} to {high:g}")
         return float(value)
 
@@ -293,7 +305,9 @@ class Fields:
         ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
         self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
         for token_id in ids:
-            self.require(type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id")
+            self.require(
+                type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id"
+            )
             if token_id >= end:
                 logger.warning("%s: %s: no text has id %s", self.where, key, shown(token_id))
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id < end))

@@ -57,7 +57,9 @@ class ModelConfig:
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
     quantization: Quantization | None = None  # how matrices are stored in few bits
-    sliding: tuple[int | None, ...] = ()  # each layer's window, None without one; empty where none slides
+    sliding: tuple[
+        int | None, ...
+    ] = ()  # each layer's window, None without one; empty where none slides
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
     value_dim: int | None = None  # of a value head, where a key's is wider
@@ -65,19 +67,31 @@ class ModelConfig:
     query_growth: tuple[float, int] | None = None  # see `read_growth`
     post_norm_eps: float | None = field(default=None, metadata=keyed("post_norm_eps", 1e-12, 0.1))
     """Of norms behind blocks, where it is another."""
-    attention_softcap: float | None = field(default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6))
-    logit_softcap: float | None = field(default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6))
+    attention_softcap: float | None = field(
+        default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6)
+    )
+    logit_softcap: float | None = field(
+        default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6)
+    )
     still: tuple[bool, ...] = ()  # which layers know no positions; empty where every one turns
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
     recurrent: blocks.Recurrent | None = None  # of layers between those that attend
-    eagle3: Eagle3Config | None = None  # of an EAGLE-3 head, no model by itself: how it reads its target
+    eagle3: Eagle3Config | None = (
+        None  # of an EAGLE-3 head, no model by itself: how it reads its target
+    )
     assistant: AssistantConfig | None = None  # the same of an assistant
 
     @property
     def head_kind(self) -> str | None:
         """What it is where it drafts for another model only: the method that drafts with it."""
-        return "eagle3" if self.eagle3 is not None else "assistant" if self.assistant is not None else None
+        return (
+            "eagle3"
+            if self.eagle3 is not None
+            else "assistant"
+            if self.assistant is not None
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -87,12 +101,18 @@ class _Family:
     """What an absent key counts as, where there are files without it. A family that knows windows, the
     rotation of a part or shared caches has its key."""
     experts: blocks.ExpertsConfig | None = None  # what no key says of experts
-    spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
+    spelled: Callable[[Fields], Mapping[str, object]] | None = (
+        None  # what keys say in a way of its own
+    )
     only: Mapping[str, object] = field(default_factory=dict)  # as `_SUPPORTED`, of one value each
     switch: str | None = None  # a key without which there are no experts
-    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = None  # what reads of layers that recur
+    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = (
+        None  # what reads of layers that recur
+    )
     latent: bool = False
-    local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
+    local_base: str | None = (
+        None  # the key of the base of layers that slide, where these turn in another way
+    )
     global_still: bool = False  # where layers slide, those that see everything do not turn
     also: tuple[str, ...] = ()  # other model types of the same text
 
@@ -107,15 +127,30 @@ _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last
 _GELU, _TIED = "gelu_pytorch_tanh", {"tie_word_embeddings": True}
 _GEMMA = {"hidden_activation": _GELU, "query_pre_attn_scalar": 256, **_TIED}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GEMMA3 = {**_GEMMA, **dict.fromkeys(_CAPS), **_NESTED, "rope_theta": 1e6, "sliding_window_pattern": 6}
+_GEMMA3 = {
+    **_GEMMA,
+    **dict.fromkeys(_CAPS),
+    **_NESTED,
+    "rope_theta": 1e6,
+    "sliding_window_pattern": 6,
+}
 _GEMMA3 |= {_LOCAL: 1e4, "head_dim": 256}
 _UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 _GRANITE = dict.fromkeys(_MULTIPLIERS, 1.0)
 _COHERE: dict[str, object] = {**_TIED, "logit_scale": 0.0625}
 _SILU = {"hidden_activation": "silu", "attention_bias": False}
 _MUSE: dict[str, object] = {**_NESTED, **_FOURTH, **_SILU, "head_dim": 128, "sliding_window": 2048}
-_MUSE |= {"post_norm_eps": 1e-8, "final_logit_softcapping": 20.0, "logit_scale": 0.19611613513818404}
+_MUSE |= {
+    "post_norm_eps": 1e-8,
+    "final_logit_softcapping": 20.0,
+    "logit_scale": 0.19611613513818404,
+}
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SHARED = "shared_expert_intermediate_size"
 _RAW = {"norm_topk_prob": False}
@@ -131,12 +166,21 @@ _MIMO_V2: dict[str, object] = {**_GROUPS, "rope_theta": 5e6, _SWA: 1e4, "head_di
 _MIMO_V2 |= {"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6, _PARTLY: 0.334}
 _MIMO_V2 |= {"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)}
 _STEP: dict[str, object] = {**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5}
-_STEP |= {"head_dim": 128, _PARTLY: 1.0, "sliding_window": 512, "sliding_window_pattern": 4, _SHARED: 1280}
+_STEP |= {
+    "head_dim": 128,
+    _PARTLY: 1.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 4,
+    _SHARED: 1280,
+}
 _STEP |= dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar"))
 _HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
 _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
 _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
-_read_fused, _read_scan = partial(_read_delta, interleaved=True), partial(_read_delta, corrects=False)
+_read_fused, _read_scan = (
+    partial(_read_delta, interleaved=True),
+    partial(_read_delta, corrects=False),
+)
 _read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
 _lfm2 = partial(_Family, spelled=blocks.lfm2_keys, recurrent=_read_conv)
@@ -145,10 +189,19 @@ _QK, _BARE, _LATENT = {"use_qk_norm": True}, {"mlp_bias": False}, {"attention_bi
 _MINIMAX = {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0}
 _GRANITE4 = {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024}
 _NEMOTRON = {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True}
-_MINI = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None, "head_dim": 128}
+_MINI = {
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "head_dim": 128,
+}
 _QWEN2_MOE = {**_SWITCHED, **_RAW, "attention_bias": True, _SHARED: 5632}
-_GEMMA4 = _Family("gemma4_text", {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0}, blocks.ROUTED)
-_GEMMA4 = replace(_GEMMA4, switch="enable_moe_block", local_base=_LOCAL, also=("gemma4_unified_text",))
+_GEMMA4 = _Family(
+    "gemma4_text", {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0}, blocks.ROUTED
+)
+_GEMMA4 = replace(
+    _GEMMA4, switch="enable_moe_block", local_base=_LOCAL, also=("gemma4_unified_text",)
+)
 _CAUSAL = {
     "Llama": _Family("llama"),
     "Mistral": _Family("mistral", {**_NESTED, **_SLIDES}),
@@ -157,11 +210,17 @@ _CAUSAL = {
     "Qwen3": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
     "Qwen3Moe": _Family("qwen3_moe", _RAW, blocks.ROUTED),
     "Arcee": _Family("arcee", {"hidden_act": "relu2"}, only={"hidden_act": "relu2"}),
-    "Gemma": _Family("gemma", {"hidden_act": _GELU, "head_dim": 256, **_TIED}, only={"hidden_act": _GELU}),
+    "Gemma": _Family(
+        "gemma", {"hidden_act": _GELU, "head_dim": 256, **_TIED}, only={"hidden_act": _GELU}
+    ),
     "Gemma2": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
     "Gemma3": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
-    "DeepseekV2": _Family("deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={**_RAW, **_LATENT}),
-    "DeepseekV3": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True, only=_LATENT),
+    "DeepseekV2": _Family(
+        "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={**_RAW, **_LATENT}
+    ),
+    "DeepseekV3": _Family(
+        "deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True, only=_LATENT
+    ),
     "Glm4Moe": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
     "Glm4MoeLite": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True, only=_LATENT),
     "MiMo": _Family("mimo"),
@@ -178,10 +237,22 @@ _CAUSAL = {
     "Granite": _Family("granite", _GRANITE),
     "GraniteMoe": _Family("granitemoe", _GRANITE, blocks.ROUTED),
     "GraniteMoeHybrid": _Family(
-        "granitemoehybrid", _GRANITE4, blocks.GRANITE, blocks.granite_keys, {}, "num_experts", _read_scan
+        "granitemoehybrid",
+        _GRANITE4,
+        blocks.GRANITE,
+        blocks.granite_keys,
+        {},
+        "num_experts",
+        _read_scan,
     ),
     "NemotronH": _Family(
-        "nemotron_h", _NEMOTRON, blocks.NEMOTRON, blocks.nemotron_keys, _BARE, "num_experts", _read_single
+        "nemotron_h",
+        _NEMOTRON,
+        blocks.NEMOTRON,
+        blocks.nemotron_keys,
+        _BARE,
+        "num_experts",
+        _read_single,
     ),
     "SeedOss": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
     "Ministral": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
@@ -198,8 +269,12 @@ _CAUSAL = {
     "HunYuanDenseV1": _Family("hunyuan_v1_dense", {"alpha": None}),
     "HunYuanMoEV1": _Family("hunyuan_v1_moe", _HUNYUAN, blocks.ROUTED, blocks.hunyuan_keys, _QK),
     "Mixtral": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
-    "MiniMaxM2": _Family("minimax_m2", _MINIMAX, blocks.MINIMAX, blocks.minimax_keys, {**_QK, _SHARED: 0}),
-    "MiMoV2Flash": _Family("mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, blocks.mimo_keys, local_base=_SWA),
+    "MiniMaxM2": _Family(
+        "minimax_m2", _MINIMAX, blocks.MINIMAX, blocks.minimax_keys, {**_QK, _SHARED: 0}
+    ),
+    "MiMoV2Flash": _Family(
+        "mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, blocks.mimo_keys, local_base=_SWA
+    ),
     "Step3p5": _Family("step3p5", _STEP, blocks.SIGMOID, blocks.step_keys, local_base="rope_theta"),
     "Qwen2Moe": _Family("qwen2_moe", _QWEN2_MOE, blocks.SHARED, only={"qkv_bias": True}),
 }
@@ -215,7 +290,11 @@ _OTHER_NAMES = {
     "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k", "moe_topk"),
     "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
-    _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"),
+    _SHARED: (
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "share_expert_dim",
+    ),
     _DENSE: ("num_dense_layers", "moe_layer_start_index"),
     "decoder_sparse_step": ("moe_layer_interval",),
     "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
@@ -242,8 +321,12 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "qk_norm_type": ("per_layer",),
     "att_impl_type": ("GQA",),
     "yarn_only_types": ([blocks.KINDS[0]],),
-    **dict.fromkeys(("attn_output_gate", "add_swa_attention_sink_bias", "use_expert_bias"), (True,)),
-    **dict.fromkeys(("use_head_wise_attn_gate", "use_moe", "use_mixed_mlp_moe", "zero_centered"), (True,)),
+    **dict.fromkeys(
+        ("attn_output_gate", "add_swa_attention_sink_bias", "use_expert_bias"), (True,)
+    ),
+    **dict.fromkeys(
+        ("use_head_wise_attn_gate", "use_moe", "use_mixed_mlp_moe", "zero_centered"), (True,)
+    ),
     **dict.fromkeys(("use_routing_bias", "use_moe_router_bias", "norm_expert_weight"), (True,)),
     **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_bias"), (False,)),
     **dict.fromkeys(("add_full_attention_sink_bias", "sink", "use_cla"), (False,)),
@@ -267,25 +350,37 @@ WRAPPERS = {
 }
 """Architectures that see images too, their model types, and what their `text_config` is of where its own
 model type says nothing else."""
-_TEXTS = {kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)}
+_TEXTS = {
+    kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)
+}
 """Architectures by the model types of texts."""
 _FLAT = ("qwen2_5_vl",)  # those that were published with the text's keys beside the others
-_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")  # may stand beside the text's part
+_OUTSIDE = (
+    "tie_word_embeddings",
+    "quantization_config",
+    "dtype",
+)  # may stand beside the text's part
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
 _PIECES = {
     **dict.fromkeys(("vision_config", "audio_config"), ("images and sound", "Llama")),
     "is_encoder_decoder": ("an encoder", "Llama"),
     **dict.fromkeys(("n_embd", "n_positions", "alibi"), ("positions that do not rotate", "Llama")),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), ("its experts", "Mixtral")),
-    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), ("its recurrence", "NemotronH")),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts"), ("its experts", "Mixtral")
+    ),
+    **dict.fromkeys(
+        ("state_size", "ssm_state_size", "mamba_d_state"), ("its recurrence", "NemotronH")
+    ),
     **dict.fromkeys(("hc_mult", "hc_count"), ("several residual streams", "DeepseekV3")),
     **dict.fromkeys(("kv_lora_rank", "linear_attn_config"), ("its attention", "DeepseekV3")),
     "index_topk": ("the indexer of sparse attention", "DeepseekV3"),
 }
 """Keys of unknown architectures, the piece that each speaks of, and which class comes near that one."""
 
-_DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
+_DTYPES = [
+    prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
+]
 HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
 
 
@@ -327,7 +422,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
     fields = _spelled(fields, family)
-    theirs = {"hidden_act"} if "hidden_activation" in fields else set()  # which Gemma's code leaves alone
+    theirs = (
+        {"hidden_act"} if "hidden_activation" in fields else set()
+    )  # which Gemma's code leaves alone
     supported = {**_SUPPORTED, **{key: (only,) for key, only in family.only.items()}}
     fields.only({key: each for key, each in supported.items() if key not in theirs})
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -344,7 +441,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     inner = experts.intermediate_size if experts else None  # where every layer has experts
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     divides = latent is not None or "head_dim" in fields or hidden_size % num_heads == 0
-    fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
+    fields.require(
+        divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}"
+    )
     head_dim = latent and latent.nope_dim + latent.rope_dim
     head_dim = head_dim or fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
     base, partly = family.local_base, _PARTLY in family.absent
@@ -352,10 +451,15 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     fixed = "alpha" not in turning or "alpha" in family.absent
     turning.require(fixed, "'alpha'", "is not a known rope parameter")
     rope = read_rope(turning, max_positions, latent.rope_dim if latent else head_dim, partly=partly)
-    known = rope.original_max_positions if rope.kind == "longrope" else None  # beyond, every angle is another
+    known = (
+        rope.original_max_positions if rope.kind == "longrope" else None
+    )  # beyond, every angle is another
     num_kv_heads, others = _key_heads(fields, "num_key_value_heads", num_heads, num_heads), None
     if sliding and blocks.SLIDING_HEADS[0] in family.absent:
-        local, key = fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads), blocks.SLIDING_HEADS[1]
+        local, key = (
+            fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads),
+            blocks.SLIDING_HEADS[1],
+        )
         others = local, _key_heads(fields, key, local, num_kv_heads)
     still = tuple(window is None for window in sliding) if family.global_still else ()
     scales = fields.facts(blocks.Scales)
@@ -377,16 +481,22 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         experts=experts,
         quantization=read_quantization(fields),
         sliding=sliding,
-        local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly) if base else None,
+        local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly)
+        if base
+        else None,
         local_heads=others,
         limits=blocks.read_limits(fields, num_layers),
-        value_dim=fields.integer("v_head_dim", 1, head_dim) if "v_head_dim" in family.absent else None,
+        value_dim=fields.integer("v_head_dim", 1, head_dim)
+        if "v_head_dim" in family.absent
+        else None,
         query_growth=read_growth(turning),
         still=still or blocks.read_still(fields, num_layers),
         gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding)
         if "num_kv_shared_layers" in family.absent
         else None,
-        scales=replace(scales, logits=scales.logits / fields.number("logits_scaling", 1e-6, 1e6, 1.0)),
+        scales=replace(
+            scales, logits=scales.logits / fields.number("logits_scaling", 1e-6, 1e6, 1.0)
+        ),
     )
 
 
@@ -422,17 +532,23 @@ def _lacks(fields: Fields, name: str) -> Iterator[str]:
     found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
     causal, alike = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1), list[str]()
     for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):
-        alike += get_close_matches(causal, [each for each in _FAMILIES if each.startswith(stem)], 1, 0)
+        alike += get_close_matches(
+            causal, [each for each in _FAMILIES if each.startswith(stem)], 1, 0
+        )
     near = text or [*alike, f"{['Llama', *found.values()][-1]}ForCausalLM"][0]
     yield f"nearest supported: {near}; missing: {', '.join(found) or 'blocks of its own'}"
     if inner is not fields:
-        can = f"can be read: a copy of it saved as {text} opens" if text else "cannot be read either"
+        can = (
+            f"can be read: a copy of it saved as {text} opens" if text else "cannot be read either"
+        )
         yield f"its text alone {can}"
 
 
 def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:
     found = fields.integer(key, 1, MAX_HEADS, usual)
-    fields.require(num_heads % found == 0, key, f"{found} does not divide {num_heads} attention heads")
+    fields.require(
+        num_heads % found == 0, key, f"{found} does not divide {num_heads} attention heads"
+    )
     return found
 
 
@@ -444,7 +560,9 @@ class GenerationConfig:
     temperature: float | None = field(default=None, metadata=keyed("temperature", 0.0, 1e4))
     top_p: float | None = field(default=None, metadata=keyed("top_p", 1e-9, 1.0))
     min_p: float | None = field(default=None, metadata=keyed("min_p", 0.0, 1.0))
-    repetition_penalty: float | None = field(default=None, metadata=keyed("repetition_penalty", 1e-6, 1e4))
+    repetition_penalty: float | None = field(
+        default=None, metadata=keyed("repetition_penalty", 1e-6, 1e4)
+    )
     top_k: int | None = field(default=None, metadata=keyed("top_k", 0, 1 << 31))
     do_sample: bool | None = field(default=None, metadata=keyed("do_sample"))
 
@@ -454,4 +572,6 @@ def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> Gene
     if GENERATION not in names_in(folder):
         return GenerationConfig()
     fields = Fields.of(folder / GENERATION)
-    return fields.facts(GenerationConfig, eos_token_ids=fields.token_ids("eos_token_id", vocab_size))
+    return fields.facts(
+        GenerationConfig, eos_token_ids=fields.token_ids("eos_token_id", vocab_size)
+    )

@@ -83,7 +83,9 @@ _deepseek = partial(_family, layer=_NEXT, glue=_NORMS + "shared_head.norm", tabl
 _OUTPUT = {"head": f"{_NEXT}transformer.shared_head.output.weight"}
 _step3 = partial(_family, layer=_NEXT, glue=_NORMS + "transformer.shared_head.norm", tables=_OUTPUT)
 _MIMO = "token_layernorm hidden_layernorm input_proj final_layernorm"
-_ernie = partial(_family, glue="mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}", prefix="model.")
+_ernie = partial(
+    _family, glue="mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}", prefix="model."
+)
 _NUMBERED, _OUTER = "mtp.layers.{i}.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"
 _mtp = partial(_family, layer=_NUMBERED, glue=_OUTER, prefix="mtp.", masks_first=False)
 _ends = partial(_family, glue=_NORMS + "final_layernorm", masks_first=False)
@@ -94,7 +96,13 @@ FAMILIES = (
     _family("mimo", "MiMo", "model.mtp_layers.{i}.", _MIMO, hidden_first=True),
     _ends("mimo_v2", "MiMoV2Flash", "model.mtp.layers.{i}.", slides=True),
     _step3("step3", "Step3p5", masks_first=False, centred_norms=True, slides=True),
-    _ernie("ernie", "Ernie4_5_Moe Ernie4_5_", "model.mtp_block.{i}.", recycles_normed=False, like_layer=0),
+    _ernie(
+        "ernie",
+        "Ernie4_5_Moe Ernie4_5_",
+        "model.mtp_block.{i}.",
+        recycles_normed=False,
+        like_layer=0,
+    ),
     _mtp("mtp", ""),
     _mtp("qwen3_next", "Qwen3Next Qwen3_5 Qwen3_5Moe", centred_norms=True),
     _ends("nemotron_h", "NemotronH", _NUMBERED),
@@ -158,7 +166,9 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpL
         by_names.setdefault(family.glue["projection"], family)
     for family in by_names.values():
         stems = (*family.glue.values(), family.layer)
-        pattern = re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems))
+        pattern = re.compile(
+            "|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems)
+        )
         matches = [match for name in names if (match := pattern.match(name))]
         numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
         first = num_layers if family.numbers_layers else 0
@@ -171,14 +181,20 @@ def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
     found = fields.having({**(nested if isinstance(nested, dict) else {}), **fields.values})
-    return found.integer(next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0)
+    return found.integer(
+        next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0
+    )
 
 
 def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     """The refusal of a checkpoint that has no MTP head, or lost the one that its configuration names."""
-    reason = [f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"]
+    reason = [
+        f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
+    ]
     if declared:
-        reason.append(f"config.json speaks of {declared}: quantized copies are often written without them")
+        reason.append(
+            f"config.json speaks of {declared}: quantized copies are often written without them"
+        )
     return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=HOW_TO_ATTACH)
 
 
@@ -193,7 +209,11 @@ def head_config(
     verifier_config: Mapping[str, Any], verifier: str, sha256: str, modules: int, *, quantized: bool
 ) -> dict[str, Any]:
     """The `config.json` of a head folder; verifier_config is the target's, as read from its file."""
-    kept = {key: value for key, value in verifier_config.items() if quantized or key != "quantization_config"}
+    kept = {
+        key: value
+        for key, value in verifier_config.items()
+        if quantized or key != "quantization_config"
+    }
     architectures = verifier_config.get("architectures")
     return {
         "architectures": [MTP_HEAD],
@@ -204,7 +224,11 @@ def head_config(
             "algorithm": MODEL_TYPE,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": modules}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier, "architectures": architectures, "sha256": sha256},
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": architectures,
+                "sha256": sha256,
+            },
         },
     }
 
@@ -212,7 +236,10 @@ def head_config(
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read what a head folder says, and find its modules; `check_source` checks its tensors."""
     fields = folder.fields
-    layer, speculators = fields.fields("transformer_layer_config"), fields.fields("speculators_config")
+    layer, speculators = (
+        fields.fields("transformer_layer_config"),
+        fields.fields("speculators_config"),
+    )
     kind = fields.get("speculators_model_type")
     if kind != MODEL_TYPE or layer is None or speculators is None:
         why = f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head"
@@ -224,14 +251,18 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
-        raise fields.refused("num_nextn_predict_layers", f"is {declared}, but {found} modules are there")
+        raise fields.refused(
+            "num_nextn_predict_layers", f"is {declared}, but {found} modules are there"
+        )
     return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
 
 
 def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
     words = ("architecture", "hidden size", "vocabulary size", "layers")
-    facts = ((c.architecture, c.hidden_size, c.vocab_size, c.num_layers) for c in (head.config, target))
+    facts = (
+        (c.architecture, c.hidden_size, c.vocab_size, c.num_layers) for c in (head.config, target)
+    )
     require_equal("MTP", zip(words, *facts, strict=True), head.folder.path, folder, "--mtp")
 
 
@@ -239,7 +270,9 @@ def require_equal(
     kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
 ) -> None:
     """Raise IncompatibleError where a head was made for another target: (words, its fact, the target's)."""
-    differing = [f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other]
+    differing = [
+        f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other
+    ]
     if differing:
         why = f"{head}: this {kind} head was made for another model than {target}"
         fix = [f"{flag} HEAD made for this model", "--spec ngram"]
@@ -272,8 +305,14 @@ def plan_head(
     refuse_head(config, source.path)
 
     def wanted(shards: Mapping[str, str]) -> set[str]:
-        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
-        return {FINAL_NORM, *tables, *(name for name in shards if is_mtp_tensor(name, config.num_layers))}
+        tables = [
+            table for table in TABLES if table in shards and (source.path / shards[table]).exists()
+        ]
+        return {
+            FINAL_NORM,
+            *tables,
+            *(name for name in shards if is_mtp_tensor(name, config.num_layers)),
+        }
 
     checkpoint = Checkpoint.open(source.path, wanted)
     layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
@@ -285,7 +324,9 @@ def plan_head(
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
     copies = layout.family.tables.items()
-    tables = {layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)}
+    tables = {
+        layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)
+    }
     owned = {name: meta for name, meta in checkpoint.tensors.items() if layout.owns(meta.name)}
     kept = [meta for name, meta in owned.items() if name in needed]
     return HeadPlan(

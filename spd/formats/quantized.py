@@ -34,9 +34,22 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
 from spd.formats.json_file import Fields, keyed, shown
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word holds each of eight neighbouring columns
+AWQ_ORDER = (
+    0,
+    4,
+    1,
+    5,
+    2,
+    6,
+    3,
+    7,
+)  # which nibble of a word holds each of eight neighbouring columns
 NVFP4_GROUP, MXFP4_GROUP, MAX_GROUP = 16, 32, 1 << 16
-FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 """Where older tools wrote what `config.json` lacks, and their methods."""
 SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
@@ -50,7 +63,9 @@ PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 CODES = frozenset({"weight", *PACKED.values()})
 _NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")  # repetitions of repetitions
 EVERY = ("",)  # patterns that each name matches
-StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]  # the shapes that a tensor may have, and dtypes
+StoredTensor = tuple[
+    tuple[Shape, ...], tuple[str, ...]
+]  # the shapes that a tensor may have, and dtypes
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,9 @@ class Scheme:
     symmetric: bool = field(default=True, metadata=keyed("sym"))
     block_rows: int | None = None  # of FP8 blocks
     offset: int = 0  # what stored zero points lack
-    reordered: bool = field(default=False, metadata=keyed("desc_act"))  # columns of a group lie apart
+    reordered: bool = field(
+        default=False, metadata=keyed("desc_act")
+    )  # columns of a group lie apart
 
     @property
     def codes(self) -> str:
@@ -87,8 +104,15 @@ class Scheme:
         half, per_group, one = (rows, columns // 2), (rows, groups), ((1,), (), (1, 1))
         found: dict[str, StoredTensor]
         if layout == "pack":
-            found = {"weight_packed": (((rows, along),), words), "weight_scale": ((per_group,), FLOAT_DTYPES)}
-            return found if self.symmetric else found | {"weight_zero_point": (((across, groups),), words)}
+            found = {
+                "weight_packed": (((rows, along),), words),
+                "weight_scale": ((per_group,), FLOAT_DTYPES),
+            }
+            return (
+                found
+                if self.symmetric
+                else found | {"weight_zero_point": (((across, groups),), words)}
+            )
         if layout in ("gptq", "awq"):
             codes = (along, rows) if layout == "gptq" else (columns, across)
             found = {"qweight": ((codes,), words), "qzeros": (((groups, across),), words)}
@@ -99,7 +123,10 @@ class Scheme:
             if self.block_rows is not None:
                 scales = ((-(-rows // self.block_rows), groups),)
             dtype = "I8" if layout == "int8" else "F8_E4M3"
-            return {"weight": ((shape,), (dtype,)), "weight_scale": (scales, (*FLOAT_DTYPES, "F8_E8M0"))}
+            return {
+                "weight": ((shape,), (dtype,)),
+                "weight_scale": (scales, (*FLOAT_DTYPES, "F8_E8M0")),
+            }
         if layout == "mxfp4":
             return {"weight_packed": ((half,), ("U8",)), "weight_scale": ((per_group,), ("U8",))}
         last = "weight_global_scale" if layout == "nvfp4" else "weight_scale_2"
@@ -118,8 +145,13 @@ class Rule(NamedTuple):
         if self.names and not self.names.isdisjoint(accumulate(module.split("."), "{}.{}".format)):
             return True
         # A module's name in a text model, and inside models that see images too.
-        wrapped = f"model.language_model.{module.removeprefix('model.')}", f"language_model.{module}"
-        return any(re.match(pattern, name) for pattern in self.patterns for name in (module, *wrapped))
+        wrapped = (
+            f"model.language_model.{module.removeprefix('model.')}",
+            f"language_model.{module}",
+        )
+        return any(
+            re.match(pattern, name) for pattern in self.patterns for name in (module, *wrapped)
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +168,11 @@ class Quantization:
         """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
-        if module == name or len(shape) != 2 or (stored is not None and stored.dtype in FLOAT_DTYPES):
+        if (
+            module == name
+            or len(shape) != 2
+            or (stored is not None and stored.dtype in FLOAT_DTYPES)
+        ):
             return None
         scheme = self.scheme_of(module)
 
@@ -149,12 +185,17 @@ class Quantization:
                 refuse(last, "holds codes, but quantization_config has no scheme for it")
             return None
         if scheme.symmetric:
-            refuse("weight_zero_point", "a zero point, but quantization_config calls the weights symmetric")
+            refuse(
+                "weight_zero_point",
+                "a zero point, but quantization_config calls the weights symmetric",
+            )
         if scheme.group and shape[1] % scheme.group and scheme.block_rows is None:
             refuse(scheme.codes, f"groups of {scheme.group} do not divide {shape[1]} columns")
         return module, scheme
 
-    def stored(self, expected: Shapes, tensors: Metas) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
+    def stored(
+        self, expected: Shapes, tensors: Metas
+    ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
         """Names and shapes of what stores the expected tensors, and dtypes of those that are no floats."""
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, tuple[str, ...]] = {}
@@ -167,7 +208,9 @@ class Quantization:
             for last, (allowed, kinds) in scheme.tensors(shape).items():
                 meta = tensors.get(f"{module}.{last}")
                 there = meta is not None and meta.shape in allowed
-                shapes[f"{module}.{last}"] = meta.shape if meta is not None and there else allowed[0]
+                shapes[f"{module}.{last}"] = (
+                    meta.shape if meta is not None and there else allowed[0]
+                )
                 dtypes[f"{module}.{last}"] = kinds
         return shapes, dtypes
 
@@ -215,7 +258,10 @@ def _module(name: str) -> str:
 
 
 def _compressed(fields: Fields) -> Iterator[Rule]:
-    for key, what in (("transform_config", "rotations of weights"), ("sparsity_config", "sparse weights")):
+    for key, what in (
+        ("transform_config", "rotations of weights"),
+        ("sparsity_config", "sparse weights"),
+    ):
         inner = fields.fields(key) or Fields(fields.where, {})
         used = inner.get("config_groups") or inner.get("format") not in (None, "dense")
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
@@ -223,10 +269,14 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
     groups = fields.nested("config_groups")
     rules = [_group(groups.nested(name), fields) for name in groups.values]
     yield from rules
-    yield from (Rule(rule.scheme, patterns=EVERY) for rule in rules if not _CLASSES.isdisjoint(rule.names))
+    yield from (
+        Rule(rule.scheme, patterns=EVERY) for rule in rules if not _CLASSES.isdisjoint(rule.names)
+    )
 
 
-FORMATS = tuple(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack"))
+FORMATS = tuple(
+    f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack")
+)
 _CLASSES = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
 """Classes of modules that mean all of them, for only matrices are asked for."""
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
@@ -236,7 +286,10 @@ STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 def _group(group: Fields, whole: Fields) -> Rule:
     """One of `config_groups`, whose targets are names or classes of modules, or `re:` and a pattern."""
     weights = group.nested("weights")
-    bits, kind = weights.integer("num_bits", 1, 16, 8), weights.choice("type", ("int", "float"), "int")
+    bits, kind = (
+        weights.integer("num_bits", 1, 16, 8),
+        weights.choice("type", ("int", "float"), "int"),
+    )
     kept = group.choice("format", FORMATS, whole.text("format", FORMATS[0]))
     strategy = weights.choice("strategy", STRATEGIES, STRATEGIES[0])
     size = weights.optional_integer("group_size", -1, MAX_GROUP)
@@ -246,21 +299,29 @@ def _group(group: Fields, whole: Fields) -> Rule:
         why = "activations of fewer than 8 bits are not supported: use a W4A16 copy"
         activations.require(eight, "num_bits", why)
     ordered = weights.get("actorder") in ("group", True)
-    scheme = Scheme("pack", bits, size if strategy == "group" else None, symmetric, reordered=ordered)
+    scheme = Scheme(
+        "pack", bits, size if strategy == "group" else None, symmetric, reordered=ordered
+    )
     if kept in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         scheme = Scheme(kept[:5], 4, NVFP4_GROUP if kept[:5] == "nvfp4" else MXFP4_GROUP)
     elif kind == "float":
-        weights.require(bits == 8, "num_bits", f"{bits}: floats of 8 bits are supported in this format")
+        weights.require(
+            bits == 8, "num_bits", f"{bits}: floats of 8 bits are supported in this format"
+        )
         scheme = Scheme("fp8", 8)
         if strategy == "block":
             rows, columns = weights.integers("block_structure", 1, MAX_GROUP, 2)
             scheme = Scheme("fp8", 8, columns, block_rows=rows)
     elif kept != "pack-quantized":
-        weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
+        weights.require(
+            bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits"
+        )
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
     names = group.texts("targets")
-    patterns = tuple(_pattern(group, "targets", name[3:]) for name in names if name.startswith("re:"))
+    patterns = tuple(
+        _pattern(group, "targets", name[3:]) for name in names if name.startswith("re:")
+    )
     return Rule(scheme, frozenset(map(_module, names)), patterns)
 
 
@@ -274,7 +335,9 @@ def _size(fields: Fields) -> int | None:
 def _gptq(fields: Fields) -> Iterator[Rule]:
     kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     fields.only({"bits": (2, 3, 4, 8)})
-    scheme = fields.facts(Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields))
+    scheme = fields.facts(
+        Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields)
+    )
     changes = fields.fields("dynamic") or Fields(fields.where, {})
     for pattern in changes.values:
         if pattern.startswith("-:"):  # which are not quantized
@@ -301,13 +364,22 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
         yield Rule(_ALGORITHMS[algorithm], patterns=EVERY)
         return
     layers = fields.nested("quantized_layers")
-    own = {_module(name): layers.nested(name).choice("quant_algo", _ALGORITHMS) for name in layers.values}
+    own = {
+        _module(name): layers.nested(name).choice("quant_algo", _ALGORITHMS)
+        for name in layers.values
+    }
     for algorithm, scheme in _ALGORITHMS.items():
         yield Rule(scheme, frozenset(name for name in own if own[name] == algorithm))
 
 
-_MXFP4 = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",))  # gpt-oss's: see `unpacked`
-_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
+_MXFP4 = Rule(
+    Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",)
+)  # gpt-oss's: see `unpacked`
+_FP8 = {
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": ("float", "ue8m0"),
+}
 
 
 def _fp8(fields: Fields) -> Iterator[Rule]:

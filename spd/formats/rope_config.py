@@ -28,7 +28,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    share: float = 1.0  # proportional: of a head's pairs the first ones turn, the others stand still
+    share: float = (
+        1.0  # proportional: of a head's pairs the first ones turn, the others stand still
+    )
     rotated: int | None = None  # the first dimensions of a head that turn; None: all of them
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
@@ -45,11 +47,24 @@ _NUMBERS: dict[RopeKind, dict[str, float]] = {
 """The numbers that each kind reads, and the least of each; a million is the most."""
 _OPTIONAL = {*_FACTORS, "mscale", "mscale_all_dim"}
 _SHARE = "partial_rotary_factor"
-_BESIDE = ("rope_theta", _SHARE, "original_max_position_embeddings")  # which may stand beside the others
+_BESIDE = (
+    "rope_theta",
+    _SHARE,
+    "original_max_position_embeddings",
+)  # which may stand beside the others
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How the three positions of an image's part are laid out: a token of text has one."""
 _KNOWN_KEYS = {
-    *("rope_type", "type", "truncate", "finetuned", "short_factor", "long_factor", "alpha", *_BESIDE),
+    *(
+        "rope_type",
+        "type",
+        "truncate",
+        "finetuned",
+        "short_factor",
+        "long_factor",
+        "alpha",
+        *_BESIDE,
+    ),
     *("llama_4_scaling_beta", "max_position_embeddings", *ROTARY_OF_IMAGES),
     *(key for numbers in _NUMBERS.values() for key in numbers),
 }
@@ -63,13 +78,17 @@ def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
         found = found.nested(KINDS[0])
     said = old.values if old else {}
-    agrees = all(found.get(key) == value for key, value in said.items() if key not in ("type", "rope_type"))
+    agrees = all(
+        found.get(key) == value for key, value in said.items() if key not in ("type", "rope_type")
+    )
     fields.require(agrees, "rope_scaling", "disagrees with rope_parameters")
     beside = {key: fields.get(key) for key in _BESIDE if key in fields and key not in found}
     return Fields(found.where, {**found.values, **beside})
 
 
-def read_local_rope(fields: Fields, base: str, positions: int, head_dim: int, *, partly: bool) -> RopeConfig:
+def read_local_rope(
+    fields: Fields, base: str, positions: int, head_dim: int, *, partly: bool
+) -> RopeConfig:
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
     nested = fields.fields("rope_parameters")
     part = nested.fields(KINDS[1]) if nested else None
@@ -79,7 +98,9 @@ def read_local_rope(fields: Fields, base: str, positions: int, head_dim: int, *,
     return read_rope(found, positions, head_dim, partly=partly)
 
 
-def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False) -> RopeConfig:
+def read_rope(
+    rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False
+) -> RopeConfig:
     """What `rope_fields` found, in range. partly: the first dimensions of a head may turn alone."""
     for key in rope.values:
         rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")

@@ -48,14 +48,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Hugging Face's environment; what the sandbox finds unsafe is an error at once, not an empty value."""
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        )
         self.filters["tojson"] = _to_json
-        del self.filters["random"], self.globals["lipsum"]  # the same messages must give the same prompt
+        del (
+            self.filters["random"],
+            self.globals["lipsum"],
+        )  # the same messages must give the same prompt
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
+        raise SecurityError(
+            f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
+        )
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **layout: Any) -> str:
@@ -67,7 +74,9 @@ def _raise_exception(message: Any) -> NoReturn:
     raise Refused(str(message))
 
 
-def render(jinja: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
+def render(
+    jinja: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
+) -> dict[str, str]:
     """Render one template: {"text": ...}, or why not: {"refused": ...}, {"faulty": ...}, {"memory": ...}."""
     try:
         parts, length = [], 0
@@ -112,6 +121,8 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
         result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)  # no answer may arrive from a process about to end
+        signal.setitimer(
+            signal.ITIMER_PROF, 0.0
+        )  # no answer may arrive from a process about to end
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()

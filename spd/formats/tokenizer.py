@@ -28,16 +28,33 @@ import tokenizers
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, parse_json, read_text, shown
 
-FILE_NAME, MAP_NAME, CONFIG_NAME = "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json"
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FILE_NAME, MAP_NAME, CONFIG_NAME = (
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"), ("<channel|>", "<|channel>"))
+_CHANNELS = (
+    ("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),
+    ("<channel|>", "<|channel>"),
+)
 """What parts a reply into thinking and answer; only such models have the first of each."""
 MAX_ID = (1 << 24) - 1
 SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
-MAX_CHARACTERS = 4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
+MAX_CHARACTERS = (
+    4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
+)
 MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,000
 MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
 _GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
@@ -67,7 +84,13 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         roles |= {key: _content(fields, key, fields.get(key)) for key in _ROLES if key in fields}
         for key in _LISTS:
             value = fields.get(key)
-            members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            members = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list)
+                else ()
+            )
             additional.update((_content(fields, key, member), None) for member in members)
         flags |= {key: fields.boolean(key, False) for key in _FLAGS if key in fields}
     adds_bos, adds_eos = map(flags.get, _FLAGS)
@@ -85,18 +108,26 @@ def _content(fields: Fields, key: str, value: object) -> str:
 class Tokenizer:
     """The tokenizer of a model folder; safe to use from several threads."""
 
-    def __init__(self, library: tokenizers.Tokenizer, last: int, config: TokenizerConfig, where: str) -> None:
+    def __init__(
+        self, library: tokenizers.Tokenizer, last: int, config: TokenizerConfig, where: str
+    ) -> None:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
         names = (*config.roles.values(), *config.additional)
         named = [name for name in names if self.token_to_id(name) is not None]
-        library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in named])
+        library.add_special_tokens(
+            [tokenizers.AddedToken(name, normalized=False) for name in named]
+        )
         added = library.get_added_tokens_decoder()
-        special = (pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named)
+        special = (
+            pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named
+        )
         self.special_tokens = {token.content: token_id for token_id, token in special}
-        self.vocab_size = max(last, *added, -1) + 1  # the highest token id plus one, added tokens included
+        self.vocab_size = (
+            max(last, *added, -1) + 1
+        )  # the highest token id plus one, added tokens included
         if not 0 < self.vocab_size <= MAX_ID + 1:
             why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
             raise CheckpointError(f"{where}: {why}")
@@ -132,9 +163,14 @@ class Tokenizer:
     def is_of(self, folder: Path) -> bool:
         """Whether a folder holds the very file that this one was opened from."""
         path = folder / FILE_NAME
-        return path.is_file() and hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() == self.digest
+        return (
+            path.is_file()
+            and hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() == self.digest
+        )
 
-    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool = False, add_special: bool = False
+    ) -> list[int]:
         """Token ids of a text.
 
         `parse_special` lets strings such as <|im_end|> become special tokens; `add_special` puts around
@@ -156,8 +192,12 @@ class Tokenizer:
         longest = max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
         most = max(SHORT, longest * context)
         if len(text) > most and not cut:
-            why = f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
-            raise IncompatibleError(f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow")
+            why = (
+                f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
+            )
+            raise IncompatibleError(
+                f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow"
+            )
         return text[-most:]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -192,29 +232,41 @@ class Tokenizer:
         with self._lock, _calling(f"{self._where}: cannot encode this text", IncompatibleError):
             self._library.encode_special_tokens = not parse_special
             # Of the encoding calls only this one lets go of the interpreter.
-            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[
+                0
+            ].ids
         return ids
 
-    def _read_surroundings(self, config: TokenizerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _read_surroundings(
+        self, config: TokenizerConfig
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text, corrected by what the config says."""
         with _calling(f"{self._where}: cannot encode a letter"):
             whole = self._library.encode("a")
         if not all(self._token(token_id) for token_id in whole.ids):
-            raise CheckpointError(f"{self._where}: post_processor: adds token ids that do not exist")
+            raise CheckpointError(
+                f"{self._where}: post_processor: adds token ids that do not exist"
+            )
         own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
         first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
         prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
         self._library.post_processor = None  # from here on both are put there by `encode`
         if whole.ids[first:last] != self._library.encode("a").ids:
             raise CheckpointError(f"{self._where}: post_processor: repeats the text")
-        ends = (config.add_bos, self.bos_id, "bos_token"), (config.add_eos, self.eos_id, "eos_token")
+        ends = (
+            (config.add_bos, self.bos_id, "bos_token"),
+            (config.add_eos, self.eos_id, "eos_token"),
+        )
         for flag, token_id, name in ends:
             if flag and token_id is None:
                 raise CheckpointError(f"{self._where}: add_{name}: is true, but there is no {name}")
         if config.add_bos is not None and self.bos_id is not None:
             prefix = (self.bos_id,) * config.add_bos + prefix[prefix[:1] == (self.bos_id,) :]
         if config.add_eos is not None and self.eos_id is not None:
-            suffix = suffix[: len(suffix) - (suffix[-1:] == (self.eos_id,))] + (self.eos_id,) * config.add_eos
+            suffix = (
+                suffix[: len(suffix) - (suffix[-1:] == (self.eos_id,))]
+                + (self.eos_id,) * config.add_eos
+            )
         return prefix, suffix
 
 
@@ -222,7 +274,10 @@ def _byte_alphabet() -> dict[str, int]:
     """The printable stand-ins of GPT-2 for the 256 bytes, character to byte."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     others = (byte for byte in range(256) if chr(byte) not in alphabet)
-    return {character: ord(character) if ord(character) < 256 else next(others) for character in alphabet}
+    return {
+        character: ord(character) if ord(character) < 256 else next(others)
+        for character in alphabet
+    }
 
 
 def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[str], bytes], bool]:
@@ -255,7 +310,9 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
             strips |= step["prepend_scheme"] != "never"
         elif kind == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
             if "Fuse" not in kinds[:position]:
-                raise CheckpointError(f"{where}: decoder: Strip without Fuse before it is not supported")
+                raise CheckpointError(
+                    f"{where}: decoder: Strip without Fuse before it is not supported"
+                )
             strips = True
         elif kind not in ("ByteFallback", "Fuse"):
             raise CheckpointError(f"{where}: decoder: {shown(kind)} is not supported here")
@@ -283,8 +340,16 @@ def _check_content(where: str, file: Any) -> int:
         longer = added * _growth(file.get("normalizer")) > MAX_CHARACTERS
         faults = [
             ("added_tokens", longer, f"come to over {MAX_CHARACTERS:,} characters"),
-            ("model: vocab", sum(map(len, ids)) > MAX_CHARACTERS, f"has over {MAX_CHARACTERS:,} characters"),
-            ("model: dropout", bool(model.get("dropout")), "makes encoding random, null is expected"),
+            (
+                "model: vocab",
+                sum(map(len, ids)) > MAX_CHARACTERS,
+                f"has over {MAX_CHARACTERS:,} characters",
+            ),
+            (
+                "model: dropout",
+                bool(model.get("dropout")),
+                "makes encoding random, null is expected",
+            ),
         ]
         for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
             part, text = file.get(key), json.dumps(file.get(key))
@@ -308,9 +373,13 @@ def _growth(step: Any) -> float:
     """How many times as long a normalizer, pre-tokenizer, decoder or post-processor may make a text."""
     if step is None:
         return 1.0
-    growth = _GROWTH.get(step["type"], 1.0) + sum(len(step.get(key, "")) for key in ("content", "prepend"))
+    growth = _GROWTH.get(step["type"], 1.0) + sum(
+        len(step.get(key, "")) for key in ("content", "prepend")
+    )
     growth *= max(1, sum("Sequence" in piece for piece in step.get("single", ())))
-    inner = (step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders", "processors"))
+    inner = (
+        step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders", "processors")
+    )
     return math.prod(map(_growth, chain.from_iterable(inner)), start=growth)
 
 

@@ -44,7 +44,9 @@ def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[Outpu
     return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]
 
 
-def write_tensors(path: Path, tensors: Sequence[OutputTensor], report: Report = lambda *_: None) -> None:
+def write_tensors(
+    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda *_: None
+) -> None:
     """Write a new safetensors file, a piece at a time."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -66,7 +68,9 @@ def write_tensors(path: Path, tensors: Sequence[OutputTensor], report: Report = 
                 done += len(piece)
                 report(done, total)
             if done - begin != tensor.nbytes:
-                raise ValueError(f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced")
+                raise ValueError(
+                    f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced"
+                )
         sync(file)
 
 

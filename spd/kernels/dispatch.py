@@ -23,10 +23,16 @@ class Facts(NamedTuple):
 
     chunk: int  # positions of a whole chunk of a prompt, which is a program of its own
     tail_rows: int  # of one pass over a prompt where it makes no whole chunk
-    rows_alike: bool = False  # a row's bits are the same whatever rows stand beside it, in chunks too
+    rows_alike: bool = (
+        False  # a row's bits are the same whatever rows stand beside it, in chunks too
+    )
     tries_rows: bool = False  # only trying shows which numbers of rows give the same bits
-    host_free: bool = False  # all is launched without a look at lengths, which the device alone knows
-    folds_norms: bool = False  # products take the norm before them as squares, its weight in their own
+    host_free: bool = (
+        False  # all is launched without a look at lengths, which the device alone knows
+    )
+    folds_norms: bool = (
+        False  # products take the norm before them as squares, its weight in their own
+    )
     exact_rotary: bool = False  # cosines and sines are float32, for a rotated head is rounded once
     gathers_rotary: bool = False  # cosines and sines come as the rows' own
 
@@ -107,7 +113,9 @@ def load_kernels(
     if name == "triton":
         from triton import knobs
 
-        knobs.language.default_fp_fusion = True  # also where Triton's own default is another, or is warned of
+        knobs.language.default_fp_fusion = (
+            True  # also where Triton's own default is another, or is warned of
+        )
     if token_tiles:
         import torch
 

@@ -14,7 +14,9 @@ class Device:
     """What launch choices may follow; the defaults are a CPU's, whose interpreter takes any choice."""
 
     capability: tuple[int, int] = (0, 0)
-    shared: int = 99 * 1024  # bytes of shared memory that a program may use; the default is the least of all
+    shared: int = (
+        99 * 1024
+    )  # bytes of shared memory that a program may use; the default is the least of all
     processors: int = 132
 
 
@@ -24,7 +26,9 @@ def device_facts(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device()
     found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_block_optin", Device.shared)  # not every build of torch tells
+    shared = getattr(
+        found, "shared_memory_per_block_optin", Device.shared
+    )  # not every build of torch tells
     return Device((found.major, found.minor), shared, found.multi_processor_count)
 
 

@@ -40,5 +40,10 @@ def wait_and_release(PDL: tl.constexpr):
 def prefetch(pointers):
     """Bring the cache lines of pointers, which must be readable, into L2; returns nothing."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )

@@ -43,7 +43,11 @@ class FakeEngine:
         return clock.finish(verify_ms_1=2.0, verify_ms_rows=2.2, speculation=counted)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        concurrency: int,
+        arrivals: list[float] | None,
     ) -> protocol.PassResult:
         """All requests at once, in two steps of 5 ms."""
         assert arrivals is None or len(arrivals) == len(prompts)

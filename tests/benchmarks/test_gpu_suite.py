@@ -30,7 +30,9 @@ HERE = "tests.benchmarks.fake_probes"
 
 COMPARED = {"differing_tokens": 0, "compared_tokens": 50_000, "differing_counts": 0, "settings": {}}
 MET = {"status": "ok", "result": COMPARED}
-STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median": 0.9}}, "errors": {}}}
+STATIC = {
+    "a": {"ratios": {"spd plain / transformers static compiled": {"median": 0.9}}, "errors": {}}
+}
 """Asks for nothing, also below 1."""
 
 
@@ -39,17 +41,27 @@ STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median"
     [
         ({"self_draft": MET}, 0),
         ({"self_draft": {"status": "ok", "result": {**COMPARED, "differing_tokens": 1}}}, 1),
-        ({"self_draft": MET, "spd_demo": {"status": "ok", "result": {**COMPARED}}}, 1),  # too few tokens
+        (
+            {"self_draft": MET, "spd_demo": {"status": "ok", "result": {**COMPARED}}},
+            1,
+        ),  # too few tokens
         ({"self_draft": MET, "device": {"status": "failed", "error": ["E"]}}, 1),
         ({"self_draft": {**MET, "status": "cut short"}}, 4),
         ({"peers_static": {"status": "ok", "result": STATIC}}, 0),
         ({"self_draft": MET, "draft": {"status": "ok", "result": {"pairs": {}}}}, 4),
         ({"self_draft": {"status": "cut short", "result": {**COMPARED, "differing_counts": 2}}}, 1),
-        ({"self_draft": MET, "warm_up": {"status": "failed", "error": ["E"]}}, 0),  # of an earlier run
+        (
+            {"self_draft": MET, "warm_up": {"status": "failed", "error": ["E"]}},
+            0,
+        ),  # of an earlier run
     ],
 )
 def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
-    probes: dict[str, Any], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    probes: dict[str, Any],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setattr(command, "gpu_is_there", lambda: True)
     monkeypatch.setattr(command, "run_suite", lambda *given, **more: {"probes": probes})
@@ -58,13 +70,19 @@ def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
     assert ("NOT met" in capsys.readouterr().out) <= (status == 1)
 
 
-def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_found(tmp_path: Path) -> None:
+def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_found(
+    tmp_path: Path,
+) -> None:
     functions = {"fails": "grow_and_fail", "dies": "die", "is long": "grow_forever"}
     functions |= {"works": "say:hello", "is late": "say:late"}
-    probes = [Probe(name, f"{HERE}:{f}", 12 if name == "is long" else 60) for name, f in functions.items()]
+    probes = [
+        Probe(name, f"{HERE}:{f}", 12 if name == "is long" else 60) for name, f in functions.items()
+    ]
     report = run_suite(tmp_path, probes[:4], 200, lambda line: None)["probes"]
     assert [one["status"] for one in report.values()] == ["failed", "died", "cut short", "ok"]
-    assert report["fails"]["result"] == {"found": [1]} and report["works"]["result"] == {"word": "hello"}
+    assert report["fails"]["result"] == {"found": [1]} and report["works"]["result"] == {
+        "word": "hello"
+    }
     assert len(report["is long"]["result"]["found"]) > 2
     assert set(report["is long"]["result"]["found"]) == {0.33333}
     assert json.loads((tmp_path / REPORT).read_text())["probes"] == report
@@ -82,7 +100,14 @@ def test_every_probe_is_a_function_and_has_words() -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A small model and its draft."""
     place = tmp_path_factory.mktemp("pair")
-    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
+    shape = {
+        "hidden": 64,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "intermediate": 96,
+    }
     folder = write_medium(place / "target", "float32", vocab=300, max_positions=256, **shape)
     return folder, write_medium_draft(place / "draft", folder)
 
@@ -104,16 +129,26 @@ def test_a_changed_token_and_a_changed_count_are_found(
 
     monkeypatch.setattr(spd_rounds, "generate", faulty)
     settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
-    given: dict[str, Any] = {"device": "cpu", "settings": settings, "runs": ("greedy",), "threads": 1}
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "settings": settings,
+        "runs": ("greedy",),
+        "threads": 1,
+    }
     *_, result = compare(*pair, PROMPTS[:1], tokens=6, **given)
     rows = result["settings"]
     assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
     # One token is another, one is missing.
-    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
+    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (
+        2,
+        1,
+    )
     assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
 
 
-TINY = shapes.Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
+TINY = shapes.Shape(
+    "tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4
+)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +175,18 @@ def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
     layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
     weights = 2 * (3 * layer + head)
-    assert TINY.kv_bytes() == kv and shapes.forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
+    assert (
+        TINY.kv_bytes() == kv
+        and shapes.forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
+    )
     parts = {"layers": 2 * 3 * layer, "head": 2 * head, "embedding": 2 * 5 * 2 * 8}
     assert shapes.forward_parts(TINY, [10, 20], rows=5) == {**parts, "keys and values": 30 * kv}
     # Three drafts: two rows, then one row at each further position.
     drafts = 3 * weights + (2 + 1 + 1) * 2 * 8 + (10 + 11 + 12) * kv
     assert shapes.draft_bytes(TINY, [10], 3) == drafts and shapes.draft_bytes(TINY, [10], 0) == 0
-    assert shapes.round_bytes(TINY, TINY, [10], 3) == shapes.forward_bytes(TINY, [10], rows=4) + drafts
+    assert (
+        shapes.round_bytes(TINY, TINY, [10], 3) == shapes.forward_bytes(TINY, [10], rows=4) + drafts
+    )
     assert shapes.round_bytes(TINY, None, [10], 0) == shapes.forward_bytes(TINY, [10])
     tied = shapes.Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
     parts = shapes.round_parts(TINY, tied, [10], 3)
@@ -165,7 +205,9 @@ def test_gain_of_a_perfect_and_of_a_published_round() -> None:
     assert perfect.ideal_cost == pytest.approx(1.225, abs=0.002)
     # vLLM's EAGLE-3 table: 7.07 ms plain, 3.08 tokens in 12.5 ms: 1.75 times as fast, efficiency 0.70.
     vllm = gain(3.08, 7.07e-3, 12.47e-3, plain, speculative)
-    assert vllm.speedup == pytest.approx(1.75, abs=0.01) and vllm.efficiency == pytest.approx(0.70, abs=0.01)
+    assert vllm.speedup == pytest.approx(1.75, abs=0.01) and vllm.efficiency == pytest.approx(
+        0.70, abs=0.01
+    )
 
 
 def test_interval_of_the_median() -> None:

@@ -34,7 +34,9 @@ def test_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     And Triton would compile a product for one row apart from that for five, with other bits perhaps.
     """
     found = [(kernel["kernel"], kernel) for kernel in compile_all(90, [__name__], tmp_path)]
-    assert {name for name, _ in found} == {f"{n}_kernel" for n in ("read_sum", "copy", "node", "skinny_gemm")}
+    assert {name for name, _ in found} == {
+        f"{n}_kernel" for n in ("read_sum", "copy", "node", "skinny_gemm")
+    }
     assert len(found) == 5
     for name, kernel in found:
         assert kernel["target"][0].startswith("sm_90") and kernel["local"] == 0, kernel

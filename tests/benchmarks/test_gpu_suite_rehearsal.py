@@ -52,12 +52,17 @@ CASES: dict[str, kernels.Case] = {
     "rotary": partial(kernels.rotary_case, heads=HEADS, rows=(1, 3)),
     "round": partial(rounds.round_case, slots=2, k=4, width=512, vocab=100),
     "lookup": partial(rounds.lookup_case, slots=1, k=4, widths=(128,), vocab=100),
-    "latent": partial(sparse.latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
+    "latent": partial(
+        sparse.latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)
+    ),
     **{
         f"experts {kind}": partial(sparse.experts_case, kind=kind, **EXPERTS)
         for kind in ("wide", "int8", "fp8")
     },
-    **{kind: partial(sparse.eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
+    **{
+        kind: partial(sparse.eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3))
+        for kind in ("int8", "fp8")
+    },
     "delta_rule": partial(recurrent.delta_case, shape=DELTA, slots=2, lengths=(0, 2)),
     "short_conv": partial(recurrent.conv_case, shape=DELTA, slots=2, lengths=(0, 2)),
     "delta_chunks": partial(recurrent.chunks_case, shape=DELTA, rows=70),
@@ -93,7 +98,9 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
     for name, case in CASES.items():
         if (form, name) == ("torch", "experts fp8"):
             continue  # torch's experts are wide or int8
-        result = run_case(case, kernels.Bench(cast(Kernels, watched), Once(device), torch.float32, 1e9))
+        result = run_case(
+            case, kernels.Bench(cast(Kernels, watched), Once(device), torch.float32, 1e9)
+        )
         assert "error" not in result, (name, result["error"])
         assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values()), name
     assert watched.called == set(operation_stems()) - NOT_IN_THE_TABLE
@@ -127,14 +134,24 @@ def test_plain_rounds_of_a_tiny_model() -> None:
     assert report["sampling"]["host_reads"]["syncs"] == 0
     assert [report["contexts"][c]["context"] for c in ("20", "40")] == [27, 47]
     assert report["first_token"]["warm_ms"] > 0 and report["first_token"]["prompt"] == 20
-    assert "host reads: 0 in 4 rounds" in digest({"probes": {"plain": {"status": "ok", "result": report}}})
+    assert "host reads: 0 in 4 rounds" in digest(
+        {"probes": {"plain": {"status": "ok", "result": report}}}
+    )
 
 
 def test_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TURNS", 6), ("FEWEST_TURNS", 6), ("SPAN_TOKENS", 3), ("WARM", 2), ("PROMPT", 16)):
+    for name, value in (
+        ("TURNS", 6),
+        ("FEWEST_TURNS", 6),
+        ("SPAN_TOKENS", 3),
+        ("WARM", 2),
+        ("PROMPT", 16),
+    ):
         monkeypatch.setattr(batches, name, value)
     kinds = ("plain", "fixed", "auto")
-    *_, report = batches.run(TARGET, DRAFT, [(1, REFERENCE_LENGTH, kinds)], 1e9, **{**CPU, "ctx": 200})
+    *_, report = batches.run(
+        TARGET, DRAFT, [(1, REFERENCE_LENGTH, kinds)], 1e9, **{**CPU, "ctx": 200}
+    )
     [case] = report["cases"].values()
     assert len(case["side_by_side"]) == 1 and all(case[kind]["round_us"] for kind in kinds)
     assert case["plain"]["rounds_at_k"] == {"0": 18} and set(case["fixed"]["rounds_at_k"]) == {"4"}
@@ -142,5 +159,9 @@ def test_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert case["plain"]["tokens_a_second"] == pytest.approx(1e6 / case["plain"]["round_us"])
     ratios = {name: one for name, one in case.items() if "_over_" in name}
     assert set(ratios) == {"auto_over_plain", "fixed_over_plain", "auto_over_fixed"}
-    assert all(low <= one["median"] <= high for one in ratios.values() for low, high in [one["interval_95"]])
+    assert all(
+        low <= one["median"] <= high
+        for one in ratios.values()
+        for low, high in [one["interval_95"]]
+    )
     assert "nan" not in digest({"probes": {"batches": {"status": "ok", "result": report}}})

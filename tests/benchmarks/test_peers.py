@@ -23,13 +23,24 @@ SHAPE = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_medium(tmp_path_factory.mktemp("small"), "float32", vocab=320, max_positions=256, **SHAPE)
+    folder = write_medium(
+        tmp_path_factory.mktemp("small"), "float32", vocab=320, max_positions=256, **SHAPE
+    )
     write_medium_draft(folder / "draft", folder)
     return folder
 
 
 def fake(name: str, mode: str = "good") -> Entry:
-    command = (sys.executable, "-m", "tests.benchmarks.fake_worker", mode, "--model", "m", "--threads", "1")
+    command = (
+        sys.executable,
+        "-m",
+        "tests.benchmarks.fake_worker",
+        mode,
+        "--model",
+        "m",
+        "--threads",
+        "1",
+    )
     return Entry(name, command, {})
 
 
@@ -41,13 +52,17 @@ def run_fakes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(compare, "entries", lambda options: entries)
         out = tmp_path / "peers.json"
         arguments = [str(checkpoint), "-n", "24", "--prompt-tokens", "4", "--rounds", str(rounds)]
-        status = peers.main([*arguments, *extra, "--threads", "1", "--pause", "0", "--out", str(out)])
+        status = peers.main(
+            [*arguments, *extra, "--threads", "1", "--pause", "0", "--out", str(out)]
+        )
         return status, json.loads(out.read_text())
 
     return run
 
 
-def test_rounds_give_figures_ratios_and_equality(run_fakes: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_give_figures_ratios_and_equality(
+    run_fakes: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries = [fake("spd-plain"), fake("vllm-plain", "differs"), fake("spd-rows")]
     status, report = run_fakes(entries)
     assert status == 0
@@ -59,7 +74,11 @@ def test_rounds_give_figures_ratios_and_equality(run_fakes: Runs, capsys: pytest
     assert 0 < plain["decode_tokens_per_second"]["median"] <= 23 / 12 / 0.005
     assert len(plain["decode_tokens_per_second"]["values"]) == 2
     assert plain["versions"] == {"fake": "1.0", "cpus": "1"}
-    assert plain["equal_to_spd_plain"] == {"equal_texts": 2, "texts": 2, "first_difference": [None, None]}
+    assert plain["equal_to_spd_plain"] == {
+        "equal_texts": 2,
+        "texts": 2,
+        "first_difference": [None, None],
+    }
     assert names["vllm-plain"]["equal_to_spd_plain"]["first_difference"] == [11, 11]
     assert list(report["ratios"]) == ["spd-plain / vllm-plain"]
     assert report["verify_over_decode"]["ratio"]["median"] == pytest.approx(1.1)
@@ -110,18 +129,46 @@ def test_a_peer_that_fails_is_left_out_and_named(run_fakes: Runs, mode: str, wor
 
 
 @pytest.mark.slow
-def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_real_worker_answers_and_speculation_changes_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "peers.json"
-    arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
-    arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
+    arguments = [
+        str(checkpoint),
+        "-n",
+        "20",
+        "--prompt-tokens",
+        "6",
+        "--rounds",
+        "1",
+        "--rows",
+        "3",
+    ]
+    arguments += [
+        "--threads",
+        "1",
+        "--ctx",
+        "128",
+        "--dtype",
+        "float32",
+        "--pause",
+        "0",
+        "--out",
+        str(out),
+    ]
     arguments += ["--concurrency", "2", "--load-tokens", "6", "--load-rounds", "1"]
     assert peers.main(arguments) == 0
     report = json.loads(out.read_text())
     entries, loads = report["entries"], report["loads"]["2 together"]["entries"]
     assert list(entries) == list(loads) == ["spd-plain", "spd-draft", "spd-ngram"]
-    assert all(entries[name]["equal_to_spd_plain"]["equal_texts"] == 1 for name in list(entries)[1:])
+    assert all(
+        entries[name]["equal_to_spd_plain"]["equal_texts"] == 1 for name in list(entries)[1:]
+    )
     assert all(loads[name]["equal_to_spd_plain"] == 16 for name in list(loads)[1:])
     steps = entries["spd-draft"]["tokens_per_step"]["median"]
     assert entries["spd-plain"]["tokens_per_step"]["median"] == 1 < steps
     assert entries["spd-draft"]["acceptance"]["acceptance_length"] == pytest.approx(steps, abs=0.35)
-    assert report["verify_over_decode"]["rows"] == 3 and report["verify_over_decode"]["ratio"]["median"] > 0
+    assert (
+        report["verify_over_decode"]["rows"] == 3
+        and report["verify_over_decode"]["ratio"]["median"] > 0
+    )

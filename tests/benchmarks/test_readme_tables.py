@@ -31,18 +31,32 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "cpu_peers.json").write_text(json.dumps(result))
     made = with_tables(MEASUREMENTS.read_text(encoding="utf-8"), tmp_path)
     assert "| spd | 123.4 |" in made and "| tokens/s, k = 4 | plain | draft | n-gram |" in made
-    assert next(line for line in made.splitlines() if line.startswith("| vLLM-CPU")).count("|  |") >= 1
+    assert (
+        next(line for line in made.splitlines() if line.startswith("| vLLM-CPU")).count("|  |") >= 1
+    )
     monkeypatch.setattr(readme_tables, "PAGES", (tmp_path / "measurements.md",))
     (tmp_path / "measurements.md").write_text(made)
     assert readme_tables.main([]) == 1, "made of other results"
     assert readme_tables.main(["--write"]) == 0 and readme_tables.main([]) == 0
 
 
-def record(request: str, number: int, position: int, accepted: int, k: int = 2, **ms: float) -> RoundRecord:
+def record(
+    request: str, number: int, position: int, accepted: int, k: int = 2, **ms: float
+) -> RoundRecord:
     times = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.5, **ms}
     draft = list(range(k))
     return RoundRecord(
-        request, number, position, "ngram", draft, draft, accepted, [0] * (accepted + 1), times, k, k
+        request,
+        number,
+        position,
+        "ngram",
+        draft,
+        draft,
+        accepted,
+        [0] * (accepted + 1),
+        times,
+        k,
+        k,
     )
 
 
@@ -53,7 +67,13 @@ def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     told += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
     rounds = [record(*one) for one in told]
     counted = acceptance.counted_rounds(Pass(lines, rounds, 1.0), 2)
-    assert [(r.request, r.round) for r in counted] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)]
+    assert [(r.request, r.round) for r in counted] == [
+        ("a", 1),
+        ("a", 2),
+        ("b", 1),
+        ("b", 2),
+        ("b", 3),
+    ]
     row = acceptance.row_of(counted)
     assert row["length"]["value"] == pytest.approx(1 + 6 / 5)
     assert row["rate"]["value"] == pytest.approx(0.6) and row["rounds"] == 5 and row["drafts"] == 10
@@ -65,7 +85,18 @@ def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
 
 def test_acceptance_of_a_self_draft_is_k_plus_one(tmp_path: Path) -> None:
     out = tmp_path / "acceptance.json"
-    small = ["--each", "1", "--prompt-tokens", "40", "-n", "5", "--temperature", "0,1", "--slots", "5"]
+    small = [
+        "--each",
+        "1",
+        "--prompt-tokens",
+        "40",
+        "-n",
+        "5",
+        "--temperature",
+        "0,1",
+        "--slots",
+        "5",
+    ]
     small += ["--draft-max", "1", "--out", str(out)]
     assert acceptance.main(["--only", "self", "--verify", "rejection", *small]) == 0
     rows = json.loads(out.read_text())["rows"]
@@ -76,8 +107,18 @@ def test_acceptance_of_a_self_draft_is_k_plus_one(tmp_path: Path) -> None:
 def test_the_best_fixed_k_is_the_fastest() -> None:
     def row(method: str, k: int, factor: float, adaptive: bool = False) -> dict[str, Any]:
         values = [factor * number for number in range(10, 17)]
-        found = {"method": method, "draft_max": k, "adaptive": adaptive, "concurrency": 4, "rounds": 10}
-        return {**found, "tokens_per_second": {"values": values}, "drafted_per_position": [6, 3] if k else []}
+        found = {
+            "method": method,
+            "draft_max": k,
+            "adaptive": adaptive,
+            "concurrency": 4,
+            "rounds": 10,
+        }
+        return {
+            **found,
+            "tokens_per_second": {"values": values},
+            "drafted_per_position": [6, 3] if k else [],
+        }
 
     told = (("plain", 0, 1.0), ("mtp", 1, 1.5), ("mtp", 2, 1.2), ("mtp", 2, 1.44, True))
     rows = [row(*one) for one in told]

@@ -26,7 +26,9 @@ from tests.cli.serve.conftest import serving
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("model", ["demo-hybrid", "demo"])
-def test_a_turn_prefills_what_it_adds(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_prefills_what_it_adds(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And less than a chunk more, compacted or not; what is cached was not written; a cut run goes on."""
     monkeypatch.setitem(agent_replay.METHODS, model, ("ngram",))
     for name, value in {"OWN": 4, "LEAST": 200, "MOST": 900}.items():
@@ -87,7 +89,9 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "found.json"
-    monkeypatch.setattr(equality, "describe_commit", lambda *paths: {"commit": "c", "changed": False})
+    monkeypatch.setattr(
+        equality, "describe_commit", lambda *paths: {"commit": "c", "changed": False}
+    )
     assert equality.main([*CELL, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["cells"].values()
     assert row["tokens"] == 3 * 7 * 8 and row["differ"] == 0 and row["drafted"]
@@ -161,10 +165,16 @@ def test_slow_tests_are_run_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """One that passes, one that fails, one that is not slow, one that takes too long."""
     slow = "import pytest\n@pytest.mark.slow\ndef test_it(): assert "
     files = {name: str(tmp_path / f"test_{name}.py") for name in ("right", "wrong", "quick")}
-    for name, text in {"right": f"{slow}True", "wrong": f"{slow}False", "quick": "test_it = id"}.items():
+    for name, text in {
+        "right": f"{slow}True",
+        "wrong": f"{slow}False",
+        "quick": "test_it = id",
+    }.items():
         Path(files[name]).write_text(text)
     monkeypatch.setattr(slow_tests, "slow_files", lambda: list(files.values()))
-    monkeypatch.setattr(slow_tests, "describe_commit", lambda: {"commit": None, "changed": None})  # no git
+    monkeypatch.setattr(
+        slow_tests, "describe_commit", lambda: {"commit": None, "changed": None}
+    )  # no git
     out = tmp_path / "out.json"
     keep = "--processes", "0", "--out", str(out)
     assert slow_tests.main([files["right"], *keep]) == 0

@@ -33,16 +33,37 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
-CONFIG |= {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-CONFIG |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 264, "max_position_embeddings": 128}
-CONFIG |= {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": 258}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-6,
+}
+CONFIG |= {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+CONFIG |= {
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 264,
+    "max_position_embeddings": 128,
+}
+CONFIG |= {
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": 258,
+}
 
 
 def write_tokenizer(folder: Path, specials: Sequence[str] = SPECIALS) -> None:
     """A byte-level vocabulary: ids 0 to 255 are bytes, then the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    library = tokenizers.Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(list(specials))
@@ -92,8 +113,18 @@ class FakePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        said = {"model": self.model, "spec": self.spec, "spec_reason": "asked for", "adaptive": self.adaptive}
-        said |= {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19, "weights": "bfloat16"}
+        said = {
+            "model": self.model,
+            "spec": self.spec,
+            "spec_reason": "asked for",
+            "adaptive": self.adaptive,
+        }
+        said |= {
+            "weight_bytes": 2**20,
+            "draft_weight_bytes": 0,
+            "cache_bytes": 2**19,
+            "weights": "bfloat16",
+        }
         return {**said, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
 
 
@@ -326,4 +357,6 @@ def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = job.engine_config
     for module in (job, verify):
-        monkeypatch.setattr(module, "engine_config", lambda *given: replace(real(*given), load="dummy"))
+        monkeypatch.setattr(
+            module, "engine_config", lambda *given: replace(real(*given), load="dummy")
+        )

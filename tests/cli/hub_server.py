@@ -25,13 +25,19 @@ class Hub:
     sent: dict[str, bytes] = field(default_factory=dict)  # other bytes than those listed, by file
     headers: dict[str, str] = field(default_factory=dict)  # other headers of answers about files
     answer: bytes | None = None  # sent in place of the listing
-    break_after: dict[str, list[int]] = field(default_factory=dict)  # bytes of the next answers for a file
+    break_after: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # bytes of the next answers for a file
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
 
     def fetched(self) -> list[str]:
         """Names of the files whose bytes were asked for."""
-        return [path.rpartition("/")[2] for how, path, _ in self.log if how == "GET" and "resolve" in path]
+        return [
+            path.rpartition("/")[2]
+            for how, path, _ in self.log
+            if how == "GET" and "resolve" in path
+        ]
 
     def listing(self) -> dict[str, Any]:
         """The answer about the repository."""
@@ -79,11 +85,18 @@ class HubHandler(BaseHTTPRequestHandler):
     def _send_file(self, hub: Hub, name: str, body: bool) -> None:
         data = hub.sent.get(name, hub.files[name])
         etag = hashlib.sha256(hub.files[name]).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes", **hub.headers}
+        headers = {
+            "ETag": f'"{etag}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+            **hub.headers,
+        }
         wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
         headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if wanted else {}
-        self._send(206 if wanted else 200, data[start:], headers, body, hub.break_after.get(name, []))
+        self._send(
+            206 if wanted else 200, data[start:], headers, body, hub.break_after.get(name, [])
+        )
 
     def _send(self, status: int, data: bytes, headers: Any, body: bool, breaks: Any = ()) -> None:
         self.send_response(status)

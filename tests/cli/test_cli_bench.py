@@ -25,7 +25,9 @@ from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 
 def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
-    options = BenchOptions(spec="mtp,ngram+mtp,ngram", tp="1,2", draft_tp="1,2", draft_max="2,3", lag="1")
+    options = BenchOptions(
+        spec="mtp,ngram+mtp,ngram", tp="1,2", draft_tp="1,2", draft_max="2,3", lag="1"
+    )
     configs = sweep_configs(options)
     assert [(each.spec, each.tp) for each in configs[:2]] == [("off", 1), ("off", 2)]
     assert {each.lag for each in configs} == {1} and not any(each.adaptive for each in configs)
@@ -41,11 +43,21 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
-    ended = make_sample(1, 0, 0.0, work=Work(category="code", temperature=0.8), tokens_after_first=0)
-    result: dict[str, Any] = {"model": "demo", "versions": {"spd": "1"}, "machine": {}, "interrupted": False}
+    ended = make_sample(
+        1, 0, 0.0, work=Work(category="code", temperature=0.8), tokens_after_first=0
+    )
+    result: dict[str, Any] = {
+        "model": "demo",
+        "versions": {"spd": "1"},
+        "machine": {},
+        "interrupted": False,
+    }
     plan = {"dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
     result |= {"rows": make_rows([*samples, ended], [PLAIN, DRAFT]), "plans": [plan]}
-    result |= {"samples": [asdict(sample) for sample in (*samples, ended)], "settings": {"max_tokens": 8}}
+    result |= {
+        "samples": [asdict(sample) for sample in (*samples, ended)],
+        "settings": {"max_tokens": 8},
+    }
     result["equality"] = {"tokens": 11, "differences": []}
     header = "category T method tok/s ± ×plain ± len acc TTFT TPOT"
     for columns, more in (("80", ""), ("100", "ITL by position")):
@@ -60,7 +72,10 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["best"] == "draft k=2 (code, T 0), 2.00 × plain, within noise"
     result["rows"][1]["speed_up"] |= {"median": 0.8, "low": 0.7, "high": 0.9, "half_width": 0.85}
     text = "\n".join(bench_text(result))
-    assert ">99%" not in text and "--spec off: speculation does not pay here (0.80 × plain at best)" in text
+    assert (
+        ">99%" not in text
+        and "--spec off: speculation does not pay here (0.80 × plain at best)" in text
+    )
     result["rows"][1]["speed_up"]["half_width"] = 70.0
     assert ">99%" in "\n".join(bench_text(result))
 
@@ -69,7 +84,11 @@ def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: None)
     for words in (("demo",), ("-m", "demo")):
         ran = spd_run("bench", *words)
-        assert ran.code == 6 and ran.text == "nothing was measured\n" and "nothing was measured" in ran.err
+        assert (
+            ran.code == 6
+            and ran.text == "nothing was measured\n"
+            and "nothing was measured" in ran.err
+        )
 
 
 def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
@@ -89,14 +108,22 @@ def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"])
+@pytest.mark.parametrize(
+    "name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"]
+)
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
     changes = compare_results(kept, kept, 0.03)["changes"]
     assert len(changes) == len(kept["rows"]) > 0 and "samples" not in kept
 
 
-LACKING = [["rows"], ["settings"], ["model"], ["rows", 1, "method"], ["rows", 0, "tokens_per_second"]]
+LACKING = [
+    ["rows"],
+    ["settings"],
+    ["model"],
+    ["rows", 1, "method"],
+    ["rows", 0, "tokens_per_second"],
+]
 ODD = ((("rows", 0, "temperature"), "hot"), (("rows",), ["a"]), (("settings",), []))
 
 
@@ -115,7 +142,17 @@ def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Ca
     """Random weights, whose greedy text would repeat one token: only sampled ones are asked for."""
     target, draft = write_model(tmp_path / "m"), write_model(tmp_path / "d", num_hidden_layers=1)
     (prompts := tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    words = ("verify", "-m", target, "--draft-model", draft, "--prompts", prompts, "--temperature", 1.5)
+    words = (
+        "verify",
+        "-m",
+        target,
+        "--draft-model",
+        draft,
+        "--prompts",
+        prompts,
+        "--temperature",
+        1.5,
+    )
     return lambda *more: spd_run(*words, "--threads", 1, "--dtype", "float32", "-n", 24, *more)
 
 
@@ -125,11 +162,17 @@ def test_certificates(run) -> None:
     assert ran.code == 0 and faults(ran.json, "verify") == []
     assert ran.json["passed"] and ran.json["tokens"] >= 100 and ran.json["drafts_accepted"] > 0
     assert set(ran.json["files"]) >= {"config.json", "tokenizer.json", "draft/config.json"}
-    assert ran.json["plans"]["reference"]["spec"] == "off" and ran.json["plans"]["candidate"]["lag"] == 1
+    assert (
+        ran.json["plans"]["reference"]["spec"] == "off"
+        and ran.json["plans"]["candidate"]["lag"] == 1
+    )
     ran = run("-n", 8, "--verify", "rejection", "--temperature", "0,0.5")
     assert ran.code == 0, ran
     told = {line[:18].strip(): line[18:] for line in ran.text.splitlines()}
-    assert told.items() >= {"temperatures": "0", "untested": "0.5", "tokens": "16", "texts": "2"}.items()
+    assert (
+        told.items()
+        >= {"temperatures": "0", "untested": "0.5", "tokens": "16", "texts": "2"}.items()
+    )
 
 
 def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +181,14 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert "tested little" not in ran.text and "no draft was accepted" in run("-n", 2).text
     planted.verify(planted.first_is_free)(monkeypatch)  # in torch's form
     ran = run("--kernels", "torch")
-    assert ran.code == 6 and ran.text.endswith("passed            no\n") and "2 of 2 texts differ" in ran.err
-    assert re.search(r"differences .* · seed \d+ · position \d+ · expected \d+ · found \d+\n", ran.text)
+    assert (
+        ran.code == 6
+        and ran.text.endswith("passed            no\n")
+        and "2 of 2 texts differ" in ran.err
+    )
+    assert re.search(
+        r"differences .* · seed \d+ · position \d+ · expected \d+ · found \d+\n", ran.text
+    )
     assert "spd promises equal texts" in ran.err
     ran = run("--kernels", "torch", "--against", "kernels=native,spec=off")
     assert ran.code == 6 and "other kernels may round otherwise" in ran.err
@@ -150,7 +199,11 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     plain = apply_settings(config, "spec=off")
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
     busy = replace(config, tp=2, draft_tp=2, adaptive=True)
-    assert apply_settings(busy, "spec=off").draft_tp is apply_settings(busy, "spec=ngram").draft_tp is None
+    assert (
+        apply_settings(busy, "spec=off").draft_tp
+        is apply_settings(busy, "spec=ngram").draft_tp
+        is None
+    )
     met = replace(busy, rendezvous=2)
     assert apply_settings(met, "spec=ngram").draft_tp is None
     assert apply_settings(met, "tp=1,draft-tp=auto").rendezvous is None

@@ -12,14 +12,29 @@ from typing import Any
 
 import pytest
 
-from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, SessionStore, Turn, shared_spans
+from spd.cli.chat.conversation import (
+    ChatEncoder,
+    Conversation,
+    Encoded,
+    SessionStore,
+    Turn,
+    shared_spans,
+)
 from spd.cli.chat.slash import Commands
 from spd.cli.text.job import Vocabulary, open_vocabulary
 from spd.cli.text.reply import DraftedText
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
-from tests.cli.conftest import SPECIALS, TEMPLATE, edit, failing, refused, saved_chat, write_tokenizer
+from tests.cli.conftest import (
+    SPECIALS,
+    TEMPLATE,
+    edit,
+    failing,
+    refused,
+    saved_chat,
+    write_tokenizer,
+)
 
 
 @pytest.fixture
@@ -28,7 +43,9 @@ def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
 
     def run(*lines: str, argv: Sequence[object] = (), name: str | None = "t") -> Any:
         session = ["-c", name] if name else []
-        return spd_run("chat", model, *session, *argv, stdin="".join(f"{line}\n" for line in lines).encode())
+        return spd_run(
+            "chat", model, *session, *argv, stdin="".join(f"{line}\n" for line in lines).encode()
+        )
 
     return run
 
@@ -39,7 +56,9 @@ def saved(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return lambda name="t": saved_chat(tmp_path, name)
 
 
-def test_lines_in_text_out_and_everything_saved(talk: Callable, saved: Callable, script: Any) -> None:
+def test_lines_in_text_out_and_everything_saved(
+    talk: Callable, saved: Callable, script: Any
+) -> None:
     ran = talk("Hi", "", "Again")
     assert (ran.code, ran.text, ran.err) == (0, "Hello wörld!\nHello wörld!\n", "")
     header, *turns = saved()
@@ -80,7 +99,12 @@ def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monk
     [
         (["Hi", "/undo", "//slash", "/exit", "never said"], [], ["/slash"], "took back: Hi"),
         (["Hi", "/edit", "Better"], [], ["Better"], ""),
-        (["/file 'a b.txt'", "What?", "Next"], ["-f", "a b.txt"], ["text\n\ntext\n\nWhat?", "Next"], ""),
+        (
+            ["/file 'a b.txt'", "What?", "Next"],
+            ["-f", "a b.txt"],
+            ["text\n\ntext\n\nWhat?", "Next"],
+            "",
+        ),
         (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "next message: no file"),
         (["/file a.txt", "/clear", "/file"], [], [], "next message: no file"),
         (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
@@ -110,11 +134,18 @@ def test_regen_draws_with_another_seed_and_more_with_the_same(talk, saved, scrip
     assert saved("m")[1]["reply"] == "Hello wörld!" * 2 and len(saved("m")) == 2
 
 
-def test_parameters_and_the_system_message_change(talk: Callable, saved: Callable, script: Any) -> None:
+def test_parameters_and_the_system_message_change(
+    talk: Callable, saved: Callable, script: Any
+) -> None:
     given = "/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9"
     ran = talk("/system be kind", given, "Hi", "/set", "/set top_k=auto")
     params = script.request.params
-    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (
+        0.5,
+        7,
+        ("END",),
+        9,
+    )
     assert params.seed == derived_seed(3, 0) and ran.code == 0 and saved()[0]["system"] == "be kind"
     assert "temperature         0.5 (given)" in ran.err and "top k               20 (gen" in ran.err
 
@@ -151,18 +182,33 @@ def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_pat
     assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
 
 
-def test_another_speculation_or_model_leaves_the_drafter_behind(talk, script, model, tmp_path) -> None:
+def test_another_speculation_or_model_leaves_the_drafter_behind(
+    talk, script, model, tmp_path
+) -> None:
     other = shutil.copytree(model, tmp_path / "other")
-    lines = ("/spec ngram 3", "/spec draft", "/spec off", f"/model {other}", "/spec auto", f"/model {model}")
+    lines = (
+        "/spec ngram 3",
+        "/spec draft",
+        "/spec off",
+        f"/model {other}",
+        "/spec auto",
+        f"/model {model}",
+    )
     ran = talk(*lines, argv=["--draft-model", model])
     assert ran.code == 0, ran
-    taken = [(engine.config.spec, engine.config.draft_model is not None) for engine in script.engines]
+    taken = [
+        (engine.config.spec, engine.config.draft_model is not None) for engine in script.engines
+    ]
     specs = ("auto", "ngram", "draft", "off", "off", "auto", "auto")
     assert taken == list(zip(specs, (True, False, True, False, False, False, True), strict=True))
-    assert script.engines[1].config.draft_max == 3 and all(engine.closed for engine in script.engines)
+    assert script.engines[1].config.draft_max == 3 and all(
+        engine.closed for engine in script.engines
+    )
 
 
-def test_a_damaged_session_and_a_model_without_a_template_are_refused(talk, tmp_path, model, script) -> None:
+def test_a_damaged_session_and_a_model_without_a_template_are_refused(
+    talk, tmp_path, model, script
+) -> None:
     talk("Hi")
     (tmp_path / "state" / "spd" / "sessions" / "t.jsonl").write_text("{")
     refused(talk("Again"), 4, "t.jsonl: line 1")
@@ -174,7 +220,10 @@ def test_drafted_characters_are_those_whose_last_byte_was() -> None:
     spelled = {1: "ä".encode()[:1], 2: "ä".encode()[1:], 3: b"xy", 4: b""}
     drafted = DraftedText(spelled.__getitem__)
     assert list(drafted.take(Event("0", (1,), "", None, (False,)))) == []
-    assert list(drafted.take(Event("0", (2, 3), "äx", None, (True, False)))) == [("ä", True), ("x", False)]
+    assert list(drafted.take(Event("0", (2, 3), "äx", None, (True, False)))) == [
+        ("ä", True),
+        ("x", False),
+    ]
     assert list(drafted.take(Event("0", (4,), "y\ufffd", "stop", (True,)))) == [("y\ufffd", False)]
 
 
@@ -204,7 +253,9 @@ def chat_of(*turns: Turn, system: str | None = None) -> Conversation:
     return Conversation("model", 1, system, "f", turns=turns)
 
 
-def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder, model: Path) -> None:
+def test_the_next_turn_begins_with_every_token_of_the_last(
+    encoder: ChatEncoder, model: Path
+) -> None:
     first = encoder.encode(chat_of(Turn("Hi")))
     assert first.spans == (("prompt", len(first.ids)),)
     reply = (*ids_of("Hello", model), END)
@@ -214,7 +265,9 @@ def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder,
     assert second.spans == (*first.spans, ("generated", len(reply)), ("prompt", new))
     assert second.ids == ids_of(second.text, model, parse_special=True)
     cut = encoder.encode(chat_of(Turn("Hi", "Hello", reply[:-1], "abort"), Turn("More")))
-    assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), "the template ends it"
+    assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), (
+        "the template ends it"
+    )
 
 
 def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
@@ -232,9 +285,15 @@ def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
 def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -> None:
     stopped = Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")
     for turn in (Turn("Hi", "edited by hand", (), "edited"), stopped):
-        first, second = encoder.encode(chat_of(Turn("Hi"))), encoder.encode(chat_of(turn, Turn("More")))
+        first, second = (
+            encoder.encode(chat_of(Turn("Hi"))),
+            encoder.encode(chat_of(turn, Turn("More"))),
+        )
         assert second.ids == ids_of(second.text, model, parse_special=True)
-        assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
+        assert second.spans == (
+            ("prompt", len(first.ids)),
+            ("prompt", len(second.ids) - len(first.ids)),
+        )
 
 
 def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(model: Path) -> None:
@@ -250,7 +309,9 @@ def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
     """The templates of such models refuse their own marks in a message; only these marks have a text."""
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
     write_tokenizer(model, (*SPECIALS, *marks))
-    reply = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    reply = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    )
     ids = ids_of(f"{reply}<|return|>", model, parse_special=True)
     assert vocabulary(model).need_tokenizer().decode(ids) == reply
     text = encoder_of(model).encode(chat_of(Turn("Hi", reply, ids, "stop"), Turn("More"))).text
@@ -259,8 +320,13 @@ def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
     assert vocabulary(model).need_tokenizer().token_bytes(259) == b""
 
 
-def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEncoder, model: Path) -> None:
-    turns = (Turn("a", "Hello", (*ids_of("Hello", model), END), "stop"), Turn("b", "x", (), "edited"))
+def test_the_same_turns_give_the_same_prompt_however_they_came(
+    encoder: ChatEncoder, model: Path
+) -> None:
+    turns = (
+        Turn("a", "Hello", (*ids_of("Hello", model), END), "stop"),
+        Turn("b", "x", (), "edited"),
+    )
     for count in range(3):
         encoder.encode(chat_of(*turns[:count], Turn("c")))
     encoder.encode(chat_of(*turns[:1], Turn("other"), system="sys"))
@@ -288,7 +354,10 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
         os.utime(store.path(name), (number, number))
     (store.folder / "odd name.jsonl").write_text("")
     assert store.load("a") == CHAT and store.names() == ["c", "a", "b"], "the latest comes first"
-    assert (store.path("a").stat().st_mode & 0o777, store.folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert (store.path("a").stat().st_mode & 0o777, store.folder.stat().st_mode & 0o777) == (
+        0o600,
+        0o700,
+    )
     with pytest.raises(NotFoundError) as error:
         store.load("x")
     assert error.value.reason[0] == "there is: c"
@@ -309,7 +378,9 @@ DAMAGED: list[tuple[bytes | None, str]] = [
 
 
 @pytest.mark.parametrize(("content", "words"), DAMAGED)
-def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
     path = SessionStore(tmp_path).path("x")
     if content is None:
         os.mkfifo(path)

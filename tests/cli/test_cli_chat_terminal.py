@@ -37,7 +37,10 @@ class Terminal:
         self.size(24, 80)
         self.before = self.settings()
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), self._other)
-        own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+        own = {
+            "start_new_session": True,
+            "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        }
         self.process = subprocess.Popen(command, **streams, **own, cwd=ROOT, env=environment)
         self.seen, self._mark = b"", 0
 
@@ -89,7 +92,9 @@ class Terminal:
         if ready:
             data = os.read(self.descriptor, 65536)
             self.seen += data
-            os.write(self.descriptor, b"\x1b[1;1R" * data.count(b"\x1b[6n"))  # where the cursor stands
+            os.write(
+                self.descriptor, b"\x1b[1;1R" * data.count(b"\x1b[6n")
+            )  # where the cursor stands
         return bool(ready)
 
 
@@ -99,14 +104,18 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
     edit(model / "config.json", max_position_embeddings=90000)
 
-    def start(*argv: str, pieces: Any = PIECES, pause: float = 0, broken: float = 0, **more: str) -> Terminal:
+    def start(
+        *argv: str, pieces: Any = PIECES, pause: float = 0, broken: float = 0, **more: str
+    ) -> Terminal:
         setup = f"""
 def load(progress):
     time.sleep({broken})
     if {broken}:
         raise spd.errors.ResourceError("no room for it", fix=["less"])
 """
-        script = f"pieces={pieces!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
+        script = (
+            f"pieces={pieces!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
+        )
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         environment = kept | {"PYTHONUTF8": "1", "TERM": "xterm-256color"}
         environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
@@ -135,12 +144,22 @@ def test_a_chat_on_a_terminal(terminal, tmp_path) -> None:
         time.sleep(0.2)
     assert b"[interrupted]" not in chat.seen
     chat.play(
-        "<\x1b", "[interrupted]", "typpa", "stede", "<\x05\r", "word word", "<\x03", "[interrupted]", "›"
+        "<\x1b",
+        "[interrupted]",
+        "typpa",
+        "stede",
+        "<\x05\r",
+        "word word",
+        "<\x03",
+        "[interrupted]",
+        "›",
     )
     chat.play("</un\t", "do", "<\r", "took back: typpa", "›", "<text\x03/exit\r")
     assert chat.end() == 0 and chat.settings() == chat.before
     (turn,) = turns(tmp_path)
-    assert turn["finish"] == "abort" and turn["reply"].startswith("Some **bold** text\x1b[31mword word")
+    assert turn["finish"] == "abort" and turn["reply"].startswith(
+        "Some **bold** text\x1b[31mword word"
+    )
 
 
 def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
@@ -149,7 +168,9 @@ def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     chat = terminal("-f", str(long))
     chat.play("ctx 0/90,000")
     data = "\x1b[200~" + "\n".join(f"line {number}" for number in range(5000)) + "\x1b[201~"
-    for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
+    for at in range(
+        0, len(data), 1000
+    ):  # as a terminal sends it: no more than the line buffer holds
         chat.play(f"<{data[at : at + 1000]}")
         time.sleep(0.005)
     said = b" ".join(chat.play("[paste 1: 5,000 lines]", "< see above\r", "/file none").split())
@@ -207,7 +228,9 @@ def test_hidden_thinking_is_one_line(terminal) -> None:
     chat = terminal("--think", "hide", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
     reply = chat.play("<Hi\r", "Yes")
     assert b"hmm" not in reply and "thinking…".encode() in reply
-    chat.play("›", "</think on\r", "\x1b[?2004l", "›")  # sent: together with what follows it would be a paste
+    chat.play(
+        "›", "</think on\r", "\x1b[?2004l", "›"
+    )  # sent: together with what follows it would be a paste
     assert b"\x1b[2mm\x1b[0m" in chat.play("<Again\r", "Yes")
 
 
@@ -220,7 +243,9 @@ def test_loading_that_fails_ends_the_chat(terminal, tmp_path, early) -> None:
     assert chat.end() == 5 and chat.seen.count(b"error:") == chat.seen.count(b"no room for it") == 1
     assert chat.settings() == chat.before
     if early:
-        assert [(turn["user"], turn["reply"]) for turn in turns(tmp_path)] == [("precious words", None)]
+        assert [(turn["user"], turn["reply"]) for turn in turns(tmp_path)] == [
+            ("precious words", None)
+        ]
 
 
 def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
@@ -232,7 +257,9 @@ def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
         json.dumps([{"name": "make", "parameters": properties, "command": command}])
     )
     called = {"name": "make", "arguments": {"name": f"{tmp_path}/made\x1b[2J\u202e"}}
-    chat = terminal("--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"])
+    chat = terminal(
+        "--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"]
+    )
     made = Path(called["arguments"]["name"])
     for answer in ("\r", "no\r", "\x03"):
         assert b"made\\x1b[2J\\u202e" in chat.play("<Hi\r", "run it? [y/N]")
@@ -245,4 +272,6 @@ def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
     *_, last, more = turns(tmp_path)
     message, result = map(json.loads, last["answered"])
     assert message["tool_calls"][0]["function"] == called and result["content"] == "ran\n"
-    assert more["user"] == "" and json.loads(more["answered"][1])["content"].startswith("the user did not")
+    assert more["user"] == "" and json.loads(more["answered"][1])["content"].startswith(
+        "the user did not"
+    )

@@ -74,13 +74,19 @@ def test_what_is_typed(row, spd_run, model, script, monkeypatch) -> None:
         assert all(word in " ".join(error["reason"]) for word in said[1:])
     else:
         refused(ran, int(status), *said)
-    loads = (status == "0" and "--dry-run" not in argv) or argv[0] == "chat"  # while it waits for lines
+    loads = (status == "0" and "--dry-run" not in argv) or argv[
+        0
+    ] == "chat"  # while it waits for lines
     assert loads or not script.engines
     assert files_beside(model) == before
 
 
 VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}
-VALUES |= {"schema": ["--schema", "{}"], "prompt_ids": ["--prompt-ids", "1"], "logprobs": ["--logprobs", "0"]}
+VALUES |= {
+    "schema": ["--schema", "{}"],
+    "prompt_ids": ["--prompt-ids", "1"],
+    "logprobs": ["--logprobs", "0"],
+}
 VALUES |= {n: [f"--{n}", "x"] for n in ("system", "messages", "file", "grammar", "trace", "output")}
 VALUES |= {"concurrency": ["--concurrency", "4"]}
 
@@ -110,7 +116,15 @@ def test_refused_alone(name, others, why, fix, spd_run, model) -> None:
 
 
 LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10}
-ADVANCED = {"--kernels", "--graphs", "--lag", "--memory-fraction", "--threads", "--tp", "--draft-tp"}
+ADVANCED = {
+    "--kernels",
+    "--graphs",
+    "--lag",
+    "--memory-fraction",
+    "--threads",
+    "--tp",
+    "--draft-tp",
+}
 
 
 def options() -> dict[str, list[Any]]:
@@ -134,7 +148,9 @@ def test_there_are_few_options_and_names_of_other_tools_hide_none() -> None:
     assert {name: count for name, count in counts.items() if count > LIMITS.get(name, 30)} == {}
     assert len(FOREIGN) <= 12 and len(Commands.names()) <= 16
     for param in options()["generate"]:
-        assert (param.opts[-1] in ADVANCED | {"--concurrency"}) == (param.rich_help_panel == LAST), param.opts
+        assert (param.opts[-1] in ADVANCED | {"--concurrency"}) == (
+            param.rich_help_panel == LAST
+        ), param.opts
     ours = names(options()["generate"])
     assert set(FOREIGN.values()) <= ours and not set(FOREIGN) & ours
     assert parsed("generate", "--temp=0.5", "-md", "x")["temperature"] == 0.5
@@ -149,19 +165,32 @@ def test_what_is_cut_or_unknown_says_what_to_type(spd_run) -> None:
         assert caught.value.fix == (words,)
         named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub("jq .*", "", words)))
         assert named <= every, (flag, words)
-    refused(spd_run("chat", "--no-think"), 2, "--no-think is no longer an option", "fix: --think off")
-    refused(spd_run("generate", "-p", "Hi"), 2, "-p is no longer", 'fix: spd generate "your prompt"')
+    refused(
+        spd_run("chat", "--no-think"), 2, "--no-think is no longer an option", "fix: --think off"
+    )
+    refused(
+        spd_run("generate", "-p", "Hi"), 2, "-p is no longer", 'fix: spd generate "your prompt"'
+    )
     for word, words in ELSEWHERE.items():
         refused(spd_run(word), 2, f"no such command '{word}'", words)
 
 
 def test_a_value_is_never_taken_for_an_option() -> None:
     for typed, name, value in (
-        *(("generate -s --temp=3", "system", "--temp=3"), ("generate --stop --json", "stop", ("--json",))),
-        *(("generate -s --num-beams", "system", "--num-beams"), ("generate -- --json", "prompt", "--json")),
+        *(
+            ("generate -s --temp=3", "system", "--temp=3"),
+            ("generate --stop --json", "stop", ("--json",)),
+        ),
+        *(
+            ("generate -s --num-beams", "system", "--num-beams"),
+            ("generate -- --json", "prompt", "--json"),
+        ),
         *(("generate -s-md", "system", "-md"), ("generate -n200 -", "max_tokens", 200)),
         *(("chat -c", "continue_", ""), ("chat --continue -q", "continue_", "")),
-        *(("chat -c org/name", "model_argument", "org/name"), ("chat -c notes", "continue_", "notes")),
+        *(
+            ("chat -c org/name", "model_argument", "org/name"),
+            ("chat -c notes", "continue_", "notes"),
+        ),
         ("serve --stop demo", "model_argument", "demo"),
         ("convert-mtp demo destination", "destination", "destination"),
     ):
@@ -195,7 +224,9 @@ def own(home: Path) -> Write:
     return lambda text: file.write_text(text) and file
 
 
-def test_what_is_typed_wins_then_environment_then_file(own, spd_run, model, script, monkeypatch) -> None:
+def test_what_is_typed_wins_then_environment_then_file(
+    own, spd_run, model, script, monkeypatch
+) -> None:
     rest = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
     own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
     assert spd_run("generate", "Hi").code == 0
@@ -210,7 +241,9 @@ def test_what_is_typed_wins_then_environment_then_file(own, spd_run, model, scri
     assert spd_run("inspect", "demo", "--json").json["target"]["model"] == "demo"
 
 
-def test_a_named_file_stands_for_the_persons(own, home, spd_run, model, script, monkeypatch) -> None:
+def test_a_named_file_stands_for_the_persons(
+    own, home, spd_run, model, script, monkeypatch
+) -> None:
     own("temperature = 0.25\ntop-p = 0.7\n")
     named = home / "other.toml"
     named.write_text("top-p = 0.9\n")
@@ -224,7 +257,9 @@ def test_a_named_file_stands_for_the_persons(own, home, spd_run, model, script, 
 
 def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, script) -> None:
     """And a byte order mark is no key."""
-    own('\ufeffseed = 5\r\nmarkdown = "off"\r\ncolor = "always"\r\n[chat]\r\nsystem = "be terse"\r\n')
+    own(
+        '\ufeffseed = 5\r\nmarkdown = "off"\r\ncolor = "always"\r\n[chat]\r\nsystem = "be terse"\r\n'
+    )
     assert spd_run("generate", "-m", model, "Hi").code == 0 and script.request.params.seed == 5
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
@@ -232,9 +267,13 @@ def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, scri
     assert spd_run("completions", "bash").code == 0
 
 
-def test_a_saved_chat_goes_before_files_and_environment(own, home, spd_run, script, monkeypatch) -> None:
+def test_a_saved_chat_goes_before_files_and_environment(
+    own, home, spd_run, script, monkeypatch
+) -> None:
     """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
-    model, other = (write_model(home / name, max_position_embeddings=4096) for name in ("one", "other"))
+    model, other = (
+        write_model(home / name, max_position_embeddings=4096) for name in ("one", "other")
+    )
     script.ctx = 4096
     ran = spd_run("chat", "-c", "s", model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n")
     own(f'model = "{home / "none"}"\nseed = 6\nsystem = "be terse"\n')

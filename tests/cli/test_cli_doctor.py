@@ -40,14 +40,20 @@ def test_a_real_run() -> None:
     """Everything at once, in a process of its own that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "error", "-m", "spd", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200
+    )
     assert done.returncode == 0 and done.stderr == "", done
     shown = json.loads(done.stdout)
     assert faults(shown, "doctor") == [] and shown["ok"] is True
     checks = named(shown)
     assert list(checks) == LOOKED_AT + TRIED
     for check in checks.values():
-        assert check["line"] and "\n" not in check["line"] and bool(check["fix"]) == (check["status"] != OK)
+        assert (
+            check["line"]
+            and "\n" not in check["line"]
+            and bool(check["fix"]) == (check["status"] != OK)
+        )
     if not checks["cuda"]["facts"]["devices"]:
         assert checks["gpu tiles"]["line"] == "not asked: no GPU runs Triton's kernels here"
     text = checks["generation"]["facts"]
@@ -56,7 +62,9 @@ def test_a_real_run() -> None:
 
 
 def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "triton_library", lambda: Finding(WARNING, "odd", ("mend it",)))
+    monkeypatch.setattr(
+        diagnostics, "triton_library", lambda: Finding(WARNING, "odd", ("mend it",))
+    )
     ran = spd_run("doctor", "--quick")
     assert ran.code == 0 and ran.err == ""
     *lines, last = ran.text.splitlines()
@@ -65,7 +73,9 @@ def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatc
     assert last == "no problems · details: spd doctor --json"
 
 
-def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(spd_run, monkeypatch) -> None:
+def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(
+    spd_run, monkeypatch
+) -> None:
     monkeypatch.setattr(diagnostics, "storage", failing(RuntimeError("the numbers are\nnot there")))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 1 and ran.err == ""
@@ -81,7 +91,10 @@ def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(s
     assert ran.code == 1 and named(ran.json)["demo"]["status"] == FAILED
     lacking = Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(FAILED, "")})
     assert lacking.line == "not checked, because y failed"
-    assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"
+    assert (
+        Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line
+        == "asked"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +119,9 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
 
 def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
     """Rounding in bfloat16 was seen to turn margins of 0.25: another kernel set may not be blamed for it."""
-    questions = encode_questions(demo_folder(), choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS)
+    questions = encode_questions(
+        demo_folder(), choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
+    )
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
     engine = Engine(EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1))
     events = engine.stream([questions[0].request("r", 0, **params)])
@@ -114,7 +129,9 @@ def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
     assert len(tops) == NUM_TOKENS and min(first[1] - second[1] for first, second in tops) > 0.25
 
 
-def test_the_instructions_are_named_and_what_better_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_instructions_are_named_and_what_better_ones_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
     for found in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
         monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16", found=found: found)
@@ -129,7 +146,10 @@ def test_the_instructions_are_named_and_what_better_ones_give(monkeypatch: pytes
 )
 def test_versions(version: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what the package's metadata ask for, torch among it."""
-    real, lacking = importlib.metadata.version, failing(importlib.metadata.PackageNotFoundError("torch"))
+    real, lacking = (
+        importlib.metadata.version,
+        failing(importlib.metadata.PackageNotFoundError("torch")),
+    )
     found = lambda name: real(name) if name != "torch" else version or lacking()  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", found)
     finding = diagnostics.package_versions()

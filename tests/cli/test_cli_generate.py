@@ -33,7 +33,9 @@ SAID: list[tuple[str, str | tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), SAID)
-def test_text_and_one_newline_on_stdout_the_rest_on_stderr(options, said, ask, model, script) -> None:
+def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
+    options, said, ask, model, script
+) -> None:
     ran = ask(*options.split())
     assert (ran.code, ran.text) == (0, "Hello wörld!\n") and script.engine.closed
     assert ran.err == said if isinstance(said, str) else all(words in ran.err for words in said)
@@ -60,17 +62,49 @@ def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:
 
 def test_the_request_and_the_engine(ask, script, model) -> None:
     argv = ["--stop", r"\n\n", "--set", "stop_token_id=7", "-n", 9, "--seed", 5, "--ignore-eos"]
-    argv += ["--temperature", 1, "--set", "logit-bias=3=-1", "--set", "logit_bias=4=2", "--set", "min_p=0.1"]
+    argv += [
+        "--temperature",
+        1,
+        "--set",
+        "logit-bias=3=-1",
+        "--set",
+        "logit_bias=4=2",
+        "--set",
+        "min_p=0.1",
+    ]
     ask(*argv)
     params = script.request.params
-    assert (params.stop, params.stop_token_ids, params.max_tokens, params.seed) == (("\n\n",), (7,), 9, 5)
-    assert params.ignore_eos and params.temperature == 1.0 and params.top_k == 20 and params.min_p == 0.1
+    assert (params.stop, params.stop_token_ids, params.max_tokens, params.seed) == (
+        ("\n\n",),
+        (7,),
+        9,
+        5,
+    )
+    assert (
+        params.ignore_eos
+        and params.temperature == 1.0
+        and params.top_k == 20
+        and params.min_p == 0.1
+    )
     assert params.logit_bias == ((3, -1.0), (4, 2.0))
     argv = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
     argv += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
     ask(*argv.split())
-    given = {"device": "cpu", "dtype": "float32", "ctx": 64, "spec": "ngram", "draft_max": 3, "lag": 2}
-    given |= {"adaptive": False, "graphs": False, "kernels": "torch", "memory_fraction": 0.5, "threads": 3}
+    given = {
+        "device": "cpu",
+        "dtype": "float32",
+        "ctx": 64,
+        "spec": "ngram",
+        "draft_max": 3,
+        "lag": 2,
+    }
+    given |= {
+        "adaptive": False,
+        "graphs": False,
+        "kernels": "torch",
+        "memory_fraction": 0.5,
+        "threads": 3,
+    }
     assert script.engine.config == EngineConfig(model=ModelFolder(model), **given)
     (model / "generation_config.json").write_text('{"temperature": 200}')
     refused(ask(), 2, "temperature 200", "generation_config.json")
@@ -128,7 +162,9 @@ def test_errors_while_generating_keep_what_was_printed(error, code, words, ask, 
     assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
 
 
-def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model: Path, script) -> None:
+def test_a_model_without_tokenizer_takes_and_gives_ids(
+    spd_run: Callable, model: Path, script
+) -> None:
     (model / "tokenizer.json").unlink()
     script.tokenizer, script.pieces = False, ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
@@ -170,7 +206,11 @@ def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
     told = [sources[name] for name in ("temperature", "top_p", "min_p")]
     assert told == ["generation_config.json", "given", "default"]
     assert resolve(GenerationConfig(repetition_penalty=1.1)).params.repetition_penalty == 1.1
-    for samples, given, meant in ((False, {}, 0.0), (False, {"temperature": 0.9}, 0.9), (True, {}, 0.6)):
+    for samples, given, meant in (
+        (False, {}, 0.0),
+        (False, {"temperature": 0.9}, 0.9),
+        (True, {}, 0.6),
+    ):
         model = GenerationConfig(temperature=0.6, do_sample=samples)
         assert resolve(model, **given).params.temperature == meant
 
@@ -195,7 +235,11 @@ def test_stdin_that_is_not_needed_and_arguments_that_are_no_text(spd_run, model,
     assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
     assert script.request.prompt_ids == (5,)
     refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
-    refused(spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode")
+    refused(
+        spd_run("generate", "-m", model, "x", "-s", "\udcff"),
+        2,
+        "the system message is not Unicode",
+    )
 
 
 INPUTS: dict[str, tuple[bytes, list[object]]] = {
@@ -238,14 +282,21 @@ def test_template_arguments_and_a_model_without_a_template(spd_run, model, scrip
     ran = spd_run("generate", "-m", model, "--dry-run", "Hi", "--template-arg", "mood=calm")
     assert ran.text == "calm|Hi\n"
     (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    refused(spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw")
+    refused(
+        spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw"
+    )
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
 
 
 def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, script) -> None:
     """Of 128 tokens that the model has, fewer that are asked for, and fewer that the engine has."""
     raw = ["generate", "-m", model, "--raw"]
-    refused(spd_run(*raw, "x" * 128), 4, "prompt is 128 tokens but the context is 128", "a shorter prompt")
+    refused(
+        spd_run(*raw, "x" * 128),
+        4,
+        "prompt is 128 tokens but the context is 128",
+        "a shorter prompt",
+    )
     ran = spd_run(*raw, "x" * 5000, "--ctx", "64")
     refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err

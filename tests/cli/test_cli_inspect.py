@@ -55,17 +55,25 @@ def test_lines_and_json_and_whom_auto_takes(spd_run, whole) -> None:
     assert " · kv bytes per token 32 B · template renders" in lines["target"]
     assert "unexpected tensors" not in lines["target"]
     assert lines["vocabulary"].startswith("size 264 · used 259 · sha256 ")
-    assert lines["contexts"].startswith("ctx 128 · total ") and lines["contexts"].endswith(" · fits yes")
+    assert lines["contexts"].startswith("ctx 128 · total ") and lines["contexts"].endswith(
+        " · fits yes"
+    )
     shown = spd_run("inspect", whole, "--json").json
     target, sizes = shown["target"], expected(whole).values()
     assert shown["schema"] == "spd.inspect/1" and "draft" not in shown
     count = sum(a * (b[0] if b else 1) for a, *b in sizes)
-    assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (count, 2 * count, len(sizes))
+    assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (
+        count,
+        2 * count,
+        len(sizes),
+    )
     assert target["kv_bytes_per_token"] == 2 * 2 * 1 * 4 * 2
     assert len(target["vocabulary"]["sha256"]) == 64 and target["vocabulary"]["used"] == 259
     told = flat(spd_run("inspect", whole))
     assert "speculation method ngram · reason no draft model is known" in told
-    assert " mtp possible no · why " in told and ": holds no MTP layers draft possible no · " in told
+    assert (
+        " mtp possible no · why " in told and ": holds no MTP layers draft possible no · " in told
+    )
     assert "why --spec draft needs a draft model" in told
     told = flat(spd_run("inspect", whole, "--draft", whole))
     assert "speculation method draft · reason it is given with --draft · draft max 4" in told
@@ -76,7 +84,10 @@ def test_tensors_that_are_missing_or_too_many(spd_run: Callable, model: Path) ->
     shapes = expected(model)
     write_shard(model / "model.safetensors", shapes | {"mtp.fc.weight": (8, 16), "odd": (1,)})
     ran = spd_run("inspect", model)
-    assert " · unexpected tensors odd · " in ran.text and "layout mtp layout, 1 module at mtp." in ran.text
+    assert (
+        " · unexpected tensors odd · " in ran.text
+        and "layout mtp layout, 1 module at mtp." in ran.text
+    )
     assert re.search(r" · error .* missing", flat(ran))
     del shapes["model.norm.weight"]
     write_shard(model / "model.safetensors", shapes)
@@ -108,14 +119,23 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         assert told["reason"] == ("it is given with --draft" if words else plan.drafter.reason)
         if need["device"] != "cpu":
             continue
-        assert (need["ctx"], need["dtype"], need["fits"]) == (plan.shape.ctx, plan.shape.dtype, True)
+        assert (need["ctx"], need["dtype"], need["fits"]) == (
+            plan.shape.ctx,
+            plan.shape.dtype,
+            True,
+        )
         parts = need["parts"]
-        assert (parts["weights"], parts["draft_weights"]) == (plan.need.weights, plan.need.draft_weights)
+        assert (parts["weights"], parts["draft_weights"]) == (
+            plan.need.weights,
+            plan.need.draft_weights,
+        )
         assert parts["cache"] + parts["draft_cache"] + parts["states"] == plan.need.caches
         assert parts["workspace"] == plan.need.workspace
 
 
-def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_there(
+    spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def needs() -> dict[str, Any]:
         return spd_run("inspect", whole, "--json").json["needs"]
 
@@ -141,13 +161,19 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
 
     calls = {name: lambda *given: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2")}
     calls["nvmlDeviceGetCudaComputeCapability"] = lambda *given: 0
-    here = machine.foreseen_machine(lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory))
+    here = machine.foreseen_machine(
+        lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory)
+    )
     assert (here.device, here.free) == ("cuda", 7 * 2**30)
     assert machine.foreseen_machine(lambda name: object()).device == "cpu"
 
 
-def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable, whole: Path) -> None:
-    (whole / "tokenizer_config.json").write_text('{"chat_template": "{{ raise_exception(1) }}{% if"}')
+def test_a_folder_without_tokenizer_or_a_template_that_renders(
+    spd_run: Callable, whole: Path
+) -> None:
+    (whole / "tokenizer_config.json").write_text(
+        '{"chat_template": "{{ raise_exception(1) }}{% if"}'
+    )
     ran = spd_run("inspect", whole)
     assert ran.code == 0 and " · template does not render: " in ran.text
     (whole / "tokenizer_config.json").unlink()
@@ -158,7 +184,9 @@ def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable
 
 def test_an_assistant_in_the_cache_is_found_and_named(spd_run, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    target, drafter = (tmp_path / f"models--org--it{end}/snapshots/{'a' * 40}" for end in ("", "-assistant"))
+    target, drafter = (
+        tmp_path / f"models--org--it{end}/snapshots/{'a' * 40}" for end in ("", "-assistant")
+    )
     write_dense(target, "gemma4")
     assert spd_run("inspect", "org/it", "--json").json["speculation"]["method"] == "ngram"
     write_assistant(drafter, target, clusters=4, kept=3)
@@ -166,4 +194,6 @@ def test_an_assistant_in_the_cache_is_found_and_named(spd_run, tmp_path, monkeyp
     assert shown["speculation"]["reason"] == "the model's own assistant, org/it-assistant"
     assert shown["needs"]["parts"]["draft_weights"] > 2**16
     ran = spd_run("generate", "-m", "org/it", "--raw", "Hi", "-n", 4, "--json")
-    assert ran.json["plan"]["spec"] == "assistant" and ran.json["plan"]["draft_model"] == str(drafter)
+    assert ran.json["plan"]["spec"] == "assistant" and ran.json["plan"]["draft_model"] == str(
+        drafter
+    )

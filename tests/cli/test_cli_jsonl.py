@@ -36,7 +36,19 @@ def answers(spd_run: Callable[..., Any], target: Path) -> Lines:
     """Runs lines through `spd generate --jsonl`, and reads what comes back."""
 
     def run(lines: list[Any], *argv: object) -> tuple[Any, list[dict[str, Any]]]:
-        common = ["--jsonl", "-m", target, "--threads", 1, "--ctx", 256, "-n", 8, "--dtype", "float32"]
+        common = [
+            "--jsonl",
+            "-m",
+            target,
+            "--threads",
+            1,
+            "--ctx",
+            256,
+            "-n",
+            8,
+            "--dtype",
+            "float32",
+        ]
         ran = spd_run("generate", *common, *argv, stdin=text_of(lines).encode())
         found = [json.loads(line) for line in ran.out.splitlines()]
         assert [fault for one in found for fault in faults(one, "generate.line")] == []
@@ -46,7 +58,10 @@ def answers(spd_run: Callable[..., Any], target: Path) -> Lines:
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
-    return [{"id": f"q{i}", "prompt": f"word {i}", "params": {"max_tokens": 1 + i % 7}} for i in range(count)]
+    return [
+        {"id": f"q{i}", "prompt": f"word {i}", "params": {"max_tokens": 1 + i % 7}}
+        for i in range(count)
+    ]
 
 
 def params(**values: Any) -> dict[str, Any]:
@@ -94,11 +109,17 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt_ids": [99999]}, "token id 99999 is not in the vocabulary"),
     ({"prompt_ids": 7}, "'prompt_ids': expected an array"),
     ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "neither a text nor a number"),
-    ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "--schema cannot be used"),
+    (
+        '{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902,
+        "--schema cannot be used",
+    ),
     ({"prompt": "x " * 3000}, "but the context is 256"),
     ({"messages": [{"role": "user"}]}, "has no text in `content`"),
     ({"prompt_ids": [1], "system": "s"}, "`prompt_ids` is the whole prompt here"),
-    ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "the system message is given twice"),
+    (
+        {"messages": [{"role": "system", "content": "a"}], "system": "b"},
+        "the system message is given twice",
+    ),
 ]
 
 
@@ -117,20 +138,30 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
 def test_what_all_lines_begin_with(answers, tmp_path) -> None:
     """A line's own system message takes the place of the shared one, which is prefilled once."""
     s, t = ({"role": "system", "content": c} for c in "st")
-    q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
+    q, a, x = (
+        {"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x"))
+    )
 
-    def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
+    def asked(
+        line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any
+    ) -> Asked:
         return _asked(LINE(line, ""), Asked(messages=messages, variables=variables), raw)
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
-    for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
+    for own in (
+        {"prompt": "x", "system": "t"},
+        {"messages": [t, x]},
+        {"messages": [x], "system": "t"},
+    ):
         assert asked(own, s, q, a).messages == (t, q, a, x)
         assert asked(own, q, a).messages == (t, q, a, x)
         assert asked(own).messages == (t, x)
     assert asked({"prompt": "x"}, raw=True).text == "x" and asked({"prompt_ids": [1]}).ids == (1,)
     with pytest.raises(UsageError, match="is the whole prompt here"):
         asked({"prompt_ids": [1]}, s)
-    with pytest.raises(UsageError, match="no chat template: --template-arg and --think would do nothing"):
+    with pytest.raises(
+        UsageError, match="no chat template: --template-arg and --think would do nothing"
+    ):
         asked({"prompt_ids": [1]}, thinking=False)
     assert asked({"prompt": "x"}, thinking=False).variables == {"thinking": False}
     with pytest.raises(UsageError, match="is the whole prompt here"):
@@ -143,7 +174,10 @@ def test_what_all_lines_begin_with(answers, tmp_path) -> None:
         _, found = answers(lines, *flags, "--concurrency", 3)
         cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
         assert cached[0] == 0 and min(cached[1:]) >= 64, cached
-    whole = {"messages": [*shared, {"role": "user", "content": "3"}], "params": {"seed": found[3]["seed"]}}
+    whole = {
+        "messages": [*shared, {"role": "user", "content": "3"}],
+        "params": {"seed": found[3]["seed"]},
+    }
     _, alone = answers([whole])
     assert alone[0]["token_ids"] == found[3]["token_ids"]
 
@@ -174,7 +208,10 @@ def test_output_is_gone_on_with_as_it_is_written(answers, tmp_path) -> None:
         assert ran.code == 7 and "1 of 9 lines failed" in ran.err
         assert lasting(out.read_bytes()) == lasting(whole)
     out.unlink()
-    assert answers(prompts(2), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 2
+    assert (
+        answers(prompts(2), "-o", out, "--resume")[0].code == 0
+        and out.read_bytes().count(b"\n") == 2
+    )
     out = tmp_path / "out.jsonl"
     lines = [f'{{"id": {name}, "prompt": "x"}}' for name in ('"\\ud800"', "1e400", "NaN", "2.0")]
     assert answers(lines, "-o", out)[0].code == 0
@@ -196,7 +233,9 @@ def test_resuming_does_not_touch_what_is_no_output(answers, tmp_path, content) -
     assert out.read_bytes() == before
 
 
-def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_costs_the_lines_that_ran(
+    answers: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory that runs out once: who decoded then says so, the others are answered."""
     honest, count = Engine._enqueue, 0
 
@@ -219,7 +258,19 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text_of([{"prompt": f"word {i}"} for i in range(2000)]))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
-    command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", source, "-o", out]
+    command = [
+        sys.executable,
+        "-m",
+        "spd",
+        "generate",
+        "--jsonl",
+        "-m",
+        target,
+        "-f",
+        source,
+        "-o",
+        out,
+    ]
     process = start([*command, *flags])
     until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 2000))
     process.send_signal(signal.SIGINT)
@@ -228,21 +279,31 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     lines = out.read_bytes().splitlines(keepends=True)
     assert lines[-1].endswith(b"\n")
     assert [json.loads(line)["line"] for line in lines] == list(range(1, len(lines) + 1))
-    assert "stopping…" in err and f"stopped after {len(lines):,} of 2,000 lines; --resume goes on" in err
+    assert (
+        "stopping…" in err
+        and f"stopped after {len(lines):,} of 2,000 lines; --resume goes on" in err
+    )
 
 
 def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines) -> None:
     """The others go on."""
     ran, found = answers([*prompts(1), {"prompt": "word " * 300_000}, *prompts(1)])
     assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [False, True, False]
-    assert "1,500,000 characters" in found[1]["error"]["message"] or "far more" in str(found[1]["error"])
+    assert "1,500,000 characters" in found[1]["error"]["message"] or "far more" in str(
+        found[1]["error"]
+    )
 
 
 def test_a_second_writer_of_a_file_is_refused(answers: Lines, tmp_path: Path) -> None:
     answers(prompts(2), "-o", out := tmp_path / "out.jsonl")
     before, first = out.read_bytes(), open_output(out, append=True)
     for more in ((), ("--resume",)):
-        refused(answers(prompts(3), "-o", out, *more)[0], 2, f"{out}: another process is writing it")
+        refused(
+            answers(prompts(3), "-o", out, *more)[0], 2, f"{out}: another process is writing it"
+        )
     assert out.read_bytes() == before
     os.close(first)
-    assert answers(prompts(3), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 3
+    assert (
+        answers(prompts(3), "-o", out, "--resume")[0].code == 0
+        and out.read_bytes().count(b"\n") == 3
+    )

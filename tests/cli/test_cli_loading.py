@@ -57,7 +57,11 @@ STEPS: tuple[tuple[Phase, int, int], ...] = (
 def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
     load(terminal, Console(), *STEPS)
     lines = terminal.getvalue().split("\r")
-    assert lines[1] == "loading some/model …" and lines[-2].strip() == "" and "\n" not in terminal.getvalue()
+    assert (
+        lines[1] == "loading some/model …"
+        and lines[-2].strip() == ""
+        and "\n" not in terminal.getvalue()
+    )
     for words, done in (("reading weights 25%", "0.25"), ("packing weights 50%", "0.50")):
         shown = rf"{words} (\[#+\.+\] )?\d+:\d\d left · {done} GiB of 1.00 GiB · \d+\.\d\d GiB/s"
         assert any(re.match(shown, line) for line in lines), lines
@@ -68,7 +72,11 @@ FACTS = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAY", 0.0)
-    for columns, bar, facts in ((40, "...", ""), (80, "......", FACTS), (120, f"####{15 * '.'}", FACTS)):
+    for columns, bar, facts in (
+        (40, "...", ""),
+        (80, "......", FACTS),
+        (120, f"####{15 * '.'}", FACTS),
+    ):
         terminal, times = Terminal(), iter((0.0, 10.0, 10.0))
         monkeypatch.setattr(module, "columns_of", lambda stream, columns=columns: columns)
         monkeypatch.setattr(time, "perf_counter", times.__next__)
@@ -80,7 +88,9 @@ def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -
         assert len(terminal.getvalue()) <= columns
 
 
-def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(terminal, monkeypatch) -> None:
+def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(
+    terminal, monkeypatch
+) -> None:
     load(terminal, Console(quiet=True), *STEPS)
     load(file := io.StringIO(), Console(color=True), *STEPS)
     assert terminal.getvalue() == file.getvalue() == ""
@@ -125,7 +135,19 @@ def bare(tmp_path: Path) -> Path:
 def test_random_weights_need_one_file(spd_run, bare, request) -> None:
     """And cannot read text; without them a file is missing."""
     refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
-    argv = ["generate", "-m", bare, "--prompt-ids", "5,6,7", "-n", 6, "--temperature", 0, "--threads", 1]
+    argv = [
+        "generate",
+        "-m",
+        bare,
+        "--prompt-ids",
+        "5,6,7",
+        "-n",
+        6,
+        "--temperature",
+        0,
+        "--threads",
+        1,
+    ]
     refused(spd_run(*argv), 4, "model.safetensors")
     request.getfixturevalue("random_weights")
     ran = spd_run(*argv)
@@ -150,7 +172,9 @@ PARAMS = SamplingParams(temperature=0.5)
 
 
 def engine_thread(model: Path) -> EngineThread:
-    thread = EngineThread(lambda progress: spd.runtime.Engine(EngineConfig(model=model)), lambda: [PARAMS])
+    thread = EngineThread(
+        lambda progress: spd.runtime.Engine(EngineConfig(model=model)), lambda: [PARAMS]
+    )
     thread.start()
     return thread
 
@@ -165,14 +189,20 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     assert thread.engine() is script.engine, "a caller that waits for loading waits for no capture"
     until(lambda: len(script.engine.captured) == 2)
     threading.Timer(0.05, asked.set).start()  # when the request is there
-    assert "".join(event.text for event in thread.run(Request("a", (1, 2), PARAMS))) == "Hello wörld!"
+    assert (
+        "".join(event.text for event in thread.run(Request("a", (1, 2), PARAMS))) == "Hello wörld!"
+    )
     assert added == [2, 2, 2]
     until(lambda: len(script.engine.captured) == 5)
     assert script.engine.captured == [([PARAMS], {"most": 1})] * 5
     assert thread.close() and script.engine.closed
     script.on_capture, script.on_step = failing(RuntimeError("no capture")), None
     thread = engine_thread(model)
-    assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == ["Hello", " wörld", "!"]
+    assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == [
+        "Hello",
+        " wörld",
+        "!",
+    ]
     assert script.engine.captured and thread.close(), "a capture that breaks breaks nothing else"
 
 
@@ -188,7 +218,9 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     assert (params.temperature, params.logprobs) == (0.3, None) and chat.close()
 
 
-def test_a_batch_that_fills_all_slots_is_captured_for(spd_run, model, monkeypatch, random_weights) -> None:
+def test_a_batch_that_fills_all_slots_is_captured_for(
+    spd_run, model, monkeypatch, random_weights
+) -> None:
     """With the parameters of the command; a shorter one captures what it runs."""
     asked: list[tuple[float, int]] = []
 
@@ -196,7 +228,19 @@ def test_a_batch_that_fills_all_slots_is_captured_for(spd_run, model, monkeypatc
         asked.append((params[0].temperature, together))
 
     monkeypatch.setattr(Engine, "capture_ahead", capture)
-    argv = ["--jsonl", "-m", model, "--threads", 1, "--concurrency", 4, "-n", 2, "--temperature", 0.7]
+    argv = [
+        "--jsonl",
+        "-m",
+        model,
+        "--threads",
+        1,
+        "--concurrency",
+        4,
+        "-n",
+        2,
+        "--temperature",
+        0.7,
+    ]
     for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
         assert spd_run("generate", *argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
         assert asked == captured

@@ -150,7 +150,14 @@ unterminated fence"""
 def test_what_a_person_sees() -> None:
     screen = shown(list(TEXT), 60)
     assert set(SEEN.split("\n")) <= set(screen.text.split("\n"))
-    styles = {"Title": "1;4", "here": "1;3;4", "bold words": "1", "kwargs": "", "gone": "9", "docs": "94"}
+    styles = {
+        "Title": "1;4",
+        "here": "1;3;4",
+        "bold words": "1",
+        "kwargs": "",
+        "gone": "9",
+        "docs": "94",
+    }
     assert {words: screen.style_of(words) for words in styles} == styles
 
 

@@ -40,7 +40,9 @@ def hub(tiny: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch)
     """A hub with one tiny model that runs."""
     folder = tiny()
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    offered = Hub(files | {"README.md": b"# hi", "pytorch_model.bin": b"pickle", "run.py": b"import os"})
+    offered = Hub(
+        files | {"README.md": b"# hi", "pytorch_model.bin": b"pickle", "run.py": b"import os"}
+    )
     server = serve(offered)
     monkeypatch.setattr(constants, "ENDPOINT", offered.url)
     template = offered.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -63,13 +65,19 @@ def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable
     """Nothing twice, and by a dry run nothing of it."""
     hub.files["hf_quant_config.json"] = b'{"quantization": {}}'
     ran = spd_run("pull", NAME, "--dry-run", "--json")
-    assert ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
+    assert (
+        ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
+    )
     assert hub.fetched() == [] and not snapshot(cache).exists()
     ran = spd_run("pull", NAME)
     assert ran.code == 0 and ran.text == f"{snapshot(cache)}\n", ran
-    wanted = {name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")}
+    wanted = {
+        name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")
+    }
     assert {path.name for path in snapshot(cache).iterdir()} <= wanted
-    assert {"config.json", "model.safetensors", "hf_quant_config.json"} <= set(hub.fetched()) <= wanted
+    assert (
+        {"config.json", "model.safetensors", "hf_quant_config.json"} <= set(hub.fetched()) <= wanted
+    )
     before = len(hub.fetched())
     assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before
     assert spd_run("inspect", NAME).code == 0
@@ -92,11 +100,15 @@ def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: C
     hub.extra = [f"{folder}evil.safetensors" for folder in ("../../", "/tmp/", "..\\")]
     hub.extra.append("sub/model.safetensors")
     assert spd_run("pull", NAME).code == 0
-    assert "model-1.safetensors" in hub.fetched() and "consolidated.safetensors" not in hub.fetched()
+    assert (
+        "model-1.safetensors" in hub.fetched() and "consolidated.safetensors" not in hub.fetched()
+    )
     assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
 
 
-@pytest.mark.parametrize("name", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3])
+@pytest.mark.parametrize(
+    "name", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3]
+)
 def test_hostile_names_in_the_index(name: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
     del hub.files["model.safetensors"]
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
@@ -109,11 +121,15 @@ def test_a_broken_connection_goes_on_where_it_broke(hub, cache, spd_run, monkeyp
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.break_after["model.safetensors"] = [1000]
     assert spd_run("pull", NAME).code == 0
-    assert "bytes=1000-" in [wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")]
+    assert "bytes=1000-" in [
+        wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")
+    ]
     assert (snapshot(cache) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
-def test_what_was_finished_is_kept(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+def test_what_was_finished_is_kept(
+    hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any
+) -> None:
     hub.sent["model.safetensors"] = b"short"
     ran = spd_run("pull", NAME)
     assert ran.code == 8 and not (snapshot(cache) / "model.safetensors").exists()
@@ -126,8 +142,12 @@ def test_what_was_finished_is_kept(hub: Hub, cache: Path, spd_run: Callable, mon
     assert hub.fetched() == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
-def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, spd_run: Callable) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_a_file_with_another_hash_is_removed(
+    name: str, hub: Hub, cache: Path, spd_run: Callable
+) -> None:
     """An index is read before anything else is: what a proxy sends in its place is no damaged model."""
     if "index" in name:
         del hub.files["model.safetensors"]
@@ -135,7 +155,10 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
     hub.sent[name] = bytes([data[0] ^ 1]) + data[1:]
     refused(spd_run("pull", NAME), 8, f"{name} is not the file that the hub lists", "hash wanted")
     assert not (snapshot(cache) / name).exists()
-    assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
+    assert all(
+        hub.sent[name] != blob.read_bytes()
+        for blob in (cache / "models--org--Tiny/blobs").iterdir()
+    )
 
 
 def everything_below(folder: Path) -> dict[str, bytes]:
@@ -146,7 +169,9 @@ def everything_below(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
 @pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "..", '"../../../new"'])
 @pytest.mark.parametrize("missing", ["", "config.json"])
-def test_no_answer_leads_out_of_the_cache(header, name, missing, hub, cache, tmp_path, spd_run) -> None:
+def test_no_answer_leads_out_of_the_cache(
+    header, name, missing, hub, cache, tmp_path, spd_run
+) -> None:
     """The library makes paths of these headers; what is there is kept, and nothing is made."""
     precious = tmp_path / "precious"
     precious.write_text("all there is")
@@ -164,7 +189,9 @@ def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, t
     link = snapshot(cache) / "config.json"
     link.parent.mkdir(parents=True)
     link.symlink_to(precious)
-    file = RepoSibling("config.json", size=5, lfs=BlobLfsInfo(size=5, sha256="0" * 64, pointer_size=1))
+    file = RepoSibling(
+        "config.json", size=5, lfs=BlobLfsInfo(size=5, sha256="0" * 64, pointer_size=1)
+    )
     with pytest.raises(NetworkError, match="is not the file that the hub lists"):
         hub_download._check_hash(NAME, file, link)
     assert precious.read_text() == "all there is" and not link.is_symlink()
@@ -174,23 +201,35 @@ SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0", "lfs": {"sha256
 ANSWERS = [
     *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null"),
     json.dumps({"id": NAME, "sha": "../../x"}).encode(),
-    *(json.dumps({"id": NAME, "sha": COMMIT, "siblings": s}).encode() for s in ("text", [{}], [SIBLING])),
+    *(
+        json.dumps({"id": NAME, "sha": COMMIT, "siblings": s}).encode()
+        for s in ("text", [{}], [SIBLING])
+    ),
 ]
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:60].decode("latin-1"))
 def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> None:
     hub.answer = answer
-    refused(spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url)
+    refused(
+        spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url
+    )
 
 
 GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
 NOWHERE, FULL = "http://127.0.0.1:9", failing(OSError(28, "No space left on device"))
-ROOM, LACKING = (lambda path: SimpleNamespace(free=1000)), ["no model.safetensors", ".bin files, which spd"]
+ROOM, LACKING = (
+    (lambda path: SimpleNamespace(free=1000)),
+    ["no model.safetensors", ".bin files, which spd"],
+)
 BINARY = {"config.json": b"{}", "pytorch_model.bin": b""}
 REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "gated": ({"status": 403, "error_code": "GatedRepo"}, 8, GATED),
-    "no token": ({"status": 401, "error_code": "RepoNotFound"}, 3, ["no such model", "no token is set"]),
+    "no token": (
+        {"status": 401, "error_code": "RepoNotFound"},
+        3,
+        ["no such model", "no token is set"],
+    ),
     "unknown": ({"status": 404, "error_code": "RepoNotFound"}, 3, ["no such model"]),
     "no revision": ({"status": 404, "error_code": "RevisionNotFound"}, 3, ["no such revision"]),
     "broken": ({"status": 500}, 8, ["500"]),
@@ -211,7 +250,9 @@ def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
     assert hub.fetched() == []
 
 
-@pytest.mark.parametrize("typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m", "serve --port 0"])
+@pytest.mark.parametrize(
+    "typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m", "serve --port 0"]
+)
 def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
     """Without it a script downloads nothing."""
     monkeypatch.setattr(run, "load", failing(UsageError("no lines to answer")))
@@ -249,7 +290,9 @@ def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable)
     assert spd_run("ls", "-q").text.split() == ["org/Empty", "org/Odd", NAME]
 
 
-def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable) -> None:
+def test_rm_frees_and_touches_nothing_else(
+    hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
+) -> None:
     spd_run("pull", NAME)
     (outside := tmp_path / "outside.bin").write_bytes(b"precious")
     (snapshot(cache) / "link").symlink_to(outside)
@@ -267,7 +310,9 @@ def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("n\n", True), ("", True), ("Y\n", False)])
-def test_rm_asks(answer: str, stays: bool, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+def test_rm_asks(
+    answer: str, stays: bool, cache: Path, spd_run: Callable, monkeypatch: Any
+) -> None:
     (cache / "models--org--Tiny" / "snapshots" / COMMIT).mkdir(parents=True)
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("rm", NAME, stdin=answer.encode())

@@ -25,7 +25,8 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense
 EVIL = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u2028\nfix: curl evil\rZ"
 TOKENS = "tokenizer_config.json"
 SHOWN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|^ *fix: curl", re.MULTILINE
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|^ *fix: curl",
+    re.MULTILINE,
 )
 
 
@@ -46,7 +47,14 @@ def put(name: str, key: str, value: object) -> Callable[[Path], None]:
 def trace(folder: Path) -> None:
     """Two rounds of a request, and the header of another drafter."""
     ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.1}
-    record = {"request": EVIL, "method": EVIL, "position": 9, "draft": [1], "sampled": [1, 2], "accepted": 1}
+    record = {
+        "request": EVIL,
+        "method": EVIL,
+        "position": 9,
+        "draft": [1],
+        "sampled": [1, 2],
+        "accepted": 1,
+    }
     record |= {"committed": [1, 2], "ms": ms, "draft_forwards": 1, "k": 1}
     lines = [{"schema": "spd.trace/1", "model": EVIL, "temperature": 0, "plan": {}}]
     lines += [{**record, "round": number, "k": number % 2} for number in range(1, 9)]
@@ -76,12 +84,16 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_from_outside_steers_a_terminal(case, spd_run, tiny, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep logs from standard error
+    monkeypatch.setattr(
+        logging.getLogger(), "handlers", []
+    )  # pytest's would keep logs from standard error
     places = {"good": tiny("llama3"), "evil": tmp_path / "evil", "odd": EVIL}
     change, typed = CASES[case]
     change(Path(shutil.copytree(places["good"], places["evil"])))
     ran = spd_run(*(word.format(**places) for word in typed.split()), stdin=b"Hi\n")
-    shown = ran.err + ran.text * (not typed.startswith("chat"))  # whose output is the reply, as it is
+    shown = ran.err + ran.text * (
+        not typed.startswith("chat")
+    )  # whose output is the reply, as it is
     assert "owned" in shown and not SHOWN.search(shown), shown
 
 
@@ -100,10 +112,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """The program in a process of its own, its output no terminal."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
+    }
     words = (word if isinstance(word, bytes) else str(word) for word in argv)
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": ROOT}
-    return subprocess.run([sys.executable, "-m", "spd", *words], env={**kept, **environment}, **pipes)
+    return subprocess.run(
+        [sys.executable, "-m", "spd", *words], env={**kept, **environment}, **pipes
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -148,5 +164,7 @@ def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family:
     ran = spd_run("inspect", write_dense(tmp_path / family, family), "--json")
     assert ran.code == 0, ran
     shown = ran.json
-    assert json.loads((tmp_path / family / "config.json").read_text())["architectures"][0] in str(shown)
+    assert json.loads((tmp_path / family / "config.json").read_text())["architectures"][0] in str(
+        shown
+    )
     assert "missing" not in ran.err and "unexpected" not in ran.err

@@ -25,7 +25,18 @@ from tests.recipes.mtp_folders import PREFIX, write_deepseek
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
-ASK = ("--temperature", "1.2", "--seed", "3", "-n", "60", "--ignore-eos", "--spec", "off", "What is re.sub?")
+ASK = (
+    "--temperature",
+    "1.2",
+    "--seed",
+    "3",
+    "-n",
+    "60",
+    "--ignore-eos",
+    "--spec",
+    "off",
+    "What is re.sub?",
+)
 
 
 def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_path: Path) -> None:
@@ -37,9 +48,13 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
     assert ran == told | {"written": True}
     assert (written / "model.safetensors").stat().st_size >= ran["bytes"]["after"]
     assert 2 * ran["bytes"]["before"] > 3 * ran["bytes"]["after"]
-    asked = [spd_run("generate", *more, *ASK).out for more in (("-m", written), ("--quantize", "int4"))]
+    asked = [
+        spd_run("generate", *more, *ASK).out for more in (("-m", written), ("--quantize", "int4"))
+    ]
     assert asked[0] == asked[1] != spd_run("generate", *ASK).out
-    drafted = spd_run("generate", "-m", written, *("mtp" if word == "off" else word for word in ASK))
+    drafted = spd_run(
+        "generate", "-m", written, *("mtp" if word == "off" else word for word in ASK)
+    )
     assert drafted.out == asked[0]
 
 
@@ -63,14 +78,20 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
             found = unpack(after, module, scheme, tuple(tensor.shape))
             assert torch.equal(found.plain(), int4_groups(tensor).plain(torch.float32))
             rounded.add(name)
-        assert any("linear_attn" in name for name in rounded) and any("mlp" in name for name in rounded)
+        assert any("linear_attn" in name for name in rounded) and any(
+            "mlp" in name for name in rounded
+        )
         assert rounded & heads == (heads if more else set())
-        listed = json.loads((written.path / "config.json").read_text())["quantization_config"]["ignore"]
+        listed = json.loads((written.path / "config.json").read_text())["quantization_config"][
+            "ignore"
+        ]
         assert not {name.removesuffix(".weight") for name in rounded} & set(listed)
     odd = next(name for name in sorted(heads) if name.endswith("up_proj.weight"))
     edit_weights(source, lambda tensors: tensors.update({odd: before[odd].flatten()}))
     spd_run("quantize", source, tmp_path / "odd", "--mtp-too")
-    assert torch.equal(load_file(tmp_path / "odd" / "model.safetensors")[odd], before[odd].flatten())
+    assert torch.equal(
+        load_file(tmp_path / "odd" / "model.safetensors")[odd], before[odd].flatten()
+    )
 
 
 def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
@@ -94,7 +115,9 @@ def original(tmp_path: Path) -> Path:
 
 
 def head_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES}
+    return {
+        name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES
+    }
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -103,7 +126,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+def test_the_head_is_cut_out_byte_for_byte(
+    spd_run: Callable, original: Path, tmp_path: Path
+) -> None:
     head = tmp_path / "head"
     planned = spd_run("convert-mtp", original, head, "--dry-run")
     assert planned.code == 0 and "\nwritten           no\n" in planned.text and not head.exists()
@@ -156,14 +181,18 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *said)
 
 
-def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_by_accident(
+    spd_run: Callable, original: Path, tmp_path: Path
+) -> None:
     before = {path: path.read_bytes() for path in original.iterdir()}
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for destination in (original, tmp_path, tmp_path / "link"):
         refused(spd_run("convert-mtp", original, destination), 2, "exists already")
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
-    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "exists already", "a new folder")
+    refused(
+        spd_run("convert-mtp", original, tmp_path / "empty"), 2, "exists already", "a new folder"
+    )
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 

@@ -28,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("keep_threads")
 
 @pytest.mark.parametrize(
     ("model", "methods"),
-    [("demo", ("off", "draft", "eagle3", "ngram")), ("demo-hybrid", ("off", "mtp", "draft", "ngram"))],
+    [
+        ("demo", ("off", "draft", "eagle3", "ngram")),
+        ("demo-hybrid", ("off", "mtp", "draft", "ngram")),
+    ],
 )
 def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods) -> None:
     replies: dict[str, list[object]] = {}
@@ -44,7 +47,9 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
         for entry in shown["logprobs"]:
             assert entry["logprob"] <= entry["top"][0]["logprob"] <= 0 and len(entry["top"]) == 2
         timings, counts = shown["timings"], shown["metrics"]["speculative_decoding"]
-        assert timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
+        assert (
+            timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
+        )
         assert timings["predicted_n"] == counts["num_spec_steps"] + timings["draft_n_accepted"]
         assert counts["method"] == spec == shown["plan"]["spec"]
         _, *records = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -58,10 +63,14 @@ def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, 
     how = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
     ran = spd_run(*how, "-c", "a", stdin=f"{first}\n/stats\n{second}\n/stats\n".encode())
     assert ran.code == 0, ran
-    (prompt, none), (new, cached) = [tuple(map(int, counts)) for counts in re.findall(PROMPT, ran.err)]
+    (prompt, none), (new, cached) = [
+        tuple(map(int, counts)) for counts in re.findall(PROMPT, ran.err)
+    ]
     turns = saved_chat(tmp_path, "a")[1:]
     generated = len(turns[0]["reply_ids"])
-    assert none == 0 and cached == prompt + generated - 1  # the last token's keys come with the next prompt
+    assert (
+        none == 0 and cached == prompt + generated - 1
+    )  # the last token's keys come with the next prompt
     assert 0 < new < prompt + generated
     for name, spec in (("b", "off"), ("c", "ngram")):
         for line in (first, second):
@@ -73,9 +82,24 @@ def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, 
 def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, lag) -> None:
     """A reply said again and a turn taken back find their prompt's states."""
     lines = ("What does len do?", "What does zip do?", "/regen", "/undo\nWhat does bool do?")
-    how = ["chat", "demo-hybrid", "--ctx", "2048", "-n", "24", "--seed", "3", "--lag", lag, "-c", "a"]
+    how = [
+        "chat",
+        "demo-hybrid",
+        "--ctx",
+        "2048",
+        "-n",
+        "24",
+        "--seed",
+        "3",
+        "--lag",
+        lag,
+        "-c",
+        "a",
+    ]
     ran = spd_run(*how, stdin="".join(f"{line}\n/stats\n" for line in lines).encode())
-    first, second, again, other = [(int(a) + int(b), int(b)) for a, b in re.findall(PROMPT, ran.err)]
+    first, second, again, other = [
+        (int(a) + int(b), int(b)) for a, b in re.findall(PROMPT, ran.err)
+    ]
     reply = len(saved_chat(tmp_path, "a")[1]["reply_ids"])
     assert ran.code == 0 and second[1] == other[1] == first[0] + reply - 1
     assert again[1] == second[0] - 1 == again[0] - 1
@@ -84,7 +108,9 @@ def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, None])
 def test_a_real_run_ends_by_a_signal_or_with_its_reader(how: int | None) -> None:
-    process = start([sys.executable, "-m", "spd", *RAW, "-n", "400", "--ignore-eos", "--spec", "off"])
+    process = start(
+        [sys.executable, "-m", "spd", *RAW, "-n", "400", "--ignore-eos", "--spec", "off"]
+    )
     assert os.read(process.stdout.fileno(), 1)
     if how is None:
         process.stdout.close()
@@ -102,7 +128,9 @@ QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target of two layers and a head that often agrees with it."""
     target = (folder := tmp_path_factory.mktemp("pair")) / "target"
-    head = write_tiny_pair(target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2})
+    head = write_tiny_pair(
+        target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2}
+    )
     return target, head
 
 
@@ -147,7 +175,9 @@ def test_what_does_not_fit(spd_run, pair, tmp_path: Path) -> None:
         *((pair[0], "eagle3", tmp_path / name, 4, f"'{name}': is missing") for name in gone),
     ):
         drafts = () if head is None else ("--draft-model", head)
-        refused(spd_run("generate", "-m", target, "--spec", spec, *drafts, "--raw", "Hi"), code, said)
+        refused(
+            spd_run("generate", "-m", target, "--spec", spec, *drafts, "--raw", "Hi"), code, said
+        )
     shown = spd_run("inspect", other, "--draft", pair[1])
     assert shown.code == 4 and "\ncompatible        no\n" in shown.text
 
@@ -155,7 +185,11 @@ def test_what_does_not_fit(spd_run, pair, tmp_path: Path) -> None:
 def test_a_refusal_for_memory_names_options_that_exist(spd_run, pair, monkeypatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
     ran = spd_run("generate", "-m", pair[0], "--draft-model", pair[1], "--ctx", 512, "Hi")
-    assert ran.code == 5 and "draft weights" in ran.err and "--spec ngram, without --draft-model" in ran.err
+    assert (
+        ran.code == 5
+        and "draft weights" in ran.err
+        and "--spec ngram, without --draft-model" in ran.err
+    )
     flags = set(re.findall(r"(?:fix:|^  ) +(--[a-z-]+) ", ran.err, re.MULTILINE))
     known = spd_run("generate", "--help").text
     assert len(flags) > 2 and all(flag in known for flag in flags), flags

@@ -19,17 +19,34 @@ from tests.cli.conftest import ROOT, refused
 
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic", "jinja2"}
 LIGHT |= {"prompt_toolkit", "uvicorn"}
-HEAVY = LIGHT | {"tokenizers", "safetensors", "importlib.metadata", "secrets", "spd.formats.model_config"}
+HEAVY = LIGHT | {
+    "tokenizers",
+    "safetensors",
+    "importlib.metadata",
+    "secrets",
+    "spd.formats.model_config",
+}
 WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
 BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
 COMPLETIONS = "spd.cli.commands.doctor"
 QUESTION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
-OF_MODELS = {**QUESTION, "COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "HF_HUB_CACHE": "CACHE"}
-OF_COMMANDS, CACHE = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}, {"HF_HUB_CACHE": "CACHE"}
+OF_MODELS = {
+    **QUESTION,
+    "COMP_WORDS": "spd generate -m ",
+    "COMP_CWORD": "3",
+    "HF_HUB_CACHE": "CACHE",
+}
+OF_COMMANDS, CACHE = (
+    {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"},
+    {"HF_HUB_CACHE": "CACHE"},
+)
 LOADED = [
     ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
-    *(("--help", {}, "inspect", HEAVY | BODIES | STYLED), ("completions bash", {}, "complete", HEAVY)),
+    *(
+        ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
+        ("completions bash", {}, "complete", HEAVY),
+    ),
     ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
     ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
     ("ls", CACHE, "Qwen/Qwen3-0.6B", LIGHT),
@@ -39,7 +56,9 @@ LOADED = [
 ]
 
 
-def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str) -> Any:
+def loaded_after(
+    *argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str
+) -> Any:
     """Standard output, and the modules in memory, after `spd ARGV` in a new process that hears of its end."""
     hears = "os._exit = sys.exit\natexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
     code = f"import sys, os, atexit\n{hears}sys.argv = ['spd', *{list(argv)!r}]\n{run}"
@@ -53,7 +72,9 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
 @pytest.mark.parametrize(("argv", "environment", "said", "never"), LOADED)
 def test_what_is_loaded(argv, environment, said, never, tmp_path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
-    environment = {name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()}
+    environment = {
+        name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()
+    }
     out, modules = loaded_after(*argv.split(), **environment)
     assert (out == said if said.endswith("\n") else said in out) and not modules & never, out
 
@@ -96,7 +117,9 @@ def test_help_shows_this_editions_commands_panels_and_examples(spd_run) -> None:
     ]
     text = spd_run("generate", "--help").text
     panels = ["Most used", "Prompt and sampling", "Model and drafts", "Output", "Advanced"]
-    assert [name for name in re.findall(r"^(\w.*):$", text, re.MULTILINE) if name in panels] == panels
+    assert [
+        name for name in re.findall(r"^(\w.*):$", text, re.MULTILINE) if name in panels
+    ] == panels
     assert "spd generate --stats" in text.partition("Examples:")[2] and "\x1b" not in text
 
 
@@ -111,7 +134,9 @@ def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, mon
     app: Any = get_command(build_app())
     command = app.commands[name] if name else app
     names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
-    wanted = {option for option in names if option.startswith("-")} | ({"--help"} if name else set(COMMANDS))
+    wanted = {option for option in names if option.startswith("-")} | (
+        {"--help"} if name else set(COMMANDS)
+    )
     first = re.findall(r"^[│ ]*((?:--?[\w-]+(?: / |, ?| +)?)+|[\w-]+)", ran.text, re.MULTILINE)
     found = {word for words in first for word in re.findall(r"[\w-]+", words)}
     assert wanted <= found and not re.search(r"--[\w-]*…", ran.text)
@@ -123,7 +148,11 @@ ERRORS = [
     *((errors.CheckpointError("x"), "another model folder"), (errors.IncompatibleError("x"), HELP)),
     *((errors.ResourceError("x"), "ask for less"), (errors.EngineError("x"), "-vv")),
     *((errors.CheckFailedError("x", fix=["y"]), "fix: y"), (errors.PartialError("x"), "--help")),
-    *((errors.NetworkError("x"), "--help"), (errors.SpdError("x"), "-vv"), (ValueError("x"), "-vv")),
+    *(
+        (errors.NetworkError("x"), "--help"),
+        (errors.SpdError("x"), "-vv"),
+        (ValueError("x"), "-vv"),
+    ),
 ]
 
 
@@ -132,9 +161,15 @@ def test_errors_are_written_in_one_place_with_every_exit_code() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.SpdError)}
     assert {getattr(error, "exit_code", 1) for error, _ in ERRORS} == codes == set(range(1, 10))
-    told = (ROOT / "docs" / "guide.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
+    told = (
+        (ROOT / "docs" / "guide.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
+    )
     assert [int(number) for number in re.findall(r"\b\d+\b", told)] == [*range(10), 130, 141, 143]
-    said = [path for path in (ROOT / "spd").rglob("*.py") if re.search(r"""["']error:""", path.read_text())]
+    said = [
+        path
+        for path in (ROOT / "spd").rglob("*.py")
+        if re.search(r"""["']error:""", path.read_text())
+    ]
     assert sorted(path.name for path in said) == ["output.py", "rank.py"]
 
 

@@ -38,7 +38,13 @@ def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    environment = {**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", **more}
+    environment = {
+        **kept,
+        "TERM": "xterm-256color",
+        "PYTHONUTF8": "1",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
     command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
@@ -75,7 +81,11 @@ def test_an_error() -> None:
     styled, narrow = PLAIN_ERROR, PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
     for word, shown in STYLED.items():
         styled = styled.replace(word, shown)
-    for columns, environment, said in ((80, {}, styled), (80, PLAIN, PLAIN_ERROR), (40, PLAIN, narrow)):
+    for columns, environment, said in (
+        (80, {}, styled),
+        (80, PLAIN, PLAIN_ERROR),
+        (40, PLAIN, narrow),
+    ):
         assert on_terminal("generate", "--temp", "1", columns=columns, **environment) == (2, said)
 
 
@@ -100,7 +110,9 @@ def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model:
 
 def test_lines_are_broken_between_words() -> None:
     fact = "target    demo · DeepseekV3ForCausalLM · 10.69 M params"
-    assert fit_lines(fact, 40) == "target    demo · DeepseekV3ForCausalLM\n          · 10.69 M params"
+    assert (
+        fit_lines(fact, 40) == "target    demo · DeepseekV3ForCausalLM\n          · 10.69 M params"
+    )
     assert fit_lines(fact, 56) == fact and fit_lines(fact, None) == fact
     path = "/a/path/" + "x" * 60
     assert fit_lines(f"in {path} is nothing", 40) == f"in\n  {path}\n  is nothing"
@@ -121,16 +133,28 @@ def test_colour_order() -> None:
     for environ, on_terminal, off_terminal in (
         *(({}, True, False), ({"TERM": "dumb"}, False, False), ({"NO_COLOR": "1"}, False, False)),
         *(({"NO_COLOR": ""}, True, False), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)),
-        *(({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True), ({"CLICOLOR_FORCE": "0"}, True, False)),
+        *(
+            ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
+            ({"CLICOLOR_FORCE": "0"}, True, False),
+        ),
         ({"CLICOLOR_FORCE": "1"}, True, True),
     ):
         assert output.wants_color(Terminal(), environ) is on_terminal
-        assert output.wants_color(io.StringIO(), environ) is output.wants_color(None, environ) is off_terminal
+        assert (
+            output.wants_color(io.StringIO(), environ)
+            is output.wants_color(None, environ)
+            is off_terminal
+        )
 
 
 def test_control_characters_are_spelled_out_and_json_is_strict() -> None:
-    assert printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé") == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\rf\\udcffé"
-    shown = to_json({"a": float("-inf"), "b": (1.5, float("nan")), 3: Path("x"), "é": "a\nb", "t": True})
+    assert (
+        printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé")
+        == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\rf\\udcffé"
+    )
+    shown = to_json(
+        {"a": float("-inf"), "b": (1.5, float("nan")), 3: Path("x"), "é": "a\nb", "t": True}
+    )
     assert json.loads(shown) == {"a": None, "b": [1.5, None], "3": "x", "é": "a\nb", "t": True}
     assert "\n" not in shown and "é" in shown
 
@@ -162,7 +186,9 @@ def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
         with pytest.raises(UsageError, match="cannot write"):
             output.check_writable(bad)
     (tmp_path / "old").write_text("x")
-    monkeypatch.setattr("spd.cli.text.output._write_all", failing(OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(
+        "spd.cli.text.output._write_all", failing(OSError(errno.ENOSPC, "No space left"))
+    )
     for name in ("new", "old"):
         with pytest.raises(ResourceError, match=f"cannot write to .*{name}: No space left"):
             Sink(tmp_path / name).write("x")
@@ -171,7 +197,9 @@ def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
 
 def test_the_lines_of_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     """None of them is broken by what it says; one that knows no fix gets the help of its place."""
-    error = IncompatibleError("no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do\nthis", "that"])
+    error = IncompatibleError(
+        "no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do\nthis", "that"]
+    )
     output.write_error(error, Console(), as_json=False)
     shown = "error: no\\x1b[2J way\\nsecond\n  because\\nof two\n  fix: do\\nthis\n       that\n"
     assert capfd.readouterr() == ("", shown)
@@ -179,7 +207,9 @@ def test_the_lines_of_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "error: x\n  fix: /help\n")
 
 
-def slow_program(model: Path, *argv: str, at: str = "step", more: str = "", **how: Any) -> list[str]:
+def slow_program(
+    model: Path, *argv: str, at: str = "step", more: str = "", **how: Any
+) -> list[str]:
     """A command that runs spd with an engine that takes its time while loading or decoding.
 
     It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
@@ -206,7 +236,11 @@ sys.argv = {typed!r}
 
 
 def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+    pipes = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | how
     return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
@@ -223,11 +257,15 @@ def finish(process: subprocess.Popen[bytes]) -> tuple[int, bytes, str]:
 def shell(command: list[str], redirect: str, tmp_path: Path) -> tuple[int, bytes, str]:
     """Run a command with its streams as a shell redirects them."""
     (tmp_path / "run.py").write_text(command[2])
-    return finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect}"]))
+    return finish(
+        start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect}"])
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: int, model: Path) -> None:
+def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
+    signum: int, model: Path
+) -> None:
     process = start(slow_program(model))
     first = os.read(process.stdout.fileno(), 5)
     process.send_signal(signum)
@@ -259,7 +297,9 @@ def test_a_signal_while_nothing_comes(at, argv, broken, out, said, model) -> Non
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
     process = start(
-        slow_program(model, at="hang", more="FakeEngine.abort = lambda self, request: hang('aborting')")
+        slow_program(
+            model, at="hang", more="FakeEngine.abort = lambda self, request: hang('aborting')"
+        )
     )
     wait_for(process, "hanging\n")
     process.send_signal(signal.SIGINT)
@@ -304,8 +344,12 @@ def test_an_ignored_signal_stays_ignored(model: Path) -> None:
     # the reader leaves while a reply comes, or as the engine hangs; refused, and left, while the model loads
     [("step", b"Hi\n", 141), ("hang", b"Hi\n", 141), ("load", b"", 2), ("load", b"/exit\n", 0)],
 )
-def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, model: Path) -> None:
-    process = start(slow_program(model, "--no-save", at=at, command=("chat",)), stdin=subprocess.PIPE)
+def test_a_chat_ends_whatever_its_engine_does(
+    at: str, lines: bytes, code: int, model: Path
+) -> None:
+    process = start(
+        slow_program(model, "--no-save", at=at, command=("chat",)), stdin=subprocess.PIPE
+    )
     process.stdin.write(lines)
     process.stdin.close()
     if code == 141:
@@ -317,7 +361,9 @@ def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, 
 
 def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
     """Not one reply after the other."""
-    process = start(slow_program(model, "--no-save", pieces=400, command=("chat",)), stdin=subprocess.PIPE)
+    process = start(
+        slow_program(model, "--no-save", pieces=400, command=("chat",)), stdin=subprocess.PIPE
+    )
     process.stdin.write(b"Hi\nAgain\nOnce more\n")
     process.stdin.flush()
     assert os.read(process.stdout.fileno(), 5) == b"word "
@@ -350,7 +396,10 @@ def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -
 )
 def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, said: str) -> None:
     """Also where they are buffered: what the interpreter cannot flush at its end makes its status 120."""
-    shell, (reader, writer) = f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}", os.pipe()
+    shell, (reader, writer) = (
+        f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}",
+        os.pipe(),
+    )
     os.close(reader)
     process = start(["bash", "-c", shell], **({"stdout": writer} if code == 141 else {}))
     os.close(writer)
@@ -376,7 +425,9 @@ def test_in_a_terminal(model: Path) -> None:
     assert loading.startswith("\rloading ") and loading.endswith(" ") and answer == "word word \n"
 
 
-@pytest.mark.parametrize(("piece", "shown"), [("word ", "word \n"), ("a\x1b[2Jb\tc", "a\\x1b[2Jb\tc\n")])
+@pytest.mark.parametrize(
+    ("piece", "shown"), [("word ", "word \n"), ("a\x1b[2Jb\tc", "a\\x1b[2Jb\tc\n")]
+)
 def test_no_control_character_comes_to_a_terminal(piece: str, shown: str, model: Path) -> None:
     code = slow_program(model, "-q", pieces=1, pause=0)[2].replace('"word "', repr(piece))
     assert on_terminal(code=code, TERM="dumb") == (0, shown)

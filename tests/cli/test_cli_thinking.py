@@ -28,11 +28,21 @@ def set_template(folder: Path, template: str) -> None:
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 REPLIES = [
-    *(("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"), ("hm</think>Yes", True, "hm", "Yes")),
+    *(
+        ("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"),
+        ("hm</think>Yes", True, "hm", "Yes"),
+    ),
     *(("<think>hm</think>Yes", True, "hm", "Yes"), ("No <think>x", False, None, "No <think>x")),
     *(("<thin", False, None, "<thin"), (" \n<think>a</thin", False, "a</thin", "")),
-    *(("<think></think>Yes", False, "", "Yes"), ("a</think>Yes</think>", None, None, "a</think>Yes</think>")),
-    *((" plain ", False, None, " plain "), ("", False, None, ""), (f"{CHANNELS}Yes", False, "hm", "Yes")),
+    *(
+        ("<think></think>Yes", False, "", "Yes"),
+        ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
+    ),
+    *(
+        (" plain ", False, None, " plain "),
+        ("", False, None, ""),
+        (f"{CHANNELS}Yes", False, "hm", "Yes"),
+    ),
     ("<|channel>thought\nhm\n<channel|>Yes", False, "hm\n", "Yes"),
     ("<|channel|>final<|message|>Yes", False, None, "Yes"),
     (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
@@ -52,7 +62,9 @@ def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -
 
 
 @pytest.mark.parametrize("how", ["--stats", "--json", "--raw"])
-@pytest.mark.parametrize(("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)])
+@pytest.mark.parametrize(
+    ("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)]
+)
 def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model, script) -> None:
     set_template(model, OPENED if inside else TEMPLATE)
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
@@ -62,7 +74,10 @@ def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model,
     lost = thinking is not None and not answer
     assert ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == lost, ran
     if how == "--json":
-        assert (ran.json["reasoning"], ran.json["text"]) == (thinking and thinking.strip("\n"), answer)
+        assert (ran.json["reasoning"], ran.json["text"]) == (
+            thinking and thinking.strip("\n"),
+            answer,
+        )
     else:
         assert ran.text == answer + "\n" * (not answer.endswith("\n"))
 
@@ -73,7 +88,11 @@ THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink
 def test_a_terminal_gets_thinking_dimmed(model: Path) -> None:
     """Also where the answer goes elsewhere; hidden, none of it."""
     thought, out = "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\n", model / "out"
-    for argv, shown in (([], f"{thought}Yes\n"), (["--think", "hide"], "Yes\n"), (["-o", out], thought)):
+    for argv, shown in (
+        ([], f"{thought}Yes\n"),
+        (["--think", "hide"], "Yes\n"),
+        (["-o", out], thought),
+    ):
         status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING)
         assert (status, text.rpartition("\r")[2]) == (0, shown)
     assert out.read_text() == "Yes\n"
@@ -90,7 +109,9 @@ def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
         process.kill()
 
 
-def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
+def test_a_chat_without_a_terminal_says_the_answer(
+    spd_run: Callable, model: Path, script: Any
+) -> None:
     script.pieces = ["<think>hm", "m</think>", "\nYes"]
     ran = spd_run("chat", model, "--no-save", stdin=b"Hi\nAgain\n")
     assert (ran.code, ran.text, ran.err) == (0, "Yes\nYes\n", "")
@@ -102,7 +123,9 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
 
 
-def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
+def test_a_shape_stands_in_the_channel_of_the_answer(
+    spd_run: Callable, model: Path, script: Any
+) -> None:
     """Of gpt-oss, which may think first."""
     write_tokenizer(model, (*SPECIALS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
     set_template(model, "{# <|channel|> #}" + TEMPLATE)
@@ -131,13 +154,19 @@ def test_what_think_asks_for(think, told, tokens, inside, spd_run, model, script
         assert (ran.code, ran.err) == (0, ""), ran
         budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
         assert script.request.thinking == budget
-        assert script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False) == prompt
+        assert (
+            script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False) == prompt
+        )
 
 
-def test_a_template_that_cannot_be_asked_is_told(spd_run: Callable, model: Path, script: Any) -> None:
+def test_a_template_that_cannot_be_asked_is_told(
+    spd_run: Callable, model: Path, script: Any
+) -> None:
     for command, stdin in (("generate", b"Hi"), ("chat", b"Hi\n")):
         ran = spd_run(command, "-m", model, "--think", "off", stdin=stdin)
-        assert ran.code == 0 and ran.err.startswith("note: this chat template has no enable_thinking: ")
+        assert ran.code == 0 and ran.err.startswith(
+            "note: this chat template has no enable_thinking: "
+        )
         ran = spd_run(command, "-m", model, "--think", "7", stdin=stdin)
         assert ran.code == 4 and "for models that end it with a token </think>" in ran.err
 
@@ -151,7 +180,9 @@ def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     loaded = json.loads(path.read_text())
     vocabulary, flags = loaded["model"]["vocab"], loaded["added_tokens"][0]
     for mark in ("</think>", "<think>"):
-        name, number = max(vocabulary.items(), key=lambda item: item[1] if item[0][:2] != "</" else -1)
+        name, number = max(
+            vocabulary.items(), key=lambda item: item[1] if item[0][:2] != "</" else -1
+        )
         del vocabulary[name], loaded["model"]["merges"][-1]
         vocabulary[mark] = number
         loaded["added_tokens"].append({**flags, "id": number, "content": mark, "special": False})
@@ -179,9 +210,15 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--schema", SCHEMA, "-n", 6], "the text ended before the schema was complete: -n 6 was reached"),
+        (
+            ["--schema", SCHEMA, "-n", 6],
+            "the text ended before the schema was complete: -n 6 was reached",
+        ),
         (["--grammar", "/[a-z]{60}/", "-n", 6], "before the regex was complete: -n 6 was reached"),
-        (["--schema", SCHEMA, "-n", 60, "--stop", '"a"'], "schema was complete: a stop text or token came"),
+        (
+            ["--schema", SCHEMA, "-n", 60, "--stop", '"a"'],
+            "schema was complete: a stop text or token came",
+        ),
         (["--grammar", "/[a-z]+/", "-n", 6], ""),
         (["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
@@ -209,7 +246,10 @@ def test_where_a_grammar_begins() -> None:
     for prompt, template, variables, thinks in (
         *(("Hi", "no thinking", {}, False), ("Hi", "enable_thinking", {}, True)),
         *(("Hi", "enable_thinking", off, False), ("Hi<think>\n", "opens it", {}, True)),
-        *(("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False), (old, "enable_thinking", {}, True)),
+        *(
+            ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
+            (old, "enable_thinking", {}, True),
+        ),
         *((old, "an old turn's", {}, False), (f"{old}<think>", "opens it", {}, True)),
     ):
         asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
@@ -217,4 +257,7 @@ def test_where_a_grammar_begins() -> None:
             need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
             need_template=lambda template=template: SimpleNamespace(default=template),
         )
-        assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None), (prompt, template)
+        assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None), (
+            prompt,
+            template,
+        )

@@ -32,7 +32,9 @@ SHOW["command"] = ["head", "-n{n}", "{path}", "{x y}"]
 def read(model: Path, loaded: Any) -> ChatTools:
     """The tools of a file for a model that knows tools."""
     edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
-    (file := model / "tools.json").write_text(loaded if isinstance(loaded, str) else json.dumps(loaded))
+    (file := model / "tools.json").write_text(
+        loaded if isinstance(loaded, str) else json.dumps(loaded)
+    )
     return ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
 
 
@@ -43,8 +45,14 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 WRONG = [
     *(("[{", "is not JSON"), ({"tools": []}, "Invalid 'tools': expected an array")),
-    *(([3], "'tools[0]': expected an object"), ([{"name": "a"}], "'tools[0].command': it is missing")),
-    *(([{**SHOW, "name": "a b"}], "'tools[0].name'"), ([{**SHOW, "shell": True}], "'tools[0].shell'")),
+    *(
+        ([3], "'tools[0]': expected an object"),
+        ([{"name": "a"}], "'tools[0].command': it is missing"),
+    ),
+    *(
+        ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
+        ([{**SHOW, "shell": True}], "'tools[0].shell'"),
+    ),
     ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
     ([SHOW, SHOW], "name': show is given twice"),
     ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
@@ -60,7 +68,9 @@ def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, words:
     assert words in str(caught.value)
 
 
-def test_a_model_without_tools_and_a_pipe_are_refused(model: Path, spd_run: Callable, script: Any) -> None:
+def test_a_model_without_tools_and_a_pipe_are_refused(
+    model: Path, spd_run: Callable, script: Any
+) -> None:
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
     with pytest.raises(IncompatibleError, match="no place for tools"):
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
@@ -75,9 +85,13 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.shown[0]["function"] == {name: SHOW[name] for name in ("name", "parameters")}
     monkeypatch.setattr(tools, "run", lambda words, guard: ran.append(words) or "out")
     for yes in (False, True):
-        monkeypatch.setattr(tools, "consents", lambda words, guard, yes=yes: asked.append(words) or yes)
+        monkeypatch.setattr(
+            tools, "consents", lambda words, guard, yes=yes: asked.append(words) or yes
+        )
         message, goes_on = found.result(call("show", path="a; rm b", n=3), SignalGuard())
-        assert goes_on is yes and len(ran) == yes and asked[-1] == ["head", "-n3", "a; rm b", "{x y}"]
+        assert (
+            goes_on is yes and len(ran) == yes and asked[-1] == ["head", "-n3", "a; rm b", "{x y}"]
+        )
         assert message["content"] == ("out" if yes else "the user did not allow this call")
     assert found.result(call("show"), SignalGuard())[1] and ran[-1] == ["head", "{x y}"]
     assert found.result(call("hide"), SignalGuard())[0]["content"] == "there is no tool hide"
@@ -98,13 +112,19 @@ def test_what_a_command_brings() -> None:
         assert run(words, SignalGuard()) == said
 
 
-@pytest.mark.parametrize("line", ["echo on; sleep 60", "exec >&- 2>&-; sleep 60", "while :; do :; done"])
-def test_a_command_that_hangs_is_ended(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ["echo on; sleep 60", "exec >&- 2>&-; sleep 60", "while :; do :; done"]
+)
+def test_a_command_that_hangs_is_ended(
+    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tools, "SECONDS", 0.5)
     began = time.monotonic()
     later = f"sleep 2; touch {tmp_path}/left"
     said = run(["bash", "-c", f"({later}) & setsid bash -c '{later}' & {line}"], SignalGuard())
-    assert said.endswith("(it was ended: more than 0.5 s, or 8 MiB)") and time.monotonic() - began < 20
+    assert (
+        said.endswith("(it was ended: more than 0.5 s, or 8 MiB)") and time.monotonic() - began < 20
+    )
     time.sleep(2.5)
     assert not (tmp_path / "left").exists(), "what it has started goes on"
 

@@ -30,7 +30,13 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     ("ggufs", 4, "ggufs/m.gguf: GGUF is not supported", "spd pull ORG/NAME", ""),
     ("lora", 4, "lora: is a LoRA adapter of 'org/base'", "-m org/base", ""),
     ("lfs", 4, "lfs/model.safetensors: is a git-lfs pointer", "git -C lfs lfs pull", ""),
-    ("pickle", 4, "pickle/pytorch_model.bin: pickle formats", " -I -m spd.cli.unpickle pickle\n", ""),
+    (
+        "pickle",
+        4,
+        "pickle/pytorch_model.bin: pickle formats",
+        " -I -m spd.cli.unpickle pickle\n",
+        "",
+    ),
     ("mtp", 4, "mtp: an MTP head drafts for another model", "-m TARGET --mtp mtp", ""),
     ("eagle3", 4, "eagle3: an EAGLE-3 head", "-m TARGET --draft-model eagle3", "inspect draft"),
     ("qwen3", 3, "a model on the hub is named ORG/qwen3", "spd pull ORG/qwen3", ""),
@@ -38,14 +44,26 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     (f"{HUB}/tree/main", 2, "is an address", "spd pull org/name\n", ""),
     ("hf.co/org/name:Q4_K_M", 2, "is an address", "spd pull org/name\n", ""),
     (f"{HUB}/blob/v2/config.json", 2, "is an address", "spd pull org/name --revision v2\n", ""),
-    ("org/half", 3, f"org/half: {INCOMPLETE}there is no model.safetensors", "spd pull org/half", ""),
+    (
+        "org/half",
+        3,
+        f"org/half: {INCOMPLETE}there is no model.safetensors",
+        "spd pull org/half",
+        "",
+    ),
     ("org/parts", 3, f"org/parts: {INCOMPLETE}", "spd pull org/parts", "convert-mtp"),
     ("org/begun", 4, "has no tokenizer.json", "spd pull org/begun, if", READS_NO_TEXT),
     ("org/empty", 3, f"org/empty: {INCOMPLETE}there is no config.json", "spd pull org/empty", ""),
     ("org/adapter", 4, "org/adapter: is a LoRA adapter", "-m org/base", ""),
     ("dem", 3, "did you mean demo?", "-m demo", ""),
     ("half", 3, "did you mean org/half?", "-m org/half", ""),
-    ("parent", 4, "parent: is no model folder, but holds 2", "-m parent/one\n       -m parent/two\n", ""),
+    (
+        "parent",
+        4,
+        "parent: is no model folder, but holds 2",
+        "-m parent/one\n       -m parent/two\n",
+        "",
+    ),
     ("deep", 4, "deep: is no model folder, but holds 1", "-m deep/org/name\n", ""),
     ("hub/models--org--half", 4, "is no model folder, but holds 1", "-m org/half", ""),
     ("pickle/config.json", 4, "pickle/config.json: is a file", "-m pickle\n", ""),
@@ -86,7 +104,9 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("thing", "code", "words", "fix", "taken"), THINGS, ids=[row[0] for row in THINGS])
+@pytest.mark.parametrize(
+    ("thing", "code", "words", "fix", "taken"), THINGS, ids=[row[0] for row in THINGS]
+)
 def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) -> None:
     for name in COMMANDS.keys() - set(taken.split()):
         ran = spd_run(*COMMANDS[name].replace("?", thing).split(), stdin=b"Hi\n")
@@ -116,7 +136,9 @@ def write(folder: Path, row: Release, spoil: Spoil = list, **text: Any) -> Path:
 def spoiled(ending: str, *shape: int) -> Spoil:
     """Tensors of such names are of this shape; without one they are not there."""
     return lambda entries: [
-        (n, d, shape if n.endswith(ending) else s) for n, d, s in entries if shape or not n.endswith(ending)
+        (n, d, shape if n.endswith(ending) else s)
+        for n, d, s in entries
+        if shape or not n.endswith(ending)
     ]
 
 
@@ -143,17 +165,33 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 EXPERT, FC, IN_FILE = "layers.1.mlp.experts.", "mtp.fc.weight", " in model.safetensors: "
-GATE_UP, TWICE, QUERIES = f"{EXPERT}gate_up_proj", f"{EXPERT}2.up_proj.weight", "self_attn.q_proj.weight"
+GATE_UP, TWICE, QUERIES = (
+    f"{EXPERT}gate_up_proj",
+    f"{EXPERT}2.up_proj.weight",
+    "self_attn.q_proj.weight",
+)
 SHARED, MTP_DOWN = "layers.1.mlp.shared_expert_gate.weight", "mtp.layers.0.mlp.experts."
 RECURRENT, EMBEDS = "mtp.layers.0.linear_attn.A_log", "mtp.embed_tokens.weight"
 TENSORS: list[tuple[Release, Spoil, str]] = [
     (DENSE, spoiled("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing"),
     (DENSE, spoiled("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
-    (DENSE, spoiled(QUERIES, 512, 64), f"{QUERIES}{IN_FILE}shape is [512, 64], expected [1024, 64]"),
+    (
+        DENSE,
+        spoiled(QUERIES, 512, 64),
+        f"{QUERIES}{IN_FILE}shape is [512, 64], expected [1024, 64]",
+    ),
     (SPARSE, spoiled(f"{EXPERT}down_proj"), f"{EXPERT}0.down_proj.weight: is missing"),
     (SPARSE, spoiled(GATE_UP, 256, 64), f"{EXPERT}0.gate_proj.weight: is missing"),
-    (SPARSE, spoiled(GATE_UP, 4, 64, 32), f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected"),
-    (SPARSE, also(f"model.language_model.{TWICE}", 32, 64), f"{TWICE}: is in model.safetensors too"),
+    (
+        SPARSE,
+        spoiled(GATE_UP, 4, 64, 32),
+        f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected",
+    ),
+    (
+        SPARSE,
+        also(f"model.language_model.{TWICE}", 32, 64),
+        f"{TWICE}: is in model.safetensors too",
+    ),
     (SPARSE, spoiled(SHARED), f"{SHARED}: is missing"),
     (DENSE, spoiled(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
     (DENSE, spoiled("mtp.norm.weight"), "mtp.norm.weight: is missing"),

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from spd.errors import SpdError
 
@@ -28,7 +36,9 @@ QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", 
 
 
 @contextmanager
-def refused(kind: type[SpdError], *words: str, exit_code: int = 4, seconds: float = 2.0) -> Iterator[Any]:
+def refused(
+    kind: type[SpdError], *words: str, exit_code: int = 4, seconds: float = 2.0
+) -> Iterator[Any]:
     """The block must raise exactly `kind`, with one printable line that holds all the words.
 
     It may take `seconds` of this process's CPU time: a busy machine must not fail a test.
@@ -60,7 +70,9 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def write_shard(path: Path, shapes: Mapping[str, list[int]], dtype: str = "F32", size: int = 4) -> Path:
+def write_shard(
+    path: Path, shapes: Mapping[str, list[int]], dtype: str = "F32", size: int = 4
+) -> Path:
     """A valid file; every element of tensor i has all bytes equal to i + 1."""
     header, data = {}, b""
     for number, (name, shape) in enumerate(shapes.items()):
@@ -98,7 +110,9 @@ def byte_level() -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(TEXT, trainer)
     library.add_special_tokens([AddedToken(name, normalized=False) for name in (*SPECIAL, "※")])
-    library.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    library.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
+    )
     return library
 
 
@@ -112,11 +126,20 @@ def sentencepiece() -> tokenizers.Tokenizer:
         vocabulary[piece] = len(vocabulary)
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     library = tokenizers.Tokenizer(model)
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.add_special_tokens(
+        [AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")]
+    )
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )

@@ -16,7 +16,14 @@ import torch
 from spd.errors import CheckpointError
 from spd.formats import checkpoint as module
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from tests.formats.formats_helpers import entry, refused, shard_bytes, write_json, write_shard, write_sharded
+from tests.formats.formats_helpers import (
+    entry,
+    refused,
+    shard_bytes,
+    write_json,
+    write_shard,
+    write_sharded,
+)
 from tests.recipes.mtp_folders import write_hollow
 
 INDEX = "model.safetensors.index.json"
@@ -71,14 +78,22 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
     ({"other.safetensors": b"x"}, ("model.safetensors",)),
     ({"model.safetensors": shard_bytes({})}, ("model.safetensors: ", "no tensors")),
     *(
-        (names_shard(f"model{suffix}"), (INDEX, f"model{suffix}", "pickle formats are not supported"))
+        (
+            names_shard(f"model{suffix}"),
+            (INDEX, f"model{suffix}", "pickle formats are not supported"),
+        )
         for suffix in (".bin", ".pt", ".pth", ".ckpt", ".PKL")
     ),
     *(
         (names_shard(name), (INDEX, "weight_map", "is not the plain name"))
         for name in (
             *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "..\\a.safetensors"),
-            *("C:a.safetensors", "\\\\host\\share\\a.safetensors", "a\0.safetensors", "a\n.safetensors"),
+            *(
+                "C:a.safetensors",
+                "\\\\host\\share\\a.safetensors",
+                "a\0.safetensors",
+                "a\n.safetensors",
+            ),
             *("CON.safetensors", "nul.safetensors", "com1.x.safetensors", ".safetensors", "..", ""),
             *("a.safetensors ", "a.json", "a?.safetensors", "a\u202e.safetensors"),
         )
@@ -93,7 +108,9 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("files", "words"), FOLDERS)
-def test_folders_that_are_refused(tmp_path: Path, files: dict[str, bytes], words: tuple[str, ...]) -> None:
+def test_folders_that_are_refused(
+    tmp_path: Path, files: dict[str, bytes], words: tuple[str, ...]
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for path in (tmp_path / "a.safetensors", folder / "x.safetensors"):
@@ -119,7 +136,9 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
     tensors = {"midlayer.a": tied.t(), "b": tied, "c": tied, "d2t": torch.tensor([3, 4])}
     tensors["u"] = torch.tensor([3], dtype=torch.uint8)
     for number, names in enumerate((["midlayer.a", "b", "c"], ["d2t", "u"]), 1):
-        torch.save({n: tensors[n] for n in names}, folder / f"pytorch_model-0000{number}-of-00002.bin")
+        torch.save(
+            {n: tensors[n] for n in names}, folder / f"pytorch_model-0000{number}-of-00002.bin"
+        )
     (folder / "pytorch_model.bin.index.json").write_text("{}")
     torch.save({}, folder / "optimizer.pt")
     with pytest.raises(CheckpointError, match="pickle formats") as caught:
@@ -159,10 +178,14 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_links_to_one_header_end_at_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_to_one_header_end_at_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"{i}.safetensors" for i in range(50)]
     write_sharded(tmp_path, {name: {"same": [2]} for name in names})
-    write_json(tmp_path, INDEX, {"weight_map": {f"tensor{i}": name for i, name in enumerate(names)}})
+    write_json(
+        tmp_path, INDEX, {"weight_map": {f"tensor{i}": name for i, name in enumerate(names)}}
+    )
     read, honest = [], module.read_shard_header
     monkeypatch.setattr(module, "read_shard_header", lambda path: read.append(path) or honest(path))
     with refused(CheckpointError, "tensor 'same': is in 0.safetensors too"):
@@ -215,8 +238,17 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
     header["rotary_emb.inv_freq"] = entry([1], 48, 52)
     (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, bytes(52)))
     checkpoint = Checkpoint.open(tmp_path)
-    needed = {"ok": (2,), "transposed": (2, 3), "complex": (1,), "fp8": (4,), "empty": (2, 2), "gone": (1,)}
-    with refused(CheckpointError, "1 missing", "2 of another shape", "2 of an unsupported dtype") as caught:
+    needed = {
+        "ok": (2,),
+        "transposed": (2, 3),
+        "complex": (1,),
+        "fp8": (4,),
+        "empty": (2, 2),
+        "gone": (1,),
+    }
+    with refused(
+        CheckpointError, "1 missing", "2 of another shape", "2 of an unsupported dtype"
+    ) as caught:
         check_tensors(checkpoint, needed)
     lines = "\n".join(caught.value.reason)
     assert len(caught.value.reason) == 5

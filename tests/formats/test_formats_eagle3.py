@@ -25,7 +25,11 @@ FIRST: dict[str, Any] = {
 TRAINED = {**FIRST, "architectures": ["LlamaForCausalLMEagle3"]}
 LAYER = {key: value for key, value in FIRST.items() if key != "draft_vocab_size"}
 SPECULATORS: dict[str, Any] = {
-    **{"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000},
+    **{
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32000,
+    },
     **{"target_hidden_size": None, "transformer_layer_config": LAYER, "torch_dtype": "bfloat16"},
 }
 
@@ -48,7 +52,10 @@ def test_a_head_as_first_published(tmp_path: Path) -> None:
     assert config.bos_token_id is None and config.eos_token_ids == ()
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, False, False, False, False)
     assert config.eagle3.aux_layers(32) == (2, 16, 29)
-    assert facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size == TRAINED["vocab_size"]
+    assert (
+        facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size
+        == TRAINED["vocab_size"]
+    )
     narrower = {**FIRST, "hidden_size": 6144, "target_hidden_size": 8192}
     assert facts(tmp_path, narrower).target_hidden_size == 8192
     assert read(tmp_path, LLAMA).eagle3 is None
@@ -56,7 +63,9 @@ def test_a_head_as_first_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "deepseek_v3"])
-def test_trainers_write_their_target_s_ids(tmp_path: Path, architecture: str, model_type: str) -> None:
+def test_trainers_write_their_target_s_ids(
+    tmp_path: Path, architecture: str, model_type: str
+) -> None:
     ids = {"vocab_size": 129280, "bos_token_id": 151643, "eos_token_id": 151645}
     written = {**TRAINED, **ids, "architectures": [architecture], "model_type": model_type}
     assert facts(tmp_path, written).draft_vocab_size == 32000
@@ -76,7 +85,9 @@ IDS, OTHER = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
         (SPECULATORS, None),
     ],
 )
-def test_layers_that_are_read(tmp_path: Path, config: dict[str, Any], layers: tuple[int, ...] | None) -> None:
+def test_layers_that_are_read(
+    tmp_path: Path, config: dict[str, Any], layers: tuple[int, ...] | None
+) -> None:
     """At the top the layers passed; inside eagle_config the one whose output it is."""
     found = facts(tmp_path, config)
     assert found.listed_layers == layers and found.num_aux == len(layers or (1, 2, 3))
@@ -94,7 +105,12 @@ def test_layers_beyond_the_target(tmp_path: Path) -> None:
 def test_speculators(tmp_path: Path) -> None:
     config = read(tmp_path, SPECULATORS)
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, True, False, False, False)
-    flags = {"norm_before_residual": False, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    flags = {
+        "norm_before_residual": False,
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_output": True,
+    }
     found = facts(tmp_path, {**SPECULATORS, **flags})
     assert found == Eagle3Config(4096, 32000, None, 3, False, True, True, True)
     inside = {**SPECULATORS, "transformer_layer_config": {**LAYER, "torch_dtype": None}}
@@ -108,13 +124,28 @@ OTHER_LAYER = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type"
     ("changed", "words"),
     [
         (OTHER_LAYER, ("transformer_layer_config", "'qwen3' is not supported (llama is)")),
-        ({**SPECULATORS, "transformer_layer_config": None}, ("transformer_layer_config", "is missing")),
+        (
+            {**SPECULATORS, "transformer_layer_config": None},
+            ("transformer_layer_config", "is missing"),
+        ),
         ({"num_hidden_layers": 2}, ("num_hidden_layers", "2 is not supported (1 is)")),
         ({"draft_vocab_size": 128257}, ("draft_vocab_size", "128257")),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, ("eagle_config", "use_aux_hidden_state")),
-        ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm", "true is not supported")),
-        ({"eagle_config": {"use_last_layernorm": False}}, ("use_last_layernorm", "false is not supported")),
-        ({"eagle_config": {"parallel_draft_step": 4}}, ("parallel_draft_step", "4 is not supported")),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            ("eagle_config", "use_aux_hidden_state"),
+        ),
+        (
+            {"eagle_config": {"use_mtp_layernorm": True}},
+            ("use_mtp_layernorm", "true is not supported"),
+        ),
+        (
+            {"eagle_config": {"use_last_layernorm": False}},
+            ("use_last_layernorm", "false is not supported"),
+        ),
+        (
+            {"eagle_config": {"parallel_draft_step": 4}},
+            ("parallel_draft_step", "4 is not supported"),
+        ),
         ({IDS: [5, 2, 3]}, (IDS, "not ascending")),
         ({IDS: [2, 2, 3]}, (IDS, "not ascending")),
         ({IDS: "2"}, (IDS, "not a list")),
@@ -124,7 +155,9 @@ OTHER_LAYER = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type"
         ({"norm_output": 1}, ("norm_output", "not true or false")),
     ],
 )
-def test_what_cannot_be_run_is_refused(tmp_path: Path, changed: dict, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_run_is_refused(
+    tmp_path: Path, changed: dict, words: tuple[str, ...]
+) -> None:
     write_json(tmp_path, "config.json", {**TRAINED, **changed})
     with refused(CheckpointError, "config.json", *words):
         read_model_config(tmp_path)

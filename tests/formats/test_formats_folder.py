@@ -26,7 +26,13 @@ from tests.formats.formats_helpers import QWEN3, write_json
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
-ONCE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "headers")
+ONCE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "headers",
+)
 RAW = ("generate", "--no-server", "--raw", "--ctx", "64", "-n", "4")
 RAW += ("--device", "cpu", "--kernels", "torch", "ab")
 
@@ -59,7 +65,9 @@ def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, s
     return counts
 
 
-def test_a_run_with_the_checkpoints_own_mtp_head(opened: Counter[tuple[Path, str]], demo: Path) -> None:
+def test_a_run_with_the_checkpoints_own_mtp_head(
+    opened: Counter[tuple[Path, str]], demo: Path
+) -> None:
     assert main([*RAW, "-m", str(demo), "--spec", "mtp"]) == 0
     assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
 
@@ -68,8 +76,14 @@ def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path)
     draft = demo_draft_folder()
     assert main([*RAW, "-m", str(demo), "--draft-model", str(draft)]) == 0
     assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
-    read = ("config.json", "tokenizer.json", "headers")  # the tokenizer is the same file, and is not opened
-    assert {name: opened[draft, name] for name in ONCE} == {name: int(name in read) for name in ONCE}
+    read = (
+        "config.json",
+        "tokenizer.json",
+        "headers",
+    )  # the tokenizer is the same file, and is not opened
+    assert {name: opened[draft, name] for name in ONCE} == {
+        name: int(name in read) for name in ONCE
+    }
 
 
 def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
@@ -119,7 +133,9 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_whole_file_never_goes_through_a_planted_link(mode: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_whole_file_never_goes_through_a_planted_link(
+    mode: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Nor could one be planted: the name cannot be foreseen."""
     path, victim = tmp_path / "chat", tmp_path / "victim"
     victim.write_text("precious")
@@ -135,7 +151,9 @@ def test_a_whole_file_never_goes_through_a_planted_link(mode: int, tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == [f".chat.{'0' * 16}.tmp", "chat", "victim"]
 
 
-def test_a_whole_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_whole_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "chat").write_text("old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):

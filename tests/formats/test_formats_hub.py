@@ -74,7 +74,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_paths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache.parent / "org" / "Model-1.5B"
     folder.mkdir(parents=True)
-    for reference in (str(folder), "./org/Model-1.5B", "org/Model-1.5B"):  # a folder wins over the cache
+    for reference in (
+        str(folder),
+        "./org/Model-1.5B",
+        "org/Model-1.5B",
+    ):  # a folder wins over the cache
         assert resolve_model(reference).resolve() == folder
     monkeypatch.setenv("HOME", str(cache.parent))
     assert resolve_model("~/org/Model-1.5B") == folder
@@ -115,12 +119,24 @@ def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
         resolve_model("org/Model-1.5B")
 
 
-ABSENT = ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~daemon/x", "x" * 5000]
+ABSENT = [
+    "./nothing",
+    "/nothing/at/all",
+    "../x",
+    "a/b/c",
+    "a--b/c",
+    "o/..",
+    "~daemon/x",
+    "x" * 5000,
+]
 
 
 @pytest.mark.parametrize(
     ("reference", "kind"),
-    [*((word, UsageError) for word in ("", "   ", "a\0b")), *((word, NotFoundError) for word in ABSENT)],
+    [
+        *((word, UsageError) for word in ("", "   ", "a\0b")),
+        *((word, NotFoundError) for word in ABSENT),
+    ],
 )
 def test_words_that_mean_no_model(cache: Path, reference: str, kind: type[SpdError]) -> None:
     with pytest.raises(kind) as caught:

@@ -49,9 +49,25 @@ def test_llama_is_read(tmp_path: Path) -> None:
     path = write_json(tmp_path, "config.json", LLAMA)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is accepted
     assert read_model_config(tmp_path) == ModelConfig(
-        **{"architecture": "LlamaForCausalLM", "hidden_size": 64, "intermediate_size": 128, "num_layers": 2},
-        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 300, "max_positions": 512},
-        **{"rms_norm_eps": 1e-5, "tie_embeddings": False, "attention_bias": False, "mlp_bias": False},
+        **{
+            "architecture": "LlamaForCausalLM",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_layers": 2,
+        },
+        **{
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 300,
+            "max_positions": 512,
+        },
+        **{
+            "rms_norm_eps": 1e-5,
+            "tie_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
         **{"rope": RopeConfig("default", 500000.0), "dtype": "bfloat16", "bos_token_id": 1},
         eos_token_ids=(2,),
     )
@@ -60,7 +76,12 @@ def test_llama_is_read(tmp_path: Path) -> None:
 def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
     published = {
         **QWEN3,
-        **{"attention_bias": True, "attention_dropout": 0.0, "tie_word_embeddings": True, "use_cache": True},
+        **{
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+        },
         **{"max_window_layers": 28, "rope_scaling": None, "sliding_window": None},
         **{"use_sliding_window": False, "rope_theta": 1000000, "num_attention_heads": 3},
         **{"num_key_value_heads": 1, "eos_token_id": [7, 8, 7]},
@@ -68,7 +89,11 @@ def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
     }
     config = read(tmp_path, published)
     assert (config.head_dim, config.num_kv_heads, config.attention_bias) == (32, 1, True)
-    assert (config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (True, (7, 8), None)
+    assert (config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (
+        True,
+        (7, 8),
+        None,
+    )
     assert config.rope == RopeConfig("default", 1e6)
 
 
@@ -80,7 +105,9 @@ def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_biases_and_alternative_spellings(tmp_path: Path) -> None:
-    config = read(tmp_path, {**LLAMA, "mlp_bias": True, "attention_bias": True, "hidden_act": "swish"})
+    config = read(
+        tmp_path, {**LLAMA, "mlp_bias": True, "attention_bias": True, "hidden_act": "swish"}
+    )
     assert (config.mlp_bias, config.attention_bias) == (True, True)
     assert read(tmp_path, {**LLAMA, "torch_dtype": "torch.float16"}).dtype == "float16"
     assert read(tmp_path, {**without(LLAMA, "torch_dtype"), "dtype": "float32"}).dtype == "float32"
@@ -109,7 +136,10 @@ def test_rope_in_both_spellings(tmp_path: Path, scaling: dict, expected: RopeCon
     assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope == expected
     new = without(LLAMA, "rope_theta")
     if scaling:
-        assert read(tmp_path, {**new, "rope_parameters": {**scaling, "rope_theta": 5e5}}).rope == expected
+        assert (
+            read(tmp_path, {**new, "rope_parameters": {**scaling, "rope_theta": 5e5}}).rope
+            == expected
+        )
         both = {"rope_parameters": {**scaling, "rope_theta": 5e5}, "rope_scaling": scaling}
         assert read(tmp_path, {**LLAMA, **both}).rope == expected
 
@@ -119,7 +149,9 @@ def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> N
         read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
     with refused(CheckpointError, "'GPT2LMHeadModel'") as caught:
         read(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
-    assert caught.value.reason == ("nearest supported: LlamaForCausalLM; missing: blocks of its own",)
+    assert caught.value.reason == (
+        "nearest supported: LlamaForCausalLM; missing: blocks of its own",
+    )
     seeing = {"architectures": ["XForConditionalGeneration"], "vision_config": {"depth": 1}}
     with refused(CheckpointError, "'XForConditionalGeneration' is not supported") as caught:
         read(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "qwen3"}})
@@ -128,7 +160,9 @@ def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> N
         "its text alone can be read: a copy of it saved as Qwen3ForCausalLM opens",
     )
     seeing["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
-    with refused(CheckpointError, "'Qwen3VLMoeForConditionalGeneration' is not supported") as caught:
+    with refused(
+        CheckpointError, "'Qwen3VLMoeForConditionalGeneration' is not supported"
+    ) as caught:
         read(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "x", "num_experts": 8}})
     assert caught.value.reason == (
         "nearest supported: Qwen3MoeForCausalLM; missing: images and sound, its experts",
@@ -161,7 +195,9 @@ GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3
         (GEMMA3, {"sliding_window": 512, "layer_types": ["full_attention"] * 2}, 2, ()),
     ],
 )
-def test_which_layers_slide(tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple) -> None:
+def test_which_layers_slide(
+    tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple
+) -> None:
     assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
 
 
@@ -169,7 +205,10 @@ PATTERN = {"hybrid_override_pattern": None, "num_hidden_layers": None}
 OLDER = {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}
 SPELLINGS = [
     ("glm4_moe", {"partial_rotary_factor": None}),
-    ("glm4_moe_lite", {"first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    (
+        "glm4_moe_lite",
+        {"first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     ("lfm2", {"full_attn_idxs": None, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     ("lfm2", {"block_auto_adjust_ff_dim": False, "block_ff_dim": 80}),
     (
@@ -183,13 +222,17 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(("name", "change"), SPELLINGS)
-def test_other_spellings_say_the_same(saved: Saved, tmp_path: Path, name: str, change: dict) -> None:
+def test_other_spellings_say_the_same(
+    saved: Saved, tmp_path: Path, name: str, change: dict
+) -> None:
     assert read(tmp_path, {**saved(name), **change}) == read(tmp_path, saved(name))
 
 
 def each(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
     """Rows of values that are refused with the name of their field."""
-    return [(base, {field: value}, (field,)) for field, values in fields.items() for value in values]
+    return [
+        (base, {field: value}, (field,)) for field, values in fields.items() for value in values
+    ]
 
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures")
@@ -198,17 +241,34 @@ LINEAR = {"type": "linear", "factor": 2}
 SPARSE_NAMES = ["full_attention", "sliding_attention"]
 REFUSED = [
     *each(LLAMA, **dict.fromkeys(NEEDED, (None,))),
-    *each(LLAMA, num_hidden_layers=(10**9, 0, -1, 2.0, "2", True, [2], 10**400), intermediate_size=(-5,)),
+    *each(
+        LLAMA,
+        num_hidden_layers=(10**9, 0, -1, 2.0, "2", True, [2], 10**400),
+        intermediate_size=(-5,),
+    ),
     *each(LLAMA, hidden_size=(-1, 0, 64.0, 2**40), num_attention_heads=(0, 5, -4, 10**6)),
-    *each(LLAMA, num_key_value_heads=(0, 3, 8), head_dim=(0, 15, 16.0, 10**6), vocab_size=(0, 2**31, 300.0)),
-    *each(LLAMA, max_position_embeddings=(0, 10**12, 4096.0), rms_norm_eps=(0, -1e-6, 1.5, "1e-6", True)),
+    *each(
+        LLAMA,
+        num_key_value_heads=(0, 3, 8),
+        head_dim=(0, 15, 16.0, 10**6),
+        vocab_size=(0, 2**31, 300.0),
+    ),
+    *each(
+        LLAMA,
+        max_position_embeddings=(0, 10**12, 4096.0),
+        rms_norm_eps=(0, -1e-6, 1.5, "1e-6", True),
+    ),
     *each(LLAMA, tie_word_embeddings=(1, "true"), attention_bias=(0, "no"), mlp_bias=("yes",)),
     *each(LLAMA, hidden_act=("gelu", "gelu_pytorch_tanh", 3), rope_theta=(0.5, 1e300, "1e6")),
     *each(LLAMA, torch_dtype=("float8_e4m3fn", "float64", "auto", 16), model_type=("mistral",)),
     *each(LLAMA, architectures=(["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
     *each(LLAMA, architectures=(["LlamaForCausalLM", "Qwen3ForCausalLM"],), sliding_window=(128,)),
     *each(LLAMA, quantization_config=({"quant_method": "fp8"},), compression_config=({"x": 1},)),
-    *each(LLAMA, partial_rotary_factor=(0.5,), layer_types=(SPARSE_NAMES, ["full_attention"], {"a": 1})),
+    *each(
+        LLAMA,
+        partial_rotary_factor=(0.5,),
+        layer_types=(SPARSE_NAMES, ["full_attention"], {"a": 1}),
+    ),
     *each(LLAMA, eos_token_id=(-1, 2.0, [[2]], "2", [0] * 2000), bos_token_id=(-1, 1.0)),
     *(
         (LLAMA, {"rope_scaling": scaling}, words)
@@ -237,24 +297,38 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
         ("rope_scaling", "disagrees"),
     ),
-    (LLAMA, {"dtype": "float32"}, ("torch_dtype: 'bfloat16' disagrees with dtype, which is 'float32'",)),
+    (
+        LLAMA,
+        {"dtype": "float32"},
+        ("torch_dtype: 'bfloat16' disagrees with dtype, which is 'float32'",),
+    ),
     (LLAMA, {"norm_eps": 1e-6}, ("norm_eps: 1e-06 disagrees with rms_norm_eps",)),
     (LLAMA, {"hidden_act": "\x1b[2Jgelu\n" * 100}, ("hidden_act", "\\x1b")),
-    (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
+    (
+        LLAMA,
+        {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+        ("hidden_act", "gelu"),
+    ),
     (LLAMA, {**OFF, **ON}, ("sliding_window", "128")),
     (MISTRAL, {"sliding_window": 0}, ("sliding_window", "0")),
     (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
     (QWEN2, {"layer_types": SPARSE_NAMES}, ("no sliding_window",)),
     (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
     (MISTRAL, {"layer_types": SPARSE_NAMES}, ("layer_types", "architecture")),
-    (MISTRAL, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "full_")),
+    (
+        MISTRAL,
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        ("rope_parameters", "full_"),
+    ),
     (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
     *each(GEMMA3, sliding_window_pattern=(0,), use_bidirectional_attention=(True,)),
     (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
     *each(GEMMA2, attn_logit_softcapping=(0,)),
     (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
     *each("deepseek_v3", scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
-    *each("deepseek_v3", num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)),
+    *each(
+        "deepseek_v3", num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)
+    ),
     *each("deepseek_v3", q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
     *each("deepseek_v3", attention_bias=(True,)),
     ("deepseek_v3", {"n_group": 7}, ("n_group: 7 does not divide 8",)),
@@ -265,11 +339,24 @@ REFUSED = [
     *each("deepseek_v2_lite", norm_topk_prob=(True,), topk_method=("noaux_tc",)),
     *each("glm4_moe", partial_rotary_factor=(0.01, 1.5)),
     *each(
-        "glm4_moe_lite", mlp_layer_types=(["moe"] * 3,), partial_rotary_factor=(0.5,), kv_lora_rank=(None,)
+        "glm4_moe_lite",
+        mlp_layer_types=(["moe"] * 3,),
+        partial_rotary_factor=(0.5,),
+        kv_lora_rank=(None,),
     ),
-    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}, ("mlp_layer_types: is not a list of 3 names",)),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse"] * 2},
+        ("mlp_layer_types: is not a list of 3 names",),
+    ),
     ("qwen3_moe", {"num_experts": None}, ("num_experts: is missing",)),
-    *each("lfm2", full_attn_idxs=([2, 16],), block_ff_dim=(0,), block_multiple_of=(0,), conv_L_cache=(1,)),
+    *each(
+        "lfm2",
+        full_attn_idxs=([2, 16],),
+        block_ff_dim=(0,),
+        block_multiple_of=(0,),
+        conv_L_cache=(1,),
+    ),
     *each("lfm2", conv_bias=(True,)),
     ("lfm2", {"full_attn_idxs": []}, ("full_attn_idxs: no layer is full_attention",)),
     ("lfm2", {"full_attn_idxs": None}, ("layer_types: is missing",)),
@@ -277,16 +364,38 @@ REFUSED = [
     ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, ("layer_types: 'mamba' is not supported",)),
     *each("lfm2_moe", use_expert_bias=(False,)),
     *each("nemotron_h_moe", mlp_hidden_act=("silu",), moe_latent_size=(0,)),
-    *each("nemotron_h_moe", use_bias=(True,), time_step_limit=([0.001, 0.1],), mamba_dt_limit=([0.0, 1.0],)),
-    ("nemotron_h_moe", {"n_routed_experts": None, "num_experts": None}, ("num_experts: is missing",)),
+    *each(
+        "nemotron_h_moe",
+        use_bias=(True,),
+        time_step_limit=([0.001, 0.1],),
+        mamba_dt_limit=([0.0, 1.0],),
+    ),
+    (
+        "nemotron_h_moe",
+        {"n_routed_experts": None, "num_experts": None},
+        ("num_experts: is missing",),
+    ),
     *(
         ("nemotron_h_moe", {"hybrid_override_pattern": kinds}, (word,))
-        for kinds, word in (("MX*E", "'X'"), ("*E-E", "is linear_attention"), ("ME-E", "is full_attention"))
+        for kinds, word in (
+            ("MX*E", "'X'"),
+            ("*E-E", "is linear_attention"),
+            ("ME-E", "is full_attention"),
+        )
     ),
-    *each("granite_hybrid", mamba_proj_bias=(True,), mamba_d_state=(512,), time_step_limit=([0.001, 0.1],)),
+    *each(
+        "granite_hybrid",
+        mamba_proj_bias=(True,),
+        mamba_d_state=(512,),
+        time_step_limit=([0.001, 0.1],),
+    ),
     *each("granite_hybrid", position_embedding_type=("alibi",)),
     ("granite_hybrid", {"mamba_n_groups": 5}, ("mamba_n_groups: 5 does not divide 8 heads",)),
-    ("granite_hybrid", {"layer_types": ["mamba"] * 4}, ("layer_types: no layer is full_attention",)),
+    (
+        "granite_hybrid",
+        {"layer_types": ["mamba"] * 4},
+        ("layer_types: no layer is full_attention",),
+    ),
     ("granite_hybrid", {"layer_types": None}, ("layer_types: is missing",)),
     (
         "granite_hybrid",
@@ -297,7 +406,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("base", "change", "words"), REFUSED)
-def test_what_is_refused(tmp_path: Path, saved: Saved, base: Any, change: dict, words: tuple) -> None:
+def test_what_is_refused(
+    tmp_path: Path, saved: Saved, base: Any, change: dict, words: tuple
+) -> None:
     base = saved(base) if isinstance(base, str) else base
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=1):
@@ -307,11 +418,19 @@ def test_what_is_refused(tmp_path: Path, saved: Saved, base: Any, change: dict, 
 
 def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
     foreign = {
-        **{"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 64},
+        **{
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 10.0,
+            "query_pre_attn_scalar": 64,
+        },
         **{"no_rope_layers": [0, 1], "no_rope_layer_interval": 2, "embedding_multiplier": 3.0},
         **{"residual_multiplier": 0.5, "attention_multiplier": 0.5, "logits_scaling": 2.0},
         "logit_scale": 0.5,
-        **{"sliding_window_pattern": "LG", "max_window_layers": 1, "hidden_activation": "gelu_pytorch_tanh"},
+        **{
+            "sliding_window_pattern": "LG",
+            "max_window_layers": 1,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
     }
     for base in (LLAMA, MISTRAL):
         assert read(tmp_path, {**base, **foreign}) == read(tmp_path, base)
@@ -326,7 +445,10 @@ LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 def test_phi_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
     assert (config.sliding, config.rope.rotated, config.head_dim) == ((64, 64), 12, 16)
-    long, short = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}, (1.0,) * 8
+    long, short = (
+        {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128},
+        (1.0,) * 8,
+    )
     config = read(tmp_path, long)
     assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotated=16, short_factor=short)
     # Beyond its first context every earlier position would turn anew: the cache ends there.
@@ -340,13 +462,28 @@ def test_gemma_is_read(tmp_path: Path) -> None:
     bare = without(GEMMA2, "rope_theta")
     config = read(tmp_path, bare)
     assert config.tie_embeddings
-    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (50.0, 30.0, 1 / 16)
-    off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 144}
+    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (
+        50.0,
+        30.0,
+        1 / 16,
+    )
+    off = {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 144,
+    }
     config = read(tmp_path, {**bare, **off})
-    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (None, None, 144.0**-0.5)
+    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (
+        None,
+        None,
+        144.0**-0.5,
+    )
     config = read(tmp_path, without(GEMMA3, "rope_theta"))
     assert (config.attention_softcap, config.logit_softcap) == (None, None)
-    assert (config.rope, config.local_rope) == (RopeConfig("default", 1e6), RopeConfig("default", 1e4))
+    assert (config.rope, config.local_rope) == (
+        RopeConfig("default", 1e6),
+        RopeConfig("default", 1e4),
+    )
 
 
 def test_auto_map_is_never_executed(tmp_path: Path) -> None:
@@ -395,10 +532,18 @@ def test_containers_bound_holds_exactly(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
-    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05}
+    values = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0,
+        "repetition_penalty": 1.05,
+    }
     more = {"do_sample": True, "eos_token_id": [5, 3], "x": 1}
     write_json(tmp_path, "generation_config.json", {**values, **more})
-    assert read_generation_config(tmp_path) == GenerationConfig((5, 3), 0.6, 0.95, 0.0, 1.05, 20, True)
+    assert read_generation_config(tmp_path) == GenerationConfig(
+        (5, 3), 0.6, 0.95, 0.0, 1.05, 20, True
+    )
     write_json(tmp_path, "generation_config.json", {"eos_token_id": 7, "temperature": None})
     assert read_generation_config(tmp_path) == GenerationConfig((7,))
 

@@ -28,15 +28,24 @@ DEEPSEEK["eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
 COPIES = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
 
 
-def deepseek(first: int = LAYERS, modules: int = 1, *, copies: bool = False) -> dict[str, tuple[int, ...]]:
+def deepseek(
+    first: int = LAYERS, modules: int = 1, *, copies: bool = False
+) -> dict[str, tuple[int, ...]]:
     inside = {**DEEPSEEK, **LAYER, **(COPIES if copies else {})}
-    return {f"model.layers.{first + m}.{n}": shape for m in range(modules) for n, shape in inside.items()}
+    return {
+        f"model.layers.{first + m}.{n}": shape
+        for m in range(modules)
+        for n, shape in inside.items()
+    }
 
 
 def checkpoint_of(folder: Path, shapes: dict, dtype: Any = torch.bfloat16) -> Checkpoint:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    save_file({"model.norm.weight": torch.ones(HIDDEN, dtype=dtype), **tensors}, folder / "model.safetensors")
+    save_file(
+        {"model.norm.weight": torch.ones(HIDDEN, dtype=dtype), **tensors},
+        folder / "model.safetensors",
+    )
     return Checkpoint.open(folder)
 
 
@@ -56,15 +65,25 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     for family in FAMILIES:
         architecture = family.architectures[0] if family.architectures else "X"
         layer = LAYERS if family.numbers_layers else 0
-        names = {family.glue["projection"].format(i=0, l=layer), f"{family.layer}x".format(i=1, l=layer + 1)}
+        names = {
+            family.glue["projection"].format(i=0, l=layer),
+            f"{family.layer}x".format(i=1, l=layer + 1),
+        }
         found = find_mtp(architecture, names, LAYERS)
         assert found is not None and found.family is family and found.modules == 2, family.name
 
 
 def test_which_tensors_are_a_head_s() -> None:
-    for name in ("layers.61.enorm", "layers.62.mlp.down_proj", "mtp_layers.0.input_proj", "mtp_emb_norm.0"):
+    for name in (
+        "layers.61.enorm",
+        "layers.62.mlp.down_proj",
+        "mtp_layers.0.input_proj",
+        "mtp_emb_norm.0",
+    ):
         assert is_mtp_tensor(f"model.{name}.weight", 61), name
-    assert is_mtp_tensor("mtp.fc.weight", 61) and is_mtp_tensor("model.mtp.layers.0.enorm.weight", 61)
+    assert is_mtp_tensor("mtp.fc.weight", 61) and is_mtp_tensor(
+        "model.mtp.layers.0.enorm.weight", 61
+    )
     for name in ("model.layers.60.mlp.down_proj", "model.norm", "model.embed_tokens", "lm_head"):
         assert not is_mtp_tensor(f"{name}.weight", 61), name
 
@@ -154,7 +173,10 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_verifier_s_hash_follows_its_final_norm(tmp_path: Path) -> None:
-    with checkpoint_of(tmp_path / "a", {"x": (3,)}) as one, checkpoint_of(tmp_path / "b", {"y": (5,)}) as two:
+    with (
+        checkpoint_of(tmp_path / "a", {"x": (3,)}) as one,
+        checkpoint_of(tmp_path / "b", {"y": (5,)}) as two,
+    ):
         assert mtp.verifier_hash(one) == mtp.verifier_hash(two)
     with checkpoint_of(tmp_path / "c", {"x": (3,)}, torch.float32) as three:
         assert mtp.verifier_hash(three) != mtp.verifier_hash(one)

@@ -45,18 +45,30 @@ def test_gptqs_overrides() -> None:
 
 
 def test_modelopt_mixes_by_names() -> None:
-    layers = {"model.language_model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    layers = {
+        "model.language_model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}
+    }
     layers["model.layers.0.self_attn.q_proj"] = {"quant_algo": "FP8"}
-    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
     found = read(config)
     assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("modelopt-nvfp4", 4, 16)
     assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("fp8", 8)
     assert found.scheme_of("model.layers.1.mlp.up_proj") is None
-    assert read({**config, "quant_algo": "FP8"}).scheme_of("model.layers.8.mlp.up_proj") == Scheme("fp8", 8)
+    assert read({**config, "quant_algo": "FP8"}).scheme_of("model.layers.8.mlp.up_proj") == Scheme(
+        "fp8", 8
+    )
 
 
 ROUNDED = of_groups(4, 32)
-ROUNDED["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "int", "dynamic": True}
+ROUNDED["config_groups"]["group_0"]["input_activations"] = {
+    "num_bits": 4,
+    "type": "int",
+    "dynamic": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -67,8 +79,14 @@ ROUNDED["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type
             ({"quant_method": name}, f"quantized weights ('{name}') are not supported")
             for name in ("bitsandbytes", "exl3", "quark", "torchao", "fp8", "hqq")
         ),
-        ({**of_groups(4, 32), "transform_config": {"config_groups": {"a": {}}}}, "rotations of weights"),
-        ({**of_groups(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        (
+            {**of_groups(4, 32), "transform_config": {"config_groups": {"a": {}}}},
+            "rotations of weights",
+        ),
+        (
+            {**of_groups(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse weights",
+        ),
         ({**of_groups(4, 32), "quantization_status": "frozen"}, "'frozen' is not supported"),
         (compressed("marlin-24"), "'marlin-24' is not supported"),
         (of_groups(12, 32), "12 is more than 8"),

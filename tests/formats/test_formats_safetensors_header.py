@@ -33,18 +33,26 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     write_shard(tmp_path / "blob", {"w": [2, 3], "scalar": [], "nothing": [2, 0]})
     (path := tmp_path / "a.safetensors").symlink_to("blob")  # links are followed
     tensors = {meta.name: meta for meta in read_shard_header(path)[1]}
-    assert tensors["w"].shape == (2, 3) and tensors["w"].nbytes == 24 and tensors["w"].dtype == "F32"
+    assert (
+        tensors["w"].shape == (2, 3) and tensors["w"].nbytes == 24 and tensors["w"].dtype == "F32"
+    )
     assert tensors["scalar"].shape == () and tensors["scalar"].nbytes == 4
     assert tensors["nothing"].nbytes == 0 and tensors["w"].shard == path
 
 
 def test_data_in_another_order_than_the_header(tmp_path: Path) -> None:
     header = {"b": entry([1], 4, 8), "none": entry([0], 4, 4), "a": entry([1], 0, 4)}
-    assert [meta.name for meta in header_of(tmp_path, shard_bytes(header, b"12345678"))] == ["b", "none", "a"]
+    assert [meta.name for meta in header_of(tmp_path, shard_bytes(header, b"12345678"))] == [
+        "b",
+        "none",
+        "a",
+    ]
 
 
 @pytest.mark.parametrize("padding", [(b"  ", b""), (b"", b" " * 7), (b"\n\t", b"\n")])
-def test_whitespace_around_the_header_is_accepted(tmp_path: Path, padding: tuple[bytes, bytes]) -> None:
+def test_whitespace_around_the_header_is_accepted(
+    tmp_path: Path, padding: tuple[bytes, bytes]
+) -> None:
     raw = padding[0] + json.dumps({"w": entry([1], 0, 4)}).encode() + padding[1]
     assert len(header_of(tmp_path, shard_bytes(raw, b"1234"))) == 1
 
@@ -154,7 +162,9 @@ def test_files_that_are_too_large_or_no_text(name: str, tmp_path: Path) -> None:
     read, limit = READERS[name]
     with open(tmp_path / name, "wb") as file:
         file.truncate(limit + 1)
-    with refused(CheckpointError, f"{tmp_path / name}: ", f"larger than {limit:,} bytes", seconds=1):
+    with refused(
+        CheckpointError, f"{tmp_path / name}: ", f"larger than {limit:,} bytes", seconds=1
+    ):
         read(tmp_path)
     (tmp_path / name).write_bytes(b"{}    \xff")
     with refused(CheckpointError, f"{tmp_path / name}: ", "not UTF-8 at byte 6", seconds=1):
@@ -189,7 +199,11 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 def test_agreement_with_the_official_reader(tmp_path: Path) -> None:
     rng = random.Random(1)
-    tensors = {"a": entry([2, 2], 0, 16), "b": entry([3], 16, 22, "BF16"), "c": entry([0], 22, 22, "U8")}
+    tensors = {
+        "a": entry([2, 2], 0, 16),
+        "b": entry([3], 16, 22, "BF16"),
+        "c": entry([0], 22, 22, "U8"),
+    }
     content = shard_bytes(tensors, bytes(22))
     accepted = 0
     for _ in range(500):

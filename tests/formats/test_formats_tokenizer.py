@@ -29,7 +29,9 @@ from tests.formats.formats_helpers import (
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     writers = {"bytes": write_byte_level, "sentencepiece": make.write_sentencepiece}
-    return {name: write_folder(tmp_path_factory.mktemp(name)) for name, write_folder in writers.items()}
+    return {
+        name: write_folder(tmp_path_factory.mktemp(name)) for name, write_folder in writers.items()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +53,9 @@ def changed(folder: Path, change: Any, **config: object) -> Path:
 
 def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
     tokenizer, library = opened["bytes"], byte_level()
-    assert tokenizer.special_tokens == {name: library.token_to_id(name) for name in (*make.SPECIAL, "※")}
+    assert tokenizer.special_tokens == {
+        name: library.token_to_id(name) for name in (*make.SPECIAL, "※")
+    }
     assert tokenizer.special_ids == frozenset(tokenizer.special_tokens.values())
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, library.token_to_id("<|im_end|>"))
     assert tokenizer.vocab_size == max(library.get_vocab().values()) + 1
@@ -65,7 +69,11 @@ ENDED = {"add_eos_token": True}
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        *(({}, ([1], [])), ({"add_bos_token": True}, ([1], [])), ({"add_bos_token": False}, ([], []))),
+        *(
+            ({}, ([1], [])),
+            ({"add_bos_token": True}, ([1], [])),
+            ({"add_bos_token": False}, ([], [])),
+        ),
         *((ENDED, ([1], [2])), ({"add_bos_token": False, **ENDED}, ([], [2]))),
     ],
 )
@@ -78,7 +86,9 @@ def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expecte
 
 
 def test_bos_without_a_post_processor(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(write_byte_level(tmp_path, bos_token="<|endoftext|>", add_bos_token=True))
+    tokenizer = Tokenizer.open(
+        write_byte_level(tmp_path, bos_token="<|endoftext|>", add_bos_token=True)
+    )
     assert tokenizer.encode("a", add_special=True)[0] == tokenizer.bos_id
     with refused(CheckpointError, "add_bos_token", "bos_token"):
         Tokenizer.open(write_byte_level(tmp_path, bos_token=None, add_bos_token=True))
@@ -154,13 +164,17 @@ def test_text_survives(opened: dict[str, Tokenizer], kind: str, text: str) -> No
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_decoding_equals_the_librarys(opened: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+def test_decoding_equals_the_librarys(
+    opened: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
     library = {"bytes": byte_level, "sentencepiece": sentencepiece}[kind]()
     tokenizer = opened[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
     for skip in (True, False):
         text = tokenizer.decode(ids, skip_special=skip)
-        if "\ufffd" not in text:  # where bytes are no UTF-8 the library writes as many marks as bytes
+        if (
+            "\ufffd" not in text
+        ):  # where bytes are no UTF-8 the library writes as many marks as bytes
             assert text == library.decode(ids, skip_special_tokens=skip)
 
 
@@ -198,7 +212,9 @@ def test_every_byte_has_a_token_and_every_token_its_bytes(opened: dict[str, Toke
         token_id = tokenizer.token_to_id(character)
         assert token_id is not None and tokenizer.token_bytes(token_id) == bytes([byte])
     sentence = opened["sentencepiece"]
-    assert [sentence.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [sentence.token_bytes(3 + byte) for byte in range(256)] == [
+        bytes([byte]) for byte in range(256)
+    ]
     assert tokenizer.token_bytes(tokenizer.token_to_id("<think>")) == b"<think>"
     assert all(tokenizer.token_bytes(token_id) == b"" for token_id in tokenizer.special_ids)
     for absent in (tokenizer.vocab_size, 2**24, 2**40, -1):
@@ -209,7 +225,9 @@ def test_every_byte_has_a_token_and_every_token_its_bytes(opened: dict[str, Toke
 
 def test_added_tokens_outside_the_alphabet(tmp_path: Path) -> None:
     library = byte_level()
-    library.add_tokens([AddedToken("two words", normalized=False), AddedToken("<｜x｜>", normalized=False)])
+    library.add_tokens(
+        [AddedToken("two words", normalized=False), AddedToken("<｜x｜>", normalized=False)]
+    )
     tokenizer = Tokenizer.open(write(tmp_path, library))
     for text in ("two words", "<｜x｜>"):
         (token_id,) = tokenizer.encode(text)
@@ -259,7 +277,12 @@ def test_decoders_that_are_refused(tmp_path: Path, decoder: Any) -> None:
 
 
 def set_regex(pattern: str) -> Any:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return lambda c: c.update(pre_tokenizer=split)
 
 
@@ -275,13 +298,18 @@ BOS_TEMPLATE = {
 NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
 TWICE = {**NO_TOKENS, "single": [TEXT] * 2}
 IN_SEQUENCE = {"type": "Sequence", "processors": [TWICE]}
-MANY = {**BOS_TEMPLATE, "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 9999, "tokens": ["<s>"] * 9999}}}
+MANY = {
+    **BOS_TEMPLATE,
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 9999, "tokens": ["<s>"] * 9999}},
+}
 GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 """By two bytes for one, beside the one that may stay: three times."""
 
 
 def grown_tokens(content: Any) -> None:
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "a" * 20_000})
+    content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": 999, "content": "a" * 20_000}
+    )
     content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 900}
 
 

@@ -23,7 +23,12 @@ from spd.formats import writer
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.writer import OutputTensor, open_stage, write_json, write_tensors
 
-SIZES = {"b": ("BF16", (300, 7)), "a": ("F32", (5,)), "c": ("F8_E4M3", (1000, 3)), "empty": ("BF16", (0, 4))}
+SIZES = {
+    "b": ("BF16", (300, 7)),
+    "a": ("F32", (5,)),
+    "c": ("F8_E4M3", (1000, 3)),
+    "empty": ("BF16", (0, 4)),
+}
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 DISK_CALLS = ("fsync", "rename", "open", "replace")
 
@@ -58,7 +63,9 @@ def check(destination: Path) -> None:
                 assert file.read(meta.nbytes) == content(name)
             assert meta.offset % BYTES[meta.dtype] == 0
     assert sorted(os.listdir(destination)) == ["manifest.json", "model.safetensors"]
-    assert [name for name in os.listdir(destination.parent) if name[:5] != ".spd-"] == [destination.name]
+    assert [name for name in os.listdir(destination.parent) if name[:5] != ".spd-"] == [
+        destination.name
+    ]
 
 
 def test_what_is_written_is_read_by_the_official_library(tmp_path: Path) -> None:
@@ -121,17 +128,23 @@ def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), open_stage(destination) as stage:
-        write_tensors(stage / "model.safetensors", [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies)])
+        write_tensors(
+            stage / "model.safetensors", [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies)]
+        )
     assert os.listdir(tmp_path) == []
     write(destination)
     check(destination)
 
 
-def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     destination = tmp_path / "head"
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel itself refuses the write
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (4096, 4096)
+        )  # the kernel itself refuses the write
         status = 1
         try:
             write(destination)
@@ -149,7 +162,9 @@ def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path, mon
 
 def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="announced"), open_stage(tmp_path / "head") as stage:
-        write_tensors(stage / "x.safetensors", [OutputTensor("a", "F32", (5,), lambda: iter([b"x"]))])
+        write_tensors(
+            stage / "x.safetensors", [OutputTensor("a", "F32", (5,), lambda: iter([b"x"]))]
+        )
     assert os.listdir(tmp_path) == []
 
 

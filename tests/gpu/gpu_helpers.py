@@ -24,7 +24,9 @@ Work = list[tuple[tuple[int, ...], SamplingParams]]
 @contextmanager
 def gpu_engine(model: Path, **wishes: Any) -> Iterator[Engine]:
     """An engine on the device, whose memory is given back."""
-    engine = make_engine(model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **wishes})
+    engine = make_engine(
+        model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **wishes}
+    )
     try:
         yield engine
     finally:
@@ -38,7 +40,10 @@ def demo_prompts() -> list[tuple[int, ...]]:
     """Beginnings of this file, of lengths around a tail, an attention block and a prompt chunk."""
     ids = tuple(Tokenizer.open(demo_folder()).encode(TEXT))
     assert len(ids) > 700
-    return [ids[start : start + length] for start, length in ((0, 5), (9, 64), (3, 257), (40, 600), (0, 130))]
+    return [
+        ids[start : start + length]
+        for start, length in ((0, 5), (9, 64), (3, 257), (40, 600), (0, 130))
+    ]
 
 
 def every_kind(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int = 20) -> Work:
@@ -54,7 +59,10 @@ def every_kind(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int = 
         {"temperature": 0.9, "logit_bias": ((stop, 2.0), (7, -100.0))},
     ]
     return [
-        (prompts[i % len(prompts)], SamplingParams(**{"max_tokens": max_tokens + i % 3, "seed": i, **kind}))
+        (
+            prompts[i % len(prompts)],
+            SamplingParams(**{"max_tokens": max_tokens + i % 3, "seed": i, **kind}),
+        )
         for i, kind in enumerate(kinds)
     ]
 
@@ -89,12 +97,18 @@ def write_hybrid(folder: Path, **more: Any) -> Path:
 def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:
     """A token in the middle of the greedy text after a prompt."""
     with gpu_engine(model, **wishes) as engine:
-        return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[0].tokens[8]
+        return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[
+            0
+        ].tokens[8]
 
 
 def method_wishes(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
     """Wishes for a method with k drafts; the demo's own draft model unless another is given."""
     models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
-    found = {"spec": method, "draft_model": models.get(method), "draft_max": None if method == "off" else k}
+    found = {
+        "spec": method,
+        "draft_model": models.get(method),
+        "draft_max": None if method == "off" else k,
+    }
     found["ngram_min"] = 1 if "ngram" in method else None
     return {name: value for name, value in found.items() if value is not None}

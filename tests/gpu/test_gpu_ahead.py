@@ -10,7 +10,12 @@ from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_wishes, run_w
 from tests.helpers import outputs
 
 PENALTIES = SamplingParams(
-    max_tokens=24, temperature=0.8, top_p=0.9, repetition_penalty=1.2, logit_bias=((9, 1.0),), seed=2
+    max_tokens=24,
+    temperature=0.8,
+    top_p=0.9,
+    repetition_penalty=1.2,
+    logit_bias=((9, 1.0),),
+    seed=2,
 )
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 

@@ -35,17 +35,27 @@ KINDS: list[dict[str, Any]] = [
         *(("draft", True, 2, 1), ("ngram", False, None, 1), ("draft", False, 2, 1)),
     ],
 )
-def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int | None, lag: int) -> None:
+def test_steady_rounds_wait_for_nothing(
+    method: str, graphs: bool, logprobs: int | None, lag: int
+) -> None:
     """Whatever makes the host wait for the device raises; an event's `synchronize` is not counted.
 
     Requests of unlike needs are in every slot, the first one about to need another block of pages.
     """
-    wishes = {"dtype": "bfloat16", "slots": 4, "graphs": graphs, "lag": lag, **method_wishes(method, 3)}
+    wishes = {
+        "dtype": "bfloat16",
+        "slots": 4,
+        "graphs": graphs,
+        "lag": lag,
+        **method_wishes(method, 3),
+    }
     with gpu_engine(demo_folder(), **wishes) as engine:
         prompts = demo_prompts()
         for i, kind in enumerate(KINDS):
             prompt = prompts[1] if i % 2 else (prompts[3] * 2)[: START + i]
-            params = SamplingParams(max_tokens=400, ignore_eos=True, seed=i, logprobs=logprobs, **kind)
+            params = SamplingParams(
+                max_tokens=400, ignore_eos=True, seed=i, logprobs=logprobs, **kind
+            )
             engine.add(Request(f"r{i}", prompt, params))
         for _ in range(WARM):
             engine.step()
@@ -74,10 +84,15 @@ def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> No
     """Prompts, stop ids and page tables all late, in step and two rounds behind."""
     prompts = demo_prompts()
     work: Work = [
-        (prompts[i % 5], SamplingParams(max_tokens=10, seed=i, temperature=0.8, stop_token_ids=(i, 5)))
+        (
+            prompts[i % 5],
+            SamplingParams(max_tokens=10, seed=i, temperature=0.8, stop_token_ids=(i, 5)),
+        )
         for i in range(6)
     ]
-    with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, **method_wishes("ngram", 3)) as engine:
+    with gpu_engine(
+        demo_folder(), dtype="bfloat16", slots=2, **method_wishes("ngram", 3)
+    ) as engine:
         reference = run_work(engine, work, 0)
         replace_transfers(monkeypatch, late)
         for lag in (0, 2):

@@ -146,7 +146,9 @@ def test_a_shared_prefix() -> None:
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]
     for wishes in ({}, lane.method_wishes("draft", 4)):
-        with lane.gpu_engine(demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes) as engine:
+        with lane.gpu_engine(
+            demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes
+        ) as engine:
             shared = [lane.run_work(engine, work, 1)[0] for work in works]
         with lane.gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:
             fresh = [lane.run_work(engine, work, 1)[0] for work in works]

@@ -26,7 +26,13 @@ def test_sixty_four_tokens_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "k", "slots"),
-    [("bfloat16", 1, 1), ("bfloat16", 4, 1), ("bfloat16", 1, 4), ("bfloat16", 4, 4), ("float32", 4, 1)],
+    [
+        ("bfloat16", 1, 1),
+        ("bfloat16", 4, 1),
+        ("bfloat16", 1, 4),
+        ("bfloat16", 4, 4),
+        ("float32", 4, 1),
+    ],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int, slots: int) -> None:
     """Greedy and sampled, alone and side by side: the same rows in windows of other widths."""

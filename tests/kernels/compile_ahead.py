@@ -34,7 +34,9 @@ DEVICES = {
 def pretend(arch: int) -> None:
     """Answer Triton, and what asks torch, as a GPU of an architecture would."""
     device = DEVICES[arch]
-    facts = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=device.processors)
+    facts = SimpleNamespace(
+        major=arch // 10, minor=arch % 10, multi_processor_count=device.processors
+    )
     facts.shared_memory_per_block_optin = device.shared
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
@@ -45,7 +47,9 @@ def pretend(arch: int) -> None:
     torch.cuda.get_device_properties = lambda device: facts
 
 
-def compiled(launches: dict[str, Callable[[], Any]], without: str) -> Iterator[tuple[str, Any, Any]]:
+def compiled(
+    launches: dict[str, Callable[[], Any]], without: str
+) -> Iterator[tuple[str, Any, Any]]:
     """Every program that the cases launch, once, with its kernel and a name after kernel and case."""
     found: list[tuple[Any, Any]] = []
     run = triton.JITFunction.run
@@ -101,7 +105,9 @@ def main() -> None:
                 "async_copies": "cp.async" in ptx,
                 # How many instructions fetch ahead, and where the first one stands: before the wait, or not.
                 "prefetches": ptx.count("prefetch.global.L2"),
-                "prefetched_first": 0 <= ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"),
+                "prefetched_first": 0
+                <= ptx.find("prefetch.global.L2")
+                < ptx.find("griddepcontrol.wait"),
                 "released_first": 0
                 <= ptx.find("griddepcontrol.launch_dependents")
                 < ptx.find("griddepcontrol.wait"),

@@ -16,7 +16,9 @@ from spd.kernels.native.library import NativeLibrary
 from tests.kernels.forms import EVERY, HERE, Form, form_of, needs_compiled
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
+)
 def device(request: pytest.FixtureRequest) -> str:
     """Where Triton kernels run here."""
     return str(request.param)
@@ -44,7 +46,9 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
         instructions, dtype = named.split()
         folder = pytestconfig.cache.mkdir("native")
         with open(folder / f"{named}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for what it made
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # one process compiles, the others wait for what it made
             path = library_path(lambda: folder, instructions, dtype=dtype)
         library = NativeLibrary(path, getattr(torch, dtype))
         assert library.instructions == instructions
@@ -54,7 +58,9 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
 
 
 @pytest.fixture(scope="session", params=HERE)
-def native(request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
+def native(
+    request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]
+) -> NativeLibrary:
     """The kernels with each of the instructions that this processor has."""
     return native_with(request.param)
 

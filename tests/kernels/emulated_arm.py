@@ -42,9 +42,25 @@ def main(root: Path, arguments: list[str]) -> int:
             "PATH": f"{folder}:{os.environ['PATH']}",
             "PYTHONPATH": f"{root / 'site'}:{Path(__file__).parents[2]}",
         }
-        command = ["qemu-aarch64", "-L", str(root), str(root / "usr/bin/python3.11"), "-m", "pytest"]
-        command += ["-p", "tests.kernels.emulated_arm", "-o", f"cache_dir={folder}", "--deselect", MADVISE]
-        return subprocess.run([*command, *arguments], env=os.environ | paths, check=False).returncode
+        command = [
+            "qemu-aarch64",
+            "-L",
+            str(root),
+            str(root / "usr/bin/python3.11"),
+            "-m",
+            "pytest",
+        ]
+        command += [
+            "-p",
+            "tests.kernels.emulated_arm",
+            "-o",
+            f"cache_dir={folder}",
+            "--deselect",
+            MADVISE,
+        ]
+        return subprocess.run(
+            [*command, *arguments], env=os.environ | paths, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

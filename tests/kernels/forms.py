@@ -26,7 +26,9 @@ HERE = [
     if processor_features() >= FEATURES[name]
 ]
 """Of the instructions and dtypes that there are C kernels of, those that can be tried here."""
-needs_compiled = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
+needs_compiled = pytest.mark.skipif(
+    obstacle() is not None, reason=f"no C kernels here: {obstacle()}"
+)
 COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
 EVERY = ["torch", "triton", *COMPILED]
 PAGE = 64
@@ -78,14 +80,19 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return normal(*shape, seed=seed + sum(shape)).bfloat16()
 
 
-def near(found: Tensor, right: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None) -> None:
+def near(
+    found: Tensor, right: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None
+) -> None:
     """Error at most twice that of plain torch in the same type, and `slack` roundings of numbers of a size.
 
     The size is 1 and that of the right ones where it is not given: plain torch may be luckily right.
     """
     assert found.dtype == plain.dtype and found.shape == right.shape and found.isfinite().all()
     size = 1 + right.abs().max().item() if size is None else size
-    allowed = 2 * (plain.double() - right).abs().max().item() + slack * torch.finfo(found.dtype).eps * size
+    allowed = (
+        2 * (plain.double() - right).abs().max().item()
+        + slack * torch.finfo(found.dtype).eps * size
+    )
     assert (found.double() - right).abs().max() <= allowed
 
 

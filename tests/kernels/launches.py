@@ -77,7 +77,9 @@ def dense(
         return weight_of(dtype, kind, n, k, normed=normed)
 
     def onto(k: int) -> Any:
-        return ops.linear(of(dtype, rows, k), weight(hidden, k), None, residual=of(dtype, rows, hidden))
+        return ops.linear(
+            of(dtype, rows, k), weight(hidden, k), None, residual=of(dtype, rows, hidden)
+        )
 
     squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
     x, norm = of(dtype, rows, hidden), Norm(squares, 1e-6)
@@ -86,7 +88,11 @@ def dense(
         f"out_{name}": lambda: onto(out),
         f"down_{name}": lambda: onto(inner),
         f"qkv_{name}": lambda: ops.linear(x, weight(qkv, hidden, True), None, None, norm),
-        **({f"chunk_{name}": lambda: ops.linear(x, weight(qkv, hidden), None, chunk=True)} if kind else {}),
+        **(
+            {f"chunk_{name}": lambda: ops.linear(x, weight(qkv, hidden), None, chunk=True)}
+            if kind
+            else {}
+        ),
         name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, act),
     }
 
@@ -115,7 +121,9 @@ def products() -> Launches:
     found |= head("8b_wide_bf16", BF16, 64, WIDE)
     found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), act=GELU)["9b_bf16"]
     limited = Activation("silu", 16.0)
-    found["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)["step_bf16"]
+    found["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)[
+        "step_bf16"
+    ]
     x, norm = of(BF16, 4, 4096), of(BF16, 4096)
     return found | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
@@ -131,7 +139,9 @@ def attention() -> Launches:
     chunk = Windows(of(I64, 1, 80), of(BOOL, 1, 80), table[:1], (), (), 64)
     found: Launches = {}
 
-    def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False) -> None:
+    def attend(
+        dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False
+    ) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
         scores, plan = (
             Scores(0.1, heads.sliding[0], softcap, sink),
@@ -167,7 +177,9 @@ def attention() -> Launches:
         found[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
         found[f"latent_{name}"] = partial(latent, dtype)
         for side, a, b in (("in", 128, 512), ("out", 512, 128)):
-            found[f"{side}_{name}"] = partial(OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b))
+            found[f"{side}_{name}"] = partial(
+                OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b)
+            )
     oss = AttentionHeads(64, 8, 64, sliding=(128,))
     found["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
     return found
@@ -177,7 +189,13 @@ def experts() -> Launches:
     """A layer of Qwen3-30B-A3B in bfloat16, one of DeepSeek-V3 in FP8, and experts of other activations."""
 
     def layer(
-        count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None, act: Activation = SILU
+        count: int,
+        hidden: int,
+        inner: int,
+        groups: int,
+        kept: int,
+        kind: Kind = None,
+        act: Activation = SILU,
     ) -> None:
         x, corrected = of(BF16, 32, hidden), kind is not None
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
@@ -186,7 +204,9 @@ def experts() -> Launches:
         gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
         own = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
         if act.kind == "swiglu":
-            own = own._replace(gate_up_bias=of(F32, count, 2 * inner), down_bias=of(F32, count, hidden))
+            own = own._replace(
+                gate_up_bias=of(F32, count, 2 * inner), down_bias=of(F32, count, hidden)
+            )
         OPS.experts(x, *chosen, own, x)
 
     found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
@@ -208,7 +228,11 @@ def draws() -> Launches:
     case = random_case(2, 3, 64, 0, "cpu")
     wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
     other: dict[str, Any] = {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
-    other |= {"mask": of(torch.int32, 2, 4, VOCAB // 32), "stop_ids": of(I64, 2, 24), "usable_vocab": VOCAB}
+    other |= {
+        "mask": of(torch.int32, 2, 4, VOCAB // 32),
+        "stop_ids": of(I64, 2, 24),
+        "usable_vocab": VOCAB,
+    }
     tensors = replace(each(case.tensors, lambda tensor: tensor.to("meta")), **other)
     logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
     verify = (draft, of(I64, 2), of(I64, 2), positions)
@@ -280,7 +304,9 @@ def recurrent() -> Launches:
     def read(mixed: Tensor, gates: Tensor, sizes: tuple[int, ...], corrects: bool) -> None:
         heads, key_heads, width, size = sizes
         rings = ((key_heads, width), (heads, size), (heads, 2))
-        memory = DeltaMemory(of(F32, 16, heads, width, size), *(of(F32, 16, 54, *ring) for ring in rings))
+        memory = DeltaMemory(
+            of(F32, 16, heads, width, size), *(of(F32, 16, 54, *ring) for ring in rings)
+        )
         for operation in (OPS.delta_rule, OPS.delta_chunks):
             operation(mixed, gates, Rule(of(F32, heads), of(F32, heads), corrects), memory, rows)
 

@@ -67,7 +67,9 @@ class Case:
         return Case(*rows, tensors, self.usable_vocab)
 
 
-def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: bool = False) -> Case:
+def random_case(
+    slots: int, k: int, vocab: int, seed: int, device: str, coarse: bool = False
+) -> Case:
     """Random logits, some of them -inf, on a grid with many ties if coarse; parameters of every kind."""
     g = torch.Generator().manual_seed(seed)
 
@@ -90,7 +92,9 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
         frequency_penalty=pick(0.0, 0.35, -0.2),
         top_k=pick(0, 0, 1, 3, 20, vocab // 2, vocab - 1, vocab, vocab + 7).long(),
         seed=torch.randint(0, 2**63 - 1, (slots,), generator=g),
-        bias=torch.where(chance(0.1, slots, vocab), 3 * torch.randn(slots, vocab, generator=g), 0.0),
+        bias=torch.where(
+            chance(0.1, slots, vocab), 3 * torch.randn(slots, vocab, generator=g), 0.0
+        ),
         in_prompt=chance(0.2, slots, vocab),
         generated=torch.randint(0, 4, (slots, vocab), generator=g, dtype=torch.int32)
         * chance(0.2, slots, vocab),
@@ -101,7 +105,9 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
         truncation=True,
         usable_vocab=vocab,
         # A row more than there are, of which some allow everything.
-        mask=torch.randint(-(2**31), 2**31, (slots, k + 2, -(-vocab // 32)), generator=g, dtype=torch.int32)
+        mask=torch.randint(
+            -(2**31), 2**31, (slots, k + 2, -(-vocab // 32)), generator=g, dtype=torch.int32
+        )
         | -chance(0.3, slots, k + 2, 1).int(),
     )
     # Few different ids, so that windows repeat a draft.
@@ -109,7 +115,11 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
     positions = torch.randint(2**20, (slots, 1), generator=g) + torch.arange(k + 1)
     tensors = each(tensors, lambda tensor: tensor.to(device))
     return Case(
-        logits.to(device), draft.to(device), positions.to(device), tensors, max(1, vocab - vocab // 9)
+        logits.to(device),
+        draft.to(device),
+        positions.to(device),
+        tensors,
+        max(1, vocab - vocab // 9),
     )
 
 
@@ -128,7 +138,9 @@ def drawn_alike(form: Form, case: Case, steps: Steps) -> Tensor:
         scores = process_rows(case.logits, case.draft, case.with_steps(steps))
         seed = case.tensors.seed.unsqueeze(-1).expand_as(case.positions)
         noisy = scores + gumbel(seed, case.positions, STREAM_TARGET, scores.shape[-1])
-        scores = torch.where((case.tensors.temperature > 0).view(-1, 1, 1) & steps.noise, noisy, scores)
+        scores = torch.where(
+            (case.tensors.temperature > 0).view(-1, 1, 1) & steps.noise, noisy, scores
+        )
         margin = scores.gather(-1, expected[..., None]) - scores.gather(-1, sampled[..., None])
         assert (margin.squeeze(-1)[sampled != expected] < 1e-5).all()
         assert (sampled != expected).float().mean() < 0.01

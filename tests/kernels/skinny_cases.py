@@ -49,7 +49,9 @@ def drawn(
     return whole.stacked(count) if count else whole
 
 
-def make_weight(n: int, k: int, device: str, kind: str = "int8", columns: bool = False) -> TiledWeight:
+def make_weight(
+    n: int, k: int, device: str, kind: str = "int8", columns: bool = False
+) -> TiledWeight:
     """A random weight in int8 whose scales differ much from row to row, or "kind group" of any codes."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
@@ -78,7 +80,14 @@ class Operands:
     """
 
     def __init__(
-        self, n: int, k: int, rows: int, dtype: torch.dtype, device: str, parts: int = 3, kind: str = "plain"
+        self,
+        n: int,
+        k: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: str,
+        parts: int = 3,
+        kind: str = "plain",
     ) -> None:
         generator = torch.Generator().manual_seed(n * 1000 + k * 10 + rows)
 

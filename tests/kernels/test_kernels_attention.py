@@ -35,7 +35,14 @@ class Window:
         return self.start + self.rows if self.rows else 0
 
 
-WINDOWS = [Window(0, 1), Window(30, 4), Window(0, 0), Window(124, 5), Window(189, 3), Window(250, 5)]
+WINDOWS = [
+    Window(0, 1),
+    Window(30, 4),
+    Window(0, 0),
+    Window(124, 5),
+    Window(189, 3),
+    Window(250, 5),
+]
 """They end in the first key, inside and at the edge of both kinds of chunks, and across them."""
 
 
@@ -60,7 +67,11 @@ class Cache:
         return Scores(scale, self.heads.sliding[-1], self.softcap, self.sinks)
 
     def like(
-        self, sliding: int | None = None, cap: float | None = None, first_key: int = 0, sinks: bool = False
+        self,
+        sliding: int | None = None,
+        cap: float | None = None,
+        first_key: int = 0,
+        sinks: bool = False,
     ) -> Cache:
         """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
@@ -68,7 +79,12 @@ class Cache:
         return replace(self, heads=heads, softcap=cap, sinks=low if sinks else None)
 
     def paged(
-        self, form: Form, windows: Sequence[Window], slots: Sequence[int], seed: int = 0, spare: int = 0
+        self,
+        form: Form,
+        windows: Sequence[Window],
+        slots: Sequence[int],
+        seed: int = 0,
+        spare: int = 0,
     ) -> tuple[list[Tensor], Tensor]:
         """Pools and a table for windows on the given slots.
 
@@ -76,7 +92,9 @@ class Cache:
         """
         dead = NAN if form.name == "triton" else 0.0
         capacity = -(-self.keys.shape[1] // self.page) + spare
-        order = torch.randperm(capacity * len(slots) + 3, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            capacity * len(slots) + 3, generator=torch.Generator().manual_seed(seed)
+        )
         table = order[: capacity * len(slots)].view(len(slots), capacity).to(self.keys.device)
         pools = []
         for whole in (self.keys, self.values)[: 1 if self.rank else 2]:
@@ -93,8 +111,12 @@ class Cache:
     def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
         """One row's definition, query [H, D], in query's dtype."""
         heads, groups = self.heads, self.heads.num_heads // self.heads.num_kv_heads
-        first = max(min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1))
-        seen = (each[slot, first : position + 1].to(query.dtype) for each in (self.keys, self.values))
+        first = max(
+            min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)
+        )
+        seen = (
+            each[slot, first : position + 1].to(query.dtype) for each in (self.keys, self.values)
+        )
         keys, values = (each.repeat_interleave(groups, 1) for each in seen)
         scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
         if self.softcap is not None:
@@ -106,18 +128,33 @@ class Cache:
 
 
 def make_cache(
-    form: Form, dtype: torch.dtype, slots: int, length: int, groups: int, kv_heads: int, size: int, page: int
+    form: Form,
+    dtype: torch.dtype,
+    slots: int,
+    length: int,
+    groups: int,
+    kv_heads: int,
+    size: int,
+    page: int,
 ) -> Cache:
     if form.native and size % 8:
         pytest.skip("heads of the C kernels are multiples of 8")
     torch.manual_seed(1)
-    keys, values = (torch.randn(slots, length, kv_heads, size).to(form.device, dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(slots, length, kv_heads, size).to(form.device, dtype) for _ in range(2)
+    )
     heads = AttentionHeads(groups * kv_heads, kv_heads, size)
     return Cache(keys, values, heads, 64 if form.native else page)
 
 
 def make_latents(
-    form: Form, dtype: torch.dtype, slots: int, length: int, heads: int = 5, rank: int = 24, turned: int = 8
+    form: Form,
+    dtype: torch.dtype,
+    slots: int,
+    length: int,
+    heads: int = 5,
+    rank: int = 24,
+    turned: int = 8,
 ) -> Cache:
     if form.native and (rank + turned) % 8:
         pytest.skip("heads of the C kernels are multiples of 8")
@@ -133,13 +170,20 @@ def random_query(cache: Cache, *rows: int) -> Tensor:
 
 
 def attend(
-    form: Form, cache: Cache, windows: Sequence[Window], query: Tensor, slots: Any = None, **scattered: int
+    form: Form,
+    cache: Cache,
+    windows: Sequence[Window],
+    query: Tensor,
+    slots: Any = None,
+    **scattered: int,
 ) -> Tensor:
     """The form's result for query [S, Q, H, D]; rows beyond a window are invalid and repeat its last."""
     slots = list(range(len(windows))) if slots is None else slots
     pools, table = cache.paged(form, windows, slots, **scattered)
     width = query.shape[1]
-    positions = torch.tensor([[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows])
+    positions = torch.tensor(
+        [[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows]
+    )
     valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
     bounds, runs = [w.end for w in windows], [None] * len(windows)
     rows = Windows(positions.to(query.device), valid.to(query.device), table, bounds, runs)
@@ -154,7 +198,9 @@ def prefill(
     pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
     positions = torch.arange(start, start + len(query), device=query.device)[None]
     bound = min(-(-end // plain.KV_BLOCK) * plain.KV_BLOCK, table.shape[1] * cache.page)
-    rows = Windows(positions, torch.ones_like(positions, dtype=torch.bool), table, [bound], [None], start)
+    rows = Windows(
+        positions, torch.ones_like(positions, dtype=torch.bool), table, [bound], [None], start
+    )
     return attend_planned(form, cache, rows, query[None], pools)[0]
 
 
@@ -165,7 +211,9 @@ def attend_planned(form: Form, cache: Cache, rows: Windows, query: Tensor, pools
     return form.ops.paged_attention(query, pools, plan, cache.scores)
 
 
-def assert_right(form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[int, int, Tensor]]) -> None:
+def assert_right(
+    form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[int, int, Tensor]]
+) -> None:
     """Rows found [N, H, D] against the definition of each (slot, position, query)."""
     assert found.isfinite().all() and found.dtype == cache.keys.dtype
     right, plain = (
@@ -216,7 +264,12 @@ triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
 torch_form = pytest.mark.parametrize("form", ["torch"], indirect=True)
 KINDS: list[dict[str, Any]] = [
     *({"sliding": 1}, {"sliding": 17}, {"sliding": 33, "cap": 3.0}, {"sliding": 100}, {"cap": 3.0}),
-    *({"first_key": 1}, {"first_key": 3}, {"sinks": True}, {"sliding": 17, "cap": 3.0, "sinks": True}),
+    *(
+        {"first_key": 1},
+        {"first_key": 3},
+        {"sinks": True},
+        {"sliding": 17, "cap": 3.0, "sinks": True},
+    ),
 ]
 """Layers that slide, cap and have sinks, and models in whose caches the first positions hold nothing."""
 
@@ -233,9 +286,13 @@ HEAD_SIZES = [
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("form", "groups", "kv_heads", "size", "page"), thinned(HEAD_SIZES, (0, 2, 7)), indirect=["form"]
+    ("form", "groups", "kv_heads", "size", "page"),
+    thinned(HEAD_SIZES, (0, 2, 7)),
+    indirect=["form"],
 )
-def test_windows_by_their_definition(form: Form, groups: int, kv_heads: int, size: int, page: int) -> None:
+def test_windows_by_their_definition(
+    form: Form, groups: int, kv_heads: int, size: int, page: int
+) -> None:
     for dtype in form.types(groups):
         check(form, make_cache(form, dtype, 6, 256, groups, kv_heads, size, page), WINDOWS, 5)
 
@@ -259,20 +316,29 @@ def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
 
     cache = forget(make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind), 32, 30, 0, 124, 250)
     check(form, cache, [Window(30, 4), Window(0, 5), Window(124, 5), Window(250, 5)], 5)
-    for rows, start in ((7, 190), (70, 0)) if form.name == "triton" else ((150, 70), (7, 190), (70, 0)):
+    for rows, start in (
+        ((7, 190), (70, 0)) if form.name == "triton" else ((150, 70), (7, 190), (70, 0))
+    ):
         cache = make_cache(form, dtype, 1, start + rows, 2, 1, 16, 64).like(**kind)
         check_prompt(form, forget(cache, 64, start), start, rows)
 
 
 PROMPTS = [
-    *((1, 0, (2, 2), 16, 64), (130, 0, (3, 1), 16, 64), (5, 63, (4, 2), 80, 64), (33, 64, (7, 1), 96, 32)),
+    *(
+        (1, 0, (2, 2), 16, 64),
+        (130, 0, (3, 1), 16, 64),
+        (5, 63, (4, 2), 80, 64),
+        (33, 64, (7, 1), 96, 32),
+    ),
     *((70, 190, (2, 1), 32, 16), (140, 65, (4, 1), 16, 128), (20, 520, (4, 2), 16, 64)),
     *((3, 5, (3, 3), 33, 7), (9, 70, (2, 1), 512, 64)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "start", "heads", "size", "page"), thinned(PROMPTS, (0, 3, 7)), indirect=["form"]
+    ("form", "rows", "start", "heads", "size", "page"),
+    thinned(PROMPTS, (0, 3, 7)),
+    indirect=["form"],
 )
 def test_prompt_chunks_by_their_definition(
     form: Form, rows: int, start: int, heads: tuple[int, int], size: int, page: int
@@ -292,8 +358,12 @@ def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: 
         pytest.skip("the interpreter is slow")
     for dtype in form.types(heads):
         check(form, make_latents(form, dtype, 6, 256, heads, rank, turned), WINDOWS, 5)
-        for start, rows in ((64, 37), (160, 5)) if form.name == "triton" else ((0, 20), (64, 37), (160, 5)):
-            check_prompt(form, make_latents(form, dtype, 1, start + rows, heads, rank, turned), start, rows)
+        for start, rows in (
+            ((64, 37), (160, 5)) if form.name == "triton" else ((0, 20), (64, 37), (160, 5))
+        ):
+            check_prompt(
+                form, make_latents(form, dtype, 1, start + rows, heads, rank, turned), start, rows
+            )
 
 
 # -- rows apart ----------------------------------------------------------------------------------------
@@ -337,7 +407,9 @@ def test_a_row_alone_is_the_row_among_others(
             if i < 5 or i % 4 == 0 or i == most - 1
         }
         for width in widths:
-            others = [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
+            others = (
+                [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
+            )
             place = width % 3
             windows = [*others[:place], Window(start, width), *others[place:]]
             slots = [*[1, 2][:place], 0, *[1, 2][place:]]
@@ -347,11 +419,15 @@ def test_a_row_alone_is_the_row_among_others(
             for i in (i for i in alone if i < width):
                 assert torch.equal(among[place, i], alone[i]), (dtype, width, i)
         if form.native:  # whose prompts run the same program
-            assert torch.equal(prefill(form, cache, start, query)[[*alone]], torch.stack([*alone.values()]))
+            assert torch.equal(
+                prefill(form, cache, start, query)[[*alone]], torch.stack([*alone.values()])
+            )
 
 
 @alike
-@pytest.mark.parametrize("kind", [{}, {"sliding": 30, "cap": 2.0, "sinks": True}, {"latent": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{}, {"sliding": 30, "cap": 2.0, "sinks": True}, {"latent": True}], ids=str
+)
 def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[str, Any]) -> None:
     """In a chunk of its own, and as the last row of a shorter one; in any tile, masked or not."""
     interpreted = form.name == "triton" and form.device == "cpu"
@@ -362,7 +438,9 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
         for row in (3, 16, 69) if interpreted else (0, 3, 15, 16, 40, 69):
             alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
             assert torch.equal(alone[0], whole[row]), row
-            assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
+            assert torch.equal(
+                prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]
+            ), row
 
 
 def test_one_key_takes_all_the_weight(form: Form) -> None:
@@ -385,10 +463,15 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
     """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive slot."""
     monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
     ends, counts = [0, 1, 128, 129, 4096, 4097, 4608, 4609], [0, 1, 1, 2, 32, 33, 33, 34]
-    positions = torch.tensor([[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device)
+    positions = torch.tensor(
+        [[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device
+    )
     valid = torch.tensor([[end > 1, end > 0, False] for end in ends], device=form.device)
     table = torch.zeros(len(ends), 80, dtype=torch.long, device=form.device)
-    windows, heads = Windows(positions, valid, table, (), ()), AttentionHeads(2, 1, 16, sliding=(None, 300))
+    windows, heads = (
+        Windows(positions, valid, table, (), ()),
+        AttentionHeads(2, 1, 16, sliding=(None, 300)),
+    )
     plan = twin.plan_attention(windows, heads, 64, torch.float32)
     assert plan.max_chunks == 34 and set(plan.lists) == {None, 300}
     for sliding, chunks in plan.lists.items():
@@ -396,7 +479,9 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
         items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
         first = [max(0, end - 1 - (sliding or end)) for end in ends]
         begin = [at // 128 if at < 4096 else 32 + (at - 4096) // 512 for at in first]
-        assert sorted(items) == [(s, c) for s, count in enumerate(counts) for c in range(begin[s], count)]
+        assert sorted(items) == [
+            (s, c) for s, count in enumerate(counts) for c in range(begin[s], count)
+        ]
         large = sum(chunk >= 32 for _, chunk in items)
         assert large == 4 and all(chunk >= 32 for _, chunk in items[:large])
 
@@ -408,7 +493,9 @@ def test_at_the_real_chunk_sizes(form: Form) -> None:
     check(form, cache, [Window(125, 5), Window(4093, 5), Window(4604, 5), Window(5119, 3)], 5)
 
 
-@pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
+@pytest.mark.parametrize(
+    "facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability)
+)
 def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
     """Kernels hold the rows of a tile and its stages of keys and values at once."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -448,7 +535,9 @@ def test_which_blocks_are_read_changes_no_bit(
         if read_all:
             bias = plain.causal_bias(part[0], bound, 2, dtype, 0, sliding)
             plan = replace(plan, masks={sliding: (plain.SlotMask(bias),)})
-        return form.ops.paged_attention(query[:, first : first + rows], pages, plan, cache.scores)[0]
+        return form.ops.paged_attention(query[:, first : first + rows], pages, plan, cache.scores)[
+            0
+        ]
 
     together = run(0, 32, start + 32)
     assert torch.equal(together, run(0, 32, 1536, read_all=True))
@@ -470,4 +559,8 @@ def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
         heads = AttentionHeads(2, 1, 8, sliding=(16,))
         plan = form.ops.plan_attention(windows, heads, 64, torch.float32)
         query = torch.randn(1, 2, 2, 8)
-        assert form.ops.paged_attention(query, (pool, pool), plan, Scores(1.0, 16, softcap)).isfinite().all()
+        assert (
+            form.ops.paged_attention(query, (pool, pool), plan, Scores(1.0, 16, softcap))
+            .isfinite()
+            .all()
+        )

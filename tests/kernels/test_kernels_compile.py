@@ -23,7 +23,9 @@ from tests.kernels.compile_ahead import DEVICES
 ROOT = Path(__file__).resolve().parents[2]
 COLD = ("prefill_attention_kernel",)
 """Kernels of no round: a spill is not paid for every token."""
-SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").rglob("*_triton.py")}
+SOURCES = {
+    path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").rglob("*_triton.py")
+}
 MODULES = ["tests.kernels.launches"]
 NOTHING = "-"
 FEW = (
@@ -43,11 +45,17 @@ where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 ADA = {"linear_out_8b_wide_i8_bf16": 8}
-KNOWN_SPILLS = {86: ADA, 89: ADA, 120: {"gate_up_8b_wide_bf16": 16, "linear_out_8b_int4 128_bf16": 8}}
+KNOWN_SPILLS = {
+    86: ADA,
+    89: ADA,
+    120: {"gate_up_8b_wide_bf16": 16, "linear_out_8b_int4 128_bf16": 8},
+}
 """Bytes of local memory of kernels on architectures that have not been tuned for yet."""
 
 
-def compile_all(arch: int, modules: list[str], cache: Path, without: str = NOTHING) -> list[dict[str, Any]]:
+def compile_all(
+    arch: int, modules: list[str], cache: Path, without: str = NOTHING
+) -> list[dict[str, Any]]:
     """What the assembler says of each kernel, compiled by a process that has no interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
@@ -71,7 +79,9 @@ def check(found: list[dict[str, Any]], arch: int) -> None:
         assert kernel["shared"] <= DEVICES[arch].shared, kernel
         if kernel["kernel"] not in COLD:
             assert kernel["local"] <= KNOWN_SPILLS.get(arch, {}).get(kernel["name"], 0), kernel
-        if re.search("linear|gate_up|head_kernel|down|attend|prefill|delta_(chunks|solve)", kernel["kernel"]):
+        if re.search(
+            "linear|gate_up|head_kernel|down|attend|prefill|delta_(chunks|solve)", kernel["kernel"]
+        ):
             # One that the compiler gave up holds a trap and nothing else.
             assert kernel["wgmma"] or kernel["mma"] or kernel["tcgen05"], kernel
             # What each head multiplies by itself is a tile or two, which the older ones load at once; beside
@@ -84,10 +94,16 @@ def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
     """What has not changed since this was last run is not compiled again: Triton keeps it by its source."""
     found = compile_all(90, MODULES, request.config.cache.mkdir("triton"), without=FEW)
     check(found, 90)
-    latent = [k for k in found if k["kernel"] in ("attend_latent_chunk_kernel", "prefill_latent_kernel")]
+    latent = [
+        k for k in found if k["kernel"] in ("attend_latent_chunk_kernel", "prefill_latent_kernel")
+    ]
     assert len(latent) == 2 and all(kernel["wgmma"] for kernel in latent)
-    written = {name for text in SOURCES.values() for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
-    assert {kernel["kernel"] for kernel in found} == written, "a kernel that no case launches is not compiled"
+    written = {
+        name for text in SOURCES.values() for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)
+    }
+    assert {kernel["kernel"] for kernel in found} == written, (
+        "a kernel that no case launches is not compiled"
+    )
     products = [k for k in found if k["file"].endswith("skinny_kernels_triton")]
     assert products and all("rows" in kernel["any_rows"] for kernel in products)
     assert all(kernel["prefetched_first"] for kernel in products), "weights come before the wait"
@@ -102,14 +118,20 @@ def test_kernels_say_what_the_oldest_triton_knows(path: Path) -> None:
     assert '"triton>=3.5; platform_system' in (ROOT / "pyproject.toml").read_text()
     nodes = list(ast.walk(ast.parse(SOURCES[path])))
     names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
-    assert {name[3:] for name in names if re.fullmatch(r"tl\.\w+", name)} <= set(OF_TRITON_3_5.split())
+    assert {name[3:] for name in names if re.fullmatch(r"tl\.\w+", name)} <= set(
+        OF_TRITON_3_5.split()
+    )
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
         if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-            called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+            called = {
+                ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)
+            }
             assert not called & {"min", "max"}, function.name
 
 
-def test_products_and_sums_fuse_whatever_triton_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_sums_fuse_whatever_triton_does_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Triton 3.10 stops fusing, and 3.9 warns of it on stderr where nothing was said."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     load_kernels("triton")
@@ -125,4 +147,6 @@ def test_kernels_compile_for_every_architecture(arch: int, tmp_path: Path) -> No
     table = json.loads(RECORDED.read_text())
     if table["triton"] == triton.__version__:
         told = {(row[1], row[3]) for row in table["rows"] if row[0] == arch}
-        assert told == {(k["name"], k["local"]) for k in found if k["name"] in {name for name, _ in told}}
+        assert told == {
+            (k["name"], k["local"]) for k in found if k["name"] in {name for name, _ in told}
+        }

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 Arguments = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor, Tensor]
 
 
-def random_arguments(slots: int, k: int, vocab: int, seed: int, one_hot: bool, device: str) -> Arguments:
+def random_arguments(
+    slots: int, k: int, vocab: int, seed: int, one_hot: bool, device: str
+) -> Arguments:
     """Drafters near the target, so that prefixes of every length pass."""
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(slots, k + 1, vocab, generator=g)

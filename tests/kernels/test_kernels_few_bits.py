@@ -60,7 +60,9 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
 def test_largest_sums_are_exact(native: NativeLibrary, kind: Any, code: int, group: int) -> None:
     """Equal codes and equal numbers, whose digits are the largest that there are."""
     codes = torch.full((32, 64), code | code << 4, dtype=torch.uint8)
-    weight = few_bits.GroupedWeight(kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group)
+    weight = few_bits.GroupedWeight(
+        kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group
+    )
     x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
     found = native.linear(x, native.pack(weight), None, FLOAT32)
     assert torch.equal(found, few_bits.grouped_linear(x.float(), weight))

@@ -26,7 +26,14 @@ pytestmark = pytest.mark.parametrize("op", ["torch", "triton"], indirect=True)
     [(1, 1, 3, SIZE), (3, 4, 0, SIZE), (2, 3, 2, SIZE), (1, 1, 0, 1), (2, 1, 1, 2), (1, 3, 0, 33)],
 )
 def test_pairs_equal_their_definition(
-    op: Any, device: str, slots: int, width: int, extra: int, size: int, masked: int, hidden_first: bool
+    op: Any,
+    device: str,
+    slots: int,
+    width: int,
+    extra: int,
+    size: int,
+    masked: int,
+    hidden_first: bool,
 ) -> None:
     """A row alone, with a ring of its own slot's, has the same bits, though what others read is NaN."""
     torch.manual_seed(slots)
@@ -51,18 +58,25 @@ def test_pairs_equal_their_definition(
             token = table[tokens[row]].double() * (position != masked)
             state = states[row // width, (position - 1) % depth]
             assert torch.equal(kept[row], state)
-            lonely, ring = table.new_full(table.shape, math.nan), states.new_full(states.shape, math.nan)[:1]
+            lonely, ring = (
+                table.new_full(table.shape, math.nan),
+                states.new_full(states.shape, math.nan)[:1],
+            )
             lonely[tokens[row]], ring[0, (position - 1) % depth] = table[tokens[row]], state
             one, own = rows.positions[row : row + 1], SimpleNamespace(rings=ring, depth=depth)
             alone = SimpleNamespace(positions=one, width=1, states=own)
-            assert torch.equal(op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row])
+            assert torch.equal(
+                op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row]
+            )
             state = state.double()
             halves = [
                 x / (x.square().mean() + EPSILON).sqrt() * norm.double()
                 for x, norm in zip((token, state), norms, strict=True)
             ]
             expected = torch.cat(halves[::-1] if hidden_first else halves)
-            assert (out[row].double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+            assert (out[row].double() - expected).abs().max() < (
+                1e-5 if dtype == torch.float32 else 5e-3
+            )
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, SIZE), (4, SIZE), (1, 1), (2, 33)])

@@ -20,7 +20,16 @@ from tests.kernels.skinny_cases import drawn
 
 # -- routing -------------------------------------------------------------------------------------------
 
-FIELDS = ("per_token", "groups", "groups_kept", "group_best", "sigmoid", "normalised", "added", "scale")
+FIELDS = (
+    "per_token",
+    "groups",
+    "groups_kept",
+    "group_best",
+    "sigmoid",
+    "normalised",
+    "added",
+    "scale",
+)
 RULES = [
     (2, 1, 1, 1, False, True, 1e-20, 1.0),
     (3, 1, 1, 1, True, False, 1e-20, 2.5),
@@ -49,7 +58,9 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
     added = [0.0] * len(scores) if correction is None else correction.tolist()
     choice = [s + c for s, c in zip(scores, added, strict=True)]
     groups = [list(range(g * size, (g + 1) * size)) for g in range(rule.groups)]
-    worth = [sum(sorted((choice[e] for e in group), reverse=True)[: rule.group_best]) for group in groups]
+    worth = [
+        sum(sorted((choice[e] for e in group), reverse=True)[: rule.group_best]) for group in groups
+    ]
     kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.groups_kept]
     allowed = [e for g in kept for e in groups[g]]
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.per_token]
@@ -60,12 +71,15 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
 @pytest.mark.parametrize(
     ("form", "rule", "count", "k", "rows", "corrected"),
     thinned(
-        [(*row, corrected) for row in ROUTED for corrected in (False, True)], (1, 3, 8, 12, 15, 18, 21, 23)
+        [(*row, corrected) for row in ROUTED for corrected in (False, True)],
+        (1, 3, 8, 12, 15, 18, 21, 23),
     ),
     indirect=["form"],
     ids=str,
 )
-def test_routing(form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool) -> None:
+def test_routing(
+    form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool
+) -> None:
     """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
     given, dtype = rule_of(rule), form.dtypes[-1]
     x = normal(rows, k, seed=rows).to(form.device, dtype)
@@ -92,7 +106,9 @@ def test_routing(form: Form, rule: tuple[Any, ...], count: int, k: int, rows: in
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(form: Form, rule: tuple[Any, ...]) -> None:
+def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(
+    form: Form, rule: tuple[Any, ...]
+) -> None:
     """Equal scores, NaN everywhere and in one expert, infinities that win and that all have."""
     given = rule_of(rule)
     logits = normal(6, 1, 12, seed=1).to(form.device)
@@ -131,7 +147,11 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
     if kind == "plain":
         return wide.to(device, dtype)
     code, group = kind.split() if " " in kind else (kind, "0")
-    coded = drawn(code, n, k, int(group), code == "int4", count=count) if group != "0" else int8_rows(wide)
+    coded = (
+        drawn(code, n, k, int(group), code == "int4", count=count)
+        if group != "0"
+        else int8_rows(wide)
+    )
     return coded.each(lambda part: part.to(device))
 
 
@@ -146,8 +166,12 @@ def by_definition(x: Tensor, ids: Tensor, weights: Tensor, own: moe.ExpertWeight
     for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
         expert = ids[row, place]
         both, made = own.gate_up[expert].double() @ x[row].double(), own.down[expert].double()
-        shifts = [0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)]
-        out[row] += weights[row, place].double() * (made @ acted(both + shifts[0], own.act) + shifts[1])
+        shifts = [
+            0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)
+        ]
+        out[row] += weights[row, place].double() * (
+            made @ acted(both + shifts[0], own.act) + shifts[1]
+        )
     return out
 
 
@@ -162,9 +186,14 @@ SIZES = [
     *((5, 48, 32, 1, 2), (4, 144, 80, 23, 3), (2, 1, 1, 1, 1), (3, 33, 7, 3, 2)),
     *((6, 256, 64, 70, 3), (32, 96, 32, 7, 8)),
 ]
-EXPERTS = [*(("plain", SILU, *sizes) for sizes in SIZES), *(("int8", SILU, *SIZES[i]) for i in (1, 3))]
+EXPERTS = [
+    *(("plain", SILU, *sizes) for sizes in SIZES),
+    *(("int8", SILU, *SIZES[i]) for i in (1, 3)),
+]
 EXPERTS += [(f"{code} 32", SILU, 3, 64, 32, 9, 2) for code in ("int4", "e2m1", "int8")]
-EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [("int8", act, *SIZES[3]) for act in ACTS[1:]]
+EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
+    ("int8", act, *SIZES[3]) for act in ACTS[1:]
+]
 """With biases where the activation is gpt-oss's."""
 
 
@@ -253,7 +282,10 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
             for theirs, ours in zip(mixed, (x, ids, weights), strict=True):
                 theirs[place] = ours[row]
             found = way(*mixed)
-            assert torch.equal(found[place], known.setdefault((rows, row), found[place])), (rows, row)
+            assert torch.equal(found[place], known.setdefault((rows, row), found[place])), (
+                rows,
+                row,
+            )
     wild, keep = x.clone(), torch.arange(32) != 3
     wild[3] = float("nan")
     found = way(wild, ids, weights)

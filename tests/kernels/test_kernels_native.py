@@ -32,7 +32,9 @@ SHAPES = [(1, 1), (16, 32), (33, 31), (100, 50), (64, 96), (130, 320), (512, 104
 CODES: list[tuple[Any, ...]] = [(*case, wide) for case in CODED for wide in (True, False)]
 
 
-def weight_of(native: NativeLibrary, case: tuple[Any, ...], twice: bool = False) -> Tensor | GroupedWeight:
+def weight_of(
+    native: NativeLibrary, case: tuple[Any, ...], twice: bool = False
+) -> Tensor | GroupedWeight:
     """A weight (N, K), or in codes (kind, N, K, ...); or one of 2 N rows."""
     if isinstance(case[0], int):
         return noise(case[0] << twice, case[1], seed=twice).to(native.dtype)
@@ -49,7 +51,11 @@ def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
     weight, double = weight_of(native, case), weight_of(native, case, twice=True)
     (width, depth), wide, wide_double = weight.shape, plain_of(weight), plain_of(double)
     packed, kept = native.pack(weight), {g: native.pack(double, gated=g) for g in (False, True)}
-    bias, biases, scales = noise(width).float(), noise(2 * width, seed=1).float(), noise(depth).float()
+    bias, biases, scales = (
+        noise(width).float(),
+        noise(2 * width, seed=1).float(),
+        noise(depth).float(),
+    )
     for rows in (1, 3, 16, 17, 32, 47, 70) if isinstance(weight, Tensor) else (47,):
         x, residual = (noise(rows, size).to(native.dtype) for size in (depth, width))
         plain = x.double() @ wide
@@ -57,7 +63,9 @@ def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
         scores = native.linear(x, packed, None, FLOAT32)
         torch.testing.assert_close(scores.double(), plain, rtol=near, atol=least)
         assert_rounded(native.linear(x, packed, None), plain)
-        assert_rounded(native.linear(x, packed, bias, residual=residual), plain + bias + residual.double())
+        assert_rounded(
+            native.linear(x, packed, bias, residual=residual), plain + bias + residual.double()
+        )
         if isinstance(weight, GroupedWeight):
             assert_rounded(grouped_linear(x, weight, bias), plain + bias)
         near = near if native.dtype == torch.float32 else 0.02
@@ -68,8 +76,12 @@ def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
         x = x / 16  # sums of some size, of which activations' limits cut off some
         both = x.double() @ wide_double + biases
         for act in ACTS:
-            assert_rounded(native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act))
-            assert native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
+            assert_rounded(
+                native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act)
+            )
+            assert (
+                native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
+            )
 
 
 @pytest.mark.parametrize("case", [(100, 50), (96, 1040), *CODED], ids=str)
@@ -105,7 +117,11 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value, words in (
         (f"{BUILD}.find_compiler", lambda: (str(broken),), "no such luck"),
         (f"{BUILD}.find_compiler", tuple, "compiler"),
-        (f"{BUILD}.processor_features", lambda: frozenset({"avx2"}), "neither AVX2 with FMA nor NEON"),
+        (
+            f"{BUILD}.processor_features",
+            lambda: frozenset({"avx2"}),
+            "neither AVX2 with FMA nor NEON",
+        ),
         ("tempfile.tempdir", str(tmp_path / "none"), "cannot be compiled"),
     ):
         with monkeypatch.context() as patched:
@@ -149,7 +165,9 @@ def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
     """The compiler runs once for all; grows with each library that would have been compiled."""
     runs: list[int] = []
-    monkeypatch.setattr(build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1])
+    monkeypatch.setattr(
+        build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1]
+    )
     return runs
 
 
@@ -208,7 +226,9 @@ def test_a_library_without_a_place(
 
     for folder in (homeless, lambda: tmp_path / "file"):
         assert NativeLibrary(library_path(folder)).instructions
-    assert len(compiled) == 2 and "home directory" in caplog.text and "Not a directory" in caplog.text
+    assert (
+        len(compiled) == 2 and "home directory" in caplog.text and "Not a directory" in caplog.text
+    )
 
 
 def test_what_was_checked_is_loaded(tmp_path: Path, compiled: list[int]) -> None:
@@ -264,7 +284,8 @@ ARM = platform.machine() == "aarch64"
 
 @pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.fitting(dtype)]
+    ("dtype", "name"),
+    [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.fitting(dtype)],
 )
 def test_every_form_compiles(dtype: str, name: str) -> None:
     """Also those whose instructions this processor lacks, without a warning."""
@@ -284,7 +305,9 @@ WIDTH, DEPTH = 2080, 512
 """Enough work for several threads, in blocks that no number of them divides."""
 
 
-def test_products_by_any_number_of_threads(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_by_any_number_of_threads(
+    native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
     x, packed = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 1)

@@ -24,14 +24,20 @@ Found = tuple[list[int], int, int]
 """The first k drafts of a slot, their number, and its match."""
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"])
+@pytest.fixture(
+    params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"]
+)
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every form; Triton's kernels with one program a slot, with several, and as they are."""
     one_program = {"short": 1 << 30, "long": 8, "whole": None}
     name = "triton" if request.param in one_program else request.param
     module = form_of(request, name, "round.ngram_lookup")
     if one_program.get(request.param):
-        for constant, value in {"BLOCK": 16, "PARTS": 4, "ONE_PROGRAM": one_program[request.param]}.items():
+        for constant, value in {
+            "BLOCK": 16,
+            "PARTS": 4,
+            "ONE_PROGRAM": one_program[request.param],
+        }.items():
             monkeypatch.setattr(module, constant, value)
     return module
 
@@ -68,10 +74,14 @@ def look_up(
     drafts, counts, matches = (tensor.tolist() for tensor in state[3:])
     assert (drafts.pop(), counts.pop(), matches.pop()) == ([THERE] * WIDE, COUNT, MATCH)
     assert all(row[k:] == [THERE] * (WIDE - k) for row in drafts)
-    return [(row[:k], count, match) for row, count, match in zip(drafts, counts, matches, strict=True)]
+    return [
+        (row[:k], count, match) for row, count, match in zip(drafts, counts, matches, strict=True)
+    ]
 
 
-def expected(text: Sequence[int] | None, k: int, sizes: tuple[int, int], over: bool = False) -> Found:
+def expected(
+    text: Sequence[int] | None, k: int, sizes: tuple[int, int], over: bool = False
+) -> Found:
     """By a plain search; silent slots keep their match, and `over` other drafts those without a match too."""
     size = 0 if text is None else match_length(text, sizes[1])
     match = MATCH if text is None else size if size >= sizes[0] else 0
@@ -100,7 +110,9 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
         sizes = (shortest, min(64, shortest + rng.choice((0, 1, 4, 5, 8, 60))))
         wanted = [expected(text, k, sizes, over) for text in texts]
         width = rng.choice((WIDTH, max([4, *(len(text) for text in texts if text)])))
-        found = look_up(op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), width, over)
+        found = look_up(
+            op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), width, over
+        )
         assert found == wanted
 
 

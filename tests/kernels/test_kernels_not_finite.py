@@ -26,8 +26,14 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     ops, device, dtype, page = form.ops, form.device, form.dtypes[0], 64 if form.native else 16
     latent, (sliding, softcap) = kind == "latent", KINDS[kind]
     turn = torch.rand(ROWS, SIZE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    positions, slots = torch.arange(ROWS, device=device), torch.arange(page, page + ROWS, device=device)
-    table, turning = torch.arange(1, 4, device=device)[None], RotatedRows(turn, turn, positions, slots)
+    positions, slots = (
+        torch.arange(ROWS, device=device),
+        torch.arange(page, page + ROWS, device=device),
+    )
+    table, turning = (
+        torch.arange(1, 4, device=device)[None],
+        RotatedRows(turn, turn, positions, slots),
+    )
     if latent:
         kept, query = normal(ROWS, RANK + SIZE, seed=1), normal(ROWS, HEADS, RANK + SIZE, seed=2)
         where = kept[:, 5:6] if side == "value" else kept[:, RANK + 3 : RANK + 4]

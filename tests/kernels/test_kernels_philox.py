@@ -52,7 +52,9 @@ def test_bits_are_the_same_integers_and_noise_is_the_same_to_a_last_bit(
     seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator).to(device)
     given = (seed, torch.randint(2**33, (2, 3), generator=generator).to(device), stream, vocab)
     assert torch.equal(noise_triton.random_bits(*given), philox.random_bits(*given))
-    torch.testing.assert_close(noise_triton.gumbel(*given), philox.gumbel(*given), rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(
+        noise_triton.gumbel(*given), philox.gumbel(*given), rtol=3e-7, atol=3e-7
+    )
 
 
 @triton.jit
@@ -83,8 +85,25 @@ def rank_kernel(score, ids, rank, token, finite, size, SIZE: tl.constexpr):
 def test_ranks_order_scores_then_ids(device: str) -> None:
     """From the least drawn to the first drawn; equal scores come with falling ids."""
     ordered = [
-        *[(-math.inf, 7), (-math.inf, 0), (-3e38, 1), (-1.0, 3), (-1.0, 2), (-1e-45, 0), (0.0, 9), (-0.0, 8)],
-        *[(0.0, 4), (1e-45, 5), (2.5, 262143), (2.5, 6), (3e38, 2**31 - 1), (math.inf, 3), (math.nan, 5)],
+        *[
+            (-math.inf, 7),
+            (-math.inf, 0),
+            (-3e38, 1),
+            (-1.0, 3),
+            (-1.0, 2),
+            (-1e-45, 0),
+            (0.0, 9),
+            (-0.0, 8),
+        ],
+        *[
+            (0.0, 4),
+            (1e-45, 5),
+            (2.5, 262143),
+            (2.5, 6),
+            (3e38, 2**31 - 1),
+            (math.inf, 3),
+            (math.nan, 5),
+        ],
         (math.nan, 1),
     ]
     score = torch.tensor([s for s, _ in ordered], device=device)

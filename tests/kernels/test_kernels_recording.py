@@ -40,7 +40,9 @@ class Machine:
         self.count = torch.zeros(3, dtype=torch.int64)
 
     def program(self) -> tuple[Tensor, Tensor]:
-        y = self.library.linear(self.x.t().contiguous().t(), self.weight, None)  # copied, turned, viewed
+        y = self.library.linear(
+            self.x.t().contiguous().t(), self.weight, None
+        )  # copied, turned, viewed
         places = torch.where(y.float().sum(-1) > 0, self.count + torch.arange(3), 7) % 9
         picked = self.table[places].to(self.dtype) + y
         parts = torch.cat((picked[:, : N // 2], y.narrow(1, N // 2, N // 2)), 1)
@@ -68,7 +70,9 @@ def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Te
     assert all(map(torch.equal, state(machine), before)), "recording wrote"
     wide = library.pack(torch.ones(32, 64 * K))
     library.linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
-    held = [torch.full((1 << 12,), float("nan")) for _ in range(64)]  # where freed memory would be used again
+    held = [
+        torch.full((1 << 12,), float("nan")) for _ in range(64)
+    ]  # where freed memory would be used again
     for seed in range(5):
         for each in (written, machine):
             each.changed(seed)
@@ -92,7 +96,9 @@ ASKING: dict[str, Callable[[Machine], Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_what_depends_on_values_is_not_recorded(library: NativeLibrary, pool: Tensor, name: str) -> None:
+def test_what_depends_on_values_is_not_recorded(
+    library: NativeLibrary, pool: Tensor, name: str
+) -> None:
     machine = Machine(library)
     with pytest.raises(NotRecordable):
         record(lambda: ASKING[name](machine), library, pool)

@@ -45,7 +45,12 @@ class Shape:
         return 2 * self.key_heads * self.width + self.heads * self.size
 
 
-SHAPES = [Shape(4, 2, 16, 16), Shape(3, 1, 24, 40, taps=2), Shape(6, 2, 64, 32), Shape(1, 1, 5, 7, taps=3)]
+SHAPES = [
+    Shape(4, 2, 16, 16),
+    Shape(3, 1, 24, 40, taps=2),
+    Shape(6, 2, 64, 32),
+    Shape(1, 1, 5, 7, taps=3),
+]
 SHAPES += [Shape(4, 2, 24, 16, corrects=False), Shape(3, 1, 5, 7, taps=3, corrects=False)]
 """The last two are Mamba-2's."""
 
@@ -53,7 +58,9 @@ SHAPES += [Shape(4, 2, 24, 16, corrects=False), Shape(3, 1, 5, 7, taps=3, correc
 class Layer:
     """What a layer keeps of some slots, and a pass over it in one form of the kernels."""
 
-    def __init__(self, shape: Shape, form: Form, dtype: torch.dtype, slots: int, bias: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, form: Form, dtype: torch.dtype, slots: int, bias: bool = False
+    ) -> None:
         s, device = shape, form.device
         generator = torch.Generator().manual_seed(7)
 
@@ -122,7 +129,9 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
         rows = chance.randint(1, min(9, len(x) - position))
         accepted = chance.choice([1, rows, chance.randint(1, rows)])
         window = x[position : position + rows].clone()
-        window[accepted:] = layer.inputs(rows, seed=position + 1)[accepted:]  # drafts that are rejected
+        window[accepted:] = layer.inputs(rows, seed=position + 1)[
+            accepted:
+        ]  # drafts that are rejected
         made = layer.run(window, (1, 0, rows, position, position))
         if position:
             assert torch.equal(layer.memory.state[1], states[position - 1]), position
@@ -150,7 +159,10 @@ def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
 
 
 PASSED = thinned([(shape,) for shape in SHAPES], (), "torch", *COMPILED)
-PASSED += [("triton", Shape(2, 1, 8, 40, depth=20)), ("triton", Shape(2, 2, 5, 7, depth=20, corrects=False))]
+PASSED += [
+    ("triton", Shape(2, 1, 8, 40, depth=20)),
+    ("triton", Shape(2, 2, 5, 7, depth=20, corrects=False)),
+]
 
 
 @pytest.mark.parametrize(("form", "shape"), PASSED, indirect=["form"], ids=str)
@@ -180,7 +192,9 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
         state = state * decay[t, :, None, None]
         error = value[t] - torch.einsum("hij,hi->hj", state, key[t]) * s.corrects
         state = state + torch.einsum("hi,hj->hij", key[t], error * correct[t][:, None])
-        out.append(torch.einsum("hij,hi->hj", state, query[t]) * (s.width**-0.5 if s.corrects else 1))
+        out.append(
+            torch.einsum("hij,hi->hj", state, query[t]) * (s.width**-0.5 if s.corrects else 1)
+        )
     normed, opened = torch.stack(out), (gate * gate.sigmoid()).view(len(x), s.heads, s.size)
     if not s.corrects:  # Mamba-2 gates before the norm, which is a group's
         normed = (normed * opened).view(len(x), *layer.norm.shape)
@@ -197,7 +211,9 @@ def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
     for dtype in form.dtypes[:1] if form.name == "torch" else form.types(shape.heads):
         layer = Layer(shape, form, dtype, 1)
         x = layer.inputs(33)
-        made = torch.cat([layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))])
+        made = torch.cat(
+            [layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))]
+        )
         wanted = naive(x, layer)
         assert (made.double() - wanted).abs().max() < allowed[dtype] * wanted.abs().max()
 
@@ -225,7 +241,12 @@ def test_threads_change_no_bit(form: Form, monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- whole chunks of a prompt ----------------------------------------------------------------------
 
-CHUNKED = [Shape(2, 1, 128, 64), Shape(3, 1, 24, 40), Shape(2, 2, 5, 7), Shape(4, 2, 24, 16, corrects=False)]
+CHUNKED = [
+    Shape(2, 1, 128, 64),
+    Shape(3, 1, 24, 40),
+    Shape(2, 2, 5, 7),
+    Shape(4, 2, 24, 16, corrects=False),
+]
 FORMS = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
 
 
@@ -308,4 +329,6 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -
     made = layer.kernels.delta_chunks(*given)
     assert torch.equal(made[1 : count + 1], wanted) and torch.equal(layer.memory.state[2], behind)
     assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[count + 1].any()
-    assert layer.memory.state[1].isnan().all() and all(ring.isnan().all() for ring in layer.memory[1:])
+    assert layer.memory.state[1].isnan().all() and all(
+        ring.isnan().all() for ring in layer.memory[1:]
+    )

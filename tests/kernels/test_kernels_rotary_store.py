@@ -50,14 +50,18 @@ class Inputs:
         shape = (PAGES, PAGE, width) if self.rank else (PAGES, PAGE, self.kv_heads, self.size)
         pools = [self.wide.new_full(shape, UNTOUCHED) for _ in range(1 if self.rank else 2)]
         query = self._define(pools) if form is None else self._call(form, pools)
-        if form is not None and form.native and not self.rank:  # pages of the C kernels are kept head by head
+        if (
+            form is not None and form.native and not self.rank
+        ):  # pages of the C kernels are kept head by head
             pools = [pool.view(PAGES, self.kv_heads, PAGE, -1).transpose(1, 2) for pool in pools]
         return [query, *(pool.flatten(0, 1).flatten(1) for pool in pools)]
 
     def _split(self) -> tuple[Tensor, Tensor]:
         """Queries [T, H, R] and latents [T, L + R], as a layer cuts them from wider rows."""
         assert self.rank is not None and self.weight is not None
-        query = self.wide[:, 3 : 3 + self.heads * (7 + self.size)].unflatten(1, (self.heads, -1))[..., 7:]
+        query = self.wide[:, 3 : 3 + self.heads * (7 + self.size)].unflatten(1, (self.heads, -1))[
+            ..., 7:
+        ]
         return query, self.wide[:, -(self.rank + self.size) :]
 
     def _call(self, form: Form, pools: list[Tensor]) -> Tensor:
@@ -94,7 +98,12 @@ class Inputs:
 
 
 def make(
-    form: Form, rows: int, heads: tuple[int, int], size: int, normed: bool = True, rank: int | None = None
+    form: Form,
+    rows: int,
+    heads: tuple[int, int],
+    size: int,
+    normed: bool = True,
+    rank: int | None = None,
 ) -> Inputs:
     """Float32 inputs for a form's device; heads: of queries, of keys."""
     cos, sin = turning_tables(TABLE, size, form.device, torch.float32)

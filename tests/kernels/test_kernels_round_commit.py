@@ -38,9 +38,13 @@ def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> St
     doubt = 0.3 / (k + 1)
     state = {
         "draft": draft,
-        "num_drafts": torch.tensor([rng.choice((0, k, k + 3, rng.randint(0, k))) for _ in range(rows)]),
+        "num_drafts": torch.tensor(
+            [rng.choice((0, k, k + 3, rng.randint(0, k))) for _ in range(rows)]
+        ),
         "sampled": sampled,
-        "finite": torch.tensor([[rng.random() > doubt for _ in range(max_k + 1)] for _ in range(rows)]),
+        "finite": torch.tensor(
+            [[rng.random() > doubt for _ in range(max_k + 1)] for _ in range(rows)]
+        ),
         "tokens": integers(rows, MAX_LEN + max_k + 1),
         "length": length,
         "length_limit": torch.tensor(
@@ -72,7 +76,11 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
         stops, finite = set(state["stop_ids"][s].tolist()), state["finite"][s].tolist()
         stop = next((i for i in range(accepted + 1) if sampled[i] in stops), None)
         bad = next((i for i in range(accepted + 1) if not finite[i]), None)
-        ends = [accepted + 1, *([] if stop is None else [stop + 1]), *([] if bad is None else [bad])]
+        ends = [
+            accepted + 1,
+            *([] if stop is None else [stop + 1]),
+            *([] if bad is None else [bad]),
+        ]
         count, reason = min(ends), GOING_ON
         if before + count >= int(state["length_limit"][s]):
             reason = FULL
@@ -86,7 +94,10 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
         for i in range(count):
             state["tokens"][s, before + i] = sampled[i]
             state["generated"][s, sampled[i]] += 1
-        met |= {f"reason {reason}", *(["stop inside"] if stop is not None and stop < accepted else [])}
+        met |= {
+            f"reason {reason}",
+            *(["stop inside"] if stop is not None and stop < accepted else []),
+        }
         met |= {"bad inside"} if bad is not None and 0 < bad < accepted else set()
         met |= {"accepted some"} if 0 < accepted < k else set()
         met |= {"counted twice"} if len(set(sampled[:count])) < count else set()
@@ -107,7 +118,10 @@ def check(
     if not counted:
         expected["generated"] = state["generated"].cpu().clone()
     whole, widths = ("ring", "counter", "times"), {"draft": k, "sampled": k + 1, "finite": k + 1}
-    cut = {name: t if name in whole else t[:slots][..., : widths.get(name)] for name, t in state.items()}
+    cut = {
+        name: t if name in whole else t[:slots][..., : widths.get(name)]
+        for name, t in state.items()
+    }
     window = SimpleNamespace(draft=cut.pop("draft"), num_drafts=cut.pop("num_drafts"))
     accepted = None if given is None else torch.tensor(given, device=state["draft"].device)
     rows, counts = (cut.pop("sampled"), cut.pop("finite"), accepted), cut.pop("generated")
@@ -130,7 +144,14 @@ def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) 
     check(op, make_state(6, slots, k, device), slots, k, counted=False)
     if (slots, k) == (17, 7):  # of every kind
         ends = {f"reason {reason}" for reason in (GOING_ON, STOPPED, FULL, FAILED)}
-        assert met == ends | {"silent", "stop inside", "bad inside", "accepted some", "counted twice", "all"}
+        assert met == ends | {
+            "silent",
+            "stop inside",
+            "bad inside",
+            "accepted some",
+            "counted twice",
+            "all",
+        }
 
 
 @pytest.mark.parametrize("stops", [1, 40])
@@ -150,6 +171,11 @@ def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
     state = make_state(4, 2, 3, device)
     state["length"][:2] = torch.tensor([MAX_LEN, MAX_LEN - 1], device=device)
     state["active"][:2] = torch.tensor([False, True], device=device)
-    for name, value in (("length_limit", MAX_LEN), ("finite", True), ("stop_ids", -1), ("num_drafts", 0)):
+    for name, value in (
+        ("length_limit", MAX_LEN),
+        ("finite", True),
+        ("stop_ids", -1),
+        ("num_drafts", 0),
+    ):
         state[name].fill_(value)
     assert check(op, state, 2, 3) == {"silent", "reason 0", f"reason {FULL}"}

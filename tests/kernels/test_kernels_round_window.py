@@ -46,7 +46,9 @@ def make_state(seed: int, slots: int, k: int, device: str) -> State:
 def first_slots(state: State, slots: int, k: int, **more: torch.Tensor) -> Any:
     """Views whose strides are not their widths."""
     widths = {"tokens": MAX_LEN + k + 1, "draft": max(1, k), "page_table": PAGES}
-    return round_state(**{name: t[:slots][..., : widths.get(name)] for name, t in state.items()}, **more)
+    return round_state(
+        **{name: t[:slots][..., : widths.get(name)] for name, t in state.items()}, **more
+    )
 
 
 def lists_of(state: State) -> dict[str, Any]:
@@ -57,7 +59,8 @@ def placed(table: list[int], positions: list[int], valid: list[bool]) -> list[in
     """KV slots; a position beyond the table lies in its last page."""
     pages = [table[min(p // PAGE, PAGES - 1)] for p in positions]
     return [
-        page * PAGE + p % PAGE if fed else TRASH for page, p, fed in zip(pages, positions, valid, strict=True)
+        page * PAGE + p % PAGE if fed else TRASH
+        for page, p, fed in zip(pages, positions, valid, strict=True)
     ]
 
 
@@ -155,8 +158,14 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
     seen = 0
     for seed in range(4):
         state = make_state(seed, 5, WIDE, device)
-        lists, rows, places = lists_of(state), first_slots(state, 5, WIDE), Places(PAGE, MAX_LEN - 2, TRASH)
-        first = (rows.length - 3 + torch.arange(5, device=device) % 4).clamp(min=0) if seed else None
+        lists, rows, places = (
+            lists_of(state),
+            first_slots(state, 5, WIDE),
+            Places(PAGE, MAX_LEN - 2, TRASH),
+        )
+        first = (
+            (rows.length - 3 + torch.arange(5, device=device) % 4).clamp(min=0) if seed else None
+        )
         window, expected = op.committed_window(rows, width, rows.active, places, first, ahead), []
         for s, length in enumerate(lists["length"][:5]):
             at = [length - width + i for i in range(width + ahead)]
@@ -178,7 +187,9 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
         state = make_state(seed, slots, WIDE, device)
         lists = lists_of(state)
         # A column of something wider: its row stride is not 1.
-        drawn = torch.randint(99, (slots, 3), generator=torch.Generator().manual_seed(seed)).to(device)
+        drawn = torch.randint(99, (slots, 3), generator=torch.Generator().manual_seed(seed)).to(
+            device
+        )
         for step in range(k):
             sampled, expected = (drawn + step)[:, :1], []
             given = first_slots(state, slots, WIDE)

@@ -15,7 +15,15 @@ pytest.importorskip("triton")
 from spd.kernels.sampling import sampling, sampling_triton
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from tests.kernels.forms import COMPILED, Form, thinned
-from tests.kernels.sampling_cases import EVERY_STEP, EXTREMES, PLAIN, Steps, drawn_alike, number, random_case
+from tests.kernels.sampling_cases import (
+    EVERY_STEP,
+    EXTREMES,
+    PLAIN,
+    Steps,
+    drawn_alike,
+    number,
+    random_case,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
@@ -30,9 +38,13 @@ DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (F
 """The size of the vocabulary, and whether logits are so coarse that many tie."""
 
 
-@pytest.mark.parametrize(("form", "vocab", "coarse"), thinned(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"])
+@pytest.mark.parametrize(
+    ("form", "vocab", "coarse"), thinned(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"]
+)
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
-    drawn_alike(form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP)
+    drawn_alike(
+        form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP
+    )
     for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
         for k in (0, 3):
             drawn_alike(form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps)
@@ -44,7 +56,9 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
     case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
     drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
     zeros, held = torch.zeros_like(case.tensors.temperature), case.tensors.generated
-    strong = replace(case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held)  # type: ignore[operator]
+    strong = replace(
+        case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held
+    )  # type: ignore[operator]
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
     drawn_alike(form, flat, replace(GREEDY, penalties=True))
 
@@ -83,10 +97,18 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
     assert sampled[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
     right = [False, False, False, True, False, not steps.noise, True]
     assert form.ops.sample_rows(*broken.arguments(steps))[1].flatten().tolist() == right
-    for heat in (tensors.temperature, torch.zeros_like(tensors.temperature)) if not form.native else ():
-        law = assert_same_laws(form, replace(broken, tensors=replace(tensors, temperature=heat)), steps)
+    for heat in (
+        (tensors.temperature, torch.zeros_like(tensors.temperature)) if not form.native else ()
+    ):
+        law = assert_same_laws(
+            form, replace(broken, tensors=replace(tensors, temperature=heat)), steps
+        )
         right[5] = not (steps.noise and heat.any())
-        assert law.isfinite().all(-1).flatten().tolist() == law.isfinite().any(-1).flatten().tolist() == right
+        assert (
+            law.isfinite().all(-1).flatten().tolist()
+            == law.isfinite().any(-1).flatten().tolist()
+            == right
+        )
 
 
 @pytest.mark.parametrize("truncation", [False, True])
@@ -99,7 +121,11 @@ def test_a_row_is_the_same_alone_and_among_others(
     interpreted = form.name == "triton" and form.device == "cpu"
 
     def made(case: Any) -> list[Tensor]:
-        law = [] if form.native else [form.ops.row_laws(case.logits, case.draft, case.with_steps(steps))]
+        law = (
+            []
+            if form.native
+            else [form.ops.row_laws(case.logits, case.draft, case.with_steps(steps))]
+        )
         return [*form.ops.sample_rows(*case.arguments(steps)), *law]
 
     whole = made(case)
@@ -144,11 +170,15 @@ plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True
 @plain_forms
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 300])
-def test_every_step_has_the_samplings_law(form: Form, vocab: int, coarse: bool, small_blocks: None) -> None:
+def test_every_step_has_the_samplings_law(
+    form: Form, vocab: int, coarse: bool, small_blocks: None
+) -> None:
     """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and neither."""
     case = random_case(number(form, 6), 1, vocab, vocab, form.device, coarse)
     assert_same_laws(form, case, TRUNCATED)
-    sums = assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)  # few tokens may all be hidden
+    sums = (
+        assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)
+    )  # few tokens may all be hidden
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
 
 

@@ -26,7 +26,13 @@ from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.activation import SILU
 from spd.kernels.linear.few_bits import int8_rows, tiled
-from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
+from spd.kernels.linear.skinny_config import (
+    LinearConfig,
+    config_for,
+    paired,
+    with_tile,
+    workspace_sizes,
+)
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.kernels.sampling import sampling_triton
@@ -41,17 +47,33 @@ EPSILON = 1e-5
 SPLIT = replace(SMALL, split_k=3)
 FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
 SHAPES = [
-    *((1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3), (1, 1, 1), (2, 3, 2), (35, 67, 1))
+    *(
+        (1, 16, 1),
+        (40, 72, 5),
+        (33, 130, 17),
+        (96, 96, 16),
+        (71, 64, 3),
+        (1, 1, 1),
+        (2, 3, 2),
+        (35, 67, 1),
+    )
 ]
 """(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
 EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
 """Less than a block of scales, partial last blocks both ways, one row and column, odd sizes."""
 CODED = [
     *(("int4 64", 70, 256, 17), ("int4 128", 34, 320, 17), ("int4 136", 40, 136, 17)),
-    *(("int8 64", 32, 128, 17), ("e2m1 16", 48, 80, 17), ("e2m1 32", 33, 160, 17), ("e4m3 128", 40, 200, 17)),
+    *(
+        ("int8 64", 32, 128, 17),
+        ("e2m1 16", 48, 80, 17),
+        ("e2m1 32", 33, 160, 17),
+        ("e4m3 128", 40, 200, 17),
+    ),
 ]
 """Every kind and group, with halves of a step beyond K, parts of K, and a last group that is partial."""
-EVERY_CASE: list[Any] = [(("plain", *shape), config) for shape in SHAPES for config in (SMALL, SPLIT, None)]
+EVERY_CASE: list[Any] = [
+    (("plain", *shape), config) for shape in SHAPES for config in (SMALL, SPLIT, None)
+]
 EVERY_CASE += [(("int8", *shape), config) for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)]
 GATED = [act for act in ACTS if act.gated]
 FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
@@ -96,7 +118,12 @@ def test_products(
             table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
                 ("linear", (o.x, o.fed, bias), {"norm": norm}, normed @ fed.T + shift),
                 ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), {}, acted(opened, SILU)),
-                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), after, acted(opened, after["act"])),
+                (
+                    "norm_gate_up",
+                    (o.x, o.pair, pair_bias, None, norm),
+                    after,
+                    acted(opened, after["act"]),
+                ),
                 ("linear", (o.x, o.weight, bias), onto, residual + x @ weight.T + shift),
                 ("head_logits", (o.x, o.weight), {}, x @ weight.T),
             ]
@@ -115,7 +142,9 @@ def test_products(
                     sums = found.float().square().sum(1)
                     torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
                 usual = kind == "plain" or name == "norm_gate_up"
-                slack = 2 if kind == "plain" and device == "cpu" else 4  # a GPU approximates exp, too
+                slack = (
+                    2 if kind == "plain" and device == "cpu" else 4
+                )  # a GPU approximates exp, too
                 near(found, right, plain.to(found.dtype), slack, None if usual else size)
                 if dtype == torch.float32:
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
@@ -135,10 +164,17 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
         scaled, squares = rows_twin.embed(ids, o.weight, 5.656854)
         if dtype in dtypes:  # the interpreter cuts bfloat16 off where a GPU rounds it
             assert torch.equal(scaled, o.weight[ids] * 5.656854)
-        torch.testing.assert_close(squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0
+        )
         normed = o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + EPSILON)
         given, right = (o.x, o.squares, o.scale, EPSILON), normed * o.scale.double()
-        near(rows_twin.rms_norm_rows(*given), right, plain := rows_reference.rms_norm_rows(*given), slack=2)
+        near(
+            rows_twin.rms_norm_rows(*given),
+            right,
+            plain := rows_reference.rms_norm_rows(*given),
+            slack=2,
+        )
         if dtype == torch.float32:
             torch.testing.assert_close(plain.double(), right, rtol=1e-5, atol=1e-5)
         if dtype in dtypes and h < 1000:
@@ -146,7 +182,9 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
             for form in (rows_reference, rows_twin):
                 y, squares = form.norm_residual(o.x, o.scale.float(), EPSILON, o.residual)
                 near(y, right, right.to(dtype), size=2.5e-6 / torch.finfo(dtype).eps)
-                torch.testing.assert_close(squares.sum(1), y.float().square().sum(1), rtol=1e-5, atol=0)
+                torch.testing.assert_close(
+                    squares.sum(1), y.float().square().sum(1), rtol=1e-5, atol=0
+                )
 
 
 @pytest.mark.parametrize("form", COMPILED, indirect=True)
@@ -158,7 +196,9 @@ def test_norms_of_the_native_form(form: Form, size: int) -> None:
     exact_norm = wide / (wide.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
     got = form.ops.norm(x, weight, EPSILON)
     assert_rounded(got, exact_norm)
-    assert_rounded(form.ops.norm(x, weight, EPSILON, residual[:9]), exact_norm + residual[:9].double())
+    assert_rounded(
+        form.ops.norm(x, weight, EPSILON, residual[:9]), exact_norm + residual[:9].double()
+    )
     assert torch.equal(form.ops.norm(x[3:4], weight, EPSILON), got[3:4])
     assert torch.equal(form.ops.rms_norm_rows(x, None, scales[0], EPSILON), got)
 
@@ -192,7 +232,8 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
     """Every operation as a function of x [T, K] and the residual [T, N], all of whose results are by row."""
     device = o.x.device
     workspace = LinearWorkspace(
-        torch.full((1 << 18,), float("nan"), device=device), torch.zeros(64, dtype=torch.int32, device=device)
+        torch.full((1 << 18,), float("nan"), device=device),
+        torch.zeros(64, dtype=torch.int32, device=device),
     )
     seed = torch.full((rows,), 2**40 + 3, device=device)
     first = torch.full((rows,), 7, device=device)
@@ -200,9 +241,13 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
 
     def sample(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         t = len(x)
-        return twin.head_sample(x, o.weight, Draw(seed[:t], first[:t], 2, heat[:t], o.weight.shape[0] - 1))
+        return twin.head_sample(
+            x, o.weight, Draw(seed[:t], first[:t], 2, heat[:t], o.weight.shape[0] - 1)
+        )
 
-    def normed(form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None) -> Callable[..., Any]:
+    def normed(
+        form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None
+    ) -> Callable[..., Any]:
         given = (weight, bias, workspace)
         return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON))
 
@@ -216,8 +261,12 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
     if isinstance(o.weight, Tensor):
         found |= {
             "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace)[:1],
-            "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
-            "norm_residual": lambda x, r: rows_twin.norm_residual(r, o.tail.float(), EPSILON, r * 0.5),
+            "rms_norm_rows": lambda x, _: (
+                rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),
+            ),
+            "norm_residual": lambda x, r: rows_twin.norm_residual(
+                r, o.tail.float(), EPSILON, r * 0.5
+            ),
             "head_sample": sample,
         }
     return found
@@ -262,25 +311,34 @@ def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: 
     partials, counters = workspace_sizes(n, 17, config)
     assert (counters > 0) == (k > 40)
     workspace = LinearWorkspace(
-        torch.empty(partials, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+        torch.empty(partials, device=device),
+        torch.zeros(counters, dtype=torch.int32, device=device),
     )
     norm = Norm(squares_of(x, 2), EPSILON)
     for _ in range(2):
-        assert torch.equal(twin.linear(x, weight, None, workspace)[0], twin.linear(x, weight, None)[0])
+        assert torch.equal(
+            twin.linear(x, weight, None, workspace)[0], twin.linear(x, weight, None)[0]
+        )
         shared = twin.norm_gate_up(x, weight, None, workspace, norm)
         assert torch.equal(shared, twin.norm_gate_up(x, weight, None, None, norm))
         assert not workspace.counters.any()
 
 
-def test_a_workspace_that_is_too_small_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_is_too_small_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(twin, "_config", choice(SPLIT))
     o = Operands(40, 200, 17, torch.float32, device)
-    small = LinearWorkspace(torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device))
+    small = LinearWorkspace(
+        torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device)
+    )
     with pytest.raises(AssertionError, match="too small"):
         twin.linear(o.x, o.weight, None, small)
 
 
-@pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
+@pytest.mark.parametrize(
+    "facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability)
+)
 def test_configs_fit_every_weight_and_device(facts: Device) -> None:
     for itemsize in (1, 2, 4):
         for n in (1, 16, 100, 1024, 4096, 24576, 151937, 262144):
@@ -288,7 +346,11 @@ def test_configs_fit_every_weight_and_device(facts: Device) -> None:
                 config = config_for(n, k, itemsize, facts)
                 for size in (config.block_n, config.block_k, config.block_t):
                     assert size >= 16 and size & (size - 1) == 0
-                assert paired(config, n).block_n >= 32 and 1 <= config.split_k <= 8 and config.stages >= 2
+                assert (
+                    paired(config, n).block_n >= 32
+                    and 1 <= config.split_k <= 8
+                    and config.stages >= 2
+                )
                 for tile in (16, 32, 64):
                     each = with_tile(paired(config, n), tile, itemsize, facts)
                     step = each.block_n * itemsize + each.block_t * max(2, itemsize)
@@ -319,14 +381,18 @@ def test_offsets_beyond_32_bits() -> None:
     del logits, weight
     rows, ids = 8200, 1 << 18
     if torch.cuda.mem_get_info()[0] > 16 << 30:
-        x, table = (torch.ones(count, 16, dtype=torch.bfloat16, device="cuda") for count in (rows, ids))
+        x, table = (
+            torch.ones(count, 16, dtype=torch.bfloat16, device="cuda") for count in (rows, ids)
+        )
         assert (twin.head_logits(x, table) == 16).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1024, 3072), (24576, 1024), (1000, 320)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(6144, 4096), (4096, 12288), (1024, 3072), (24576, 1024), (1000, 320)]
+)
 def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kind: str) -> None:
     """The tile follows the number of rows, so each row of 1 to 130 must equal the row alone."""
     held = torch.cuda.get_device_capability()
@@ -351,7 +417,10 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
         ]
         return found if n % 2 else [*found, ops.norm_gate_up(part, weight, None, None, norms[-1])]
 
-    alone = [torch.cat(parts) for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)]
+    alone = [
+        torch.cat(parts)
+        for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)
+    ]
     for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):
         for one, every in zip(alone, products(slice(0, rows)), strict=True):
             assert torch.equal(one[:rows], every)
@@ -361,8 +430,21 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
 @pytest.mark.parametrize(
     ("vocab", "k", "usable", "every"),
     [
-        *[(77, 64, 77, 0), (77, 64, 61, 0), (77, 64, 1, 0), (1, 1, 1, 0), (2, 33, 2, 0), (3, 5, 3, 0)],
-        *[(17, 3, 17, 0), (77, 64, 500, 500), (77, 64, 300, 500), (17, 64, 40, 500), (1, 64, 500, 500)],
+        *[
+            (77, 64, 77, 0),
+            (77, 64, 61, 0),
+            (77, 64, 1, 0),
+            (1, 1, 1, 0),
+            (2, 33, 2, 0),
+            (3, 5, 3, 0),
+        ],
+        *[
+            (17, 3, 17, 0),
+            (77, 64, 500, 500),
+            (77, 64, 300, 500),
+            (17, 64, 40, 500),
+            (1, 64, 500, 500),
+        ],
         (3, 64, 9, 500),
     ],
 )
@@ -378,7 +460,9 @@ def test_sample_is_the_full_samplers_draw(
         known = None
         if every:
             known = (
-                torch.randperm(every, generator=torch.Generator().manual_seed(vocab))[:vocab].sort().values
+                torch.randperm(every, generator=torch.Generator().manual_seed(vocab))[:vocab]
+                .sort()
+                .values
             )
             known[0] = min(int(known[0]), usable - 1)
         assert drawn(o.x, o.weight, Draw(*keys, usable), known, every)[1].all()
@@ -401,8 +485,14 @@ def drawn(
     history = (None, None, None, none[:, None], none, None)
     tensors = SamplingTensors(*numbers, *history, True, False, draw.usable_vocab)
     rows = torch.arange(logits.shape[1], device=x.device)
-    given = (none[:, None].expand(slots, len(rows) - 1), draw.first[:, None] + draw.step + rows, tensors)
-    for full, fused in zip(sampling_triton.sample_rows(logits, *given), (token, finite), strict=True):
+    given = (
+        none[:, None].expand(slots, len(rows) - 1),
+        draw.first[:, None] + draw.step + rows,
+        tensors,
+    )
+    for full, fused in zip(
+        sampling_triton.sample_rows(logits, *given), (token, finite), strict=True
+    ):
         assert torch.equal(full.flatten(), fused)
     plain, plain_finite = reference.head_sample(x, weight, draw, *ids)
     assert torch.equal(plain_finite, finite)

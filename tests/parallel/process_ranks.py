@@ -57,7 +57,11 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
     """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
     program = COUNTED.replace("FOLDER", repr(str(folder)))
     patch.setattr(crew, "PROGRAM", f"{program}\n{PROGRAM}")
-    for owner, name in ((ProcessGroup, "gather"), (ProcessGroup, "broadcast"), (communicator, "open_ranks")):
+    for owner, name in (
+        (ProcessGroup, "gather"),
+        (ProcessGroup, "broadcast"),
+        (communicator, "open_ranks"),
+    ):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     patch.setattr(crew, "open_ranks", crew.open_ranks)
     patch.setattr(RoundQueue, "tell", None, raising=False)
@@ -68,7 +72,9 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
         number, ranks = next(numbers), engine.plan.shape.tp
         engine._device.tell(number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
-        assert wait_until(lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN)
+        assert wait_until(
+            lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN
+        )
         return {rank: json.loads(place.read_text()) for rank, place in enumerate(places)}
 
     return ask
@@ -120,7 +126,9 @@ def shared_memory(processes: list[int]) -> set[Path]:
     files = []
     for pid in processes:
         with suppress(OSError):
-            files += [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            files += [
+                line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            ]
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
                     files.append(os.readlink(descriptor))

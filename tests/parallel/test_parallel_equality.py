@@ -17,7 +17,16 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
 from tests import helpers
-from tests.helpers import Damped, Run, Tiny, drafts, edit_weights, outputs, quick_engine, random_prompts
+from tests.helpers import (
+    Damped,
+    Run,
+    Tiny,
+    drafts,
+    edit_weights,
+    outputs,
+    quick_engine,
+    random_prompts,
+)
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
@@ -38,7 +47,12 @@ EVERY_PARAMETER = [
 ]
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
-    "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
+    "eagle3 of its own width": {
+        "kind": "random",
+        "hidden_size": 96,
+        "fc_norm": True,
+        "norm_output": True,
+    },
     "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
     "eagle3 of few ids": {"kind": "random", "draft_vocab": 25},
 }  # Heads with the target's embeddings, with others of another width, and with the target's logits.
@@ -53,11 +67,15 @@ def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
 
 def family(name: str, tiny: Tiny, folder: Path) -> Path:
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
-        return write_twin(tiny("deepseek_v3", hidden=72, dtype="bfloat16"), folder / "fp8", block=24)
+        return write_twin(
+            tiny("deepseek_v3", hidden=72, dtype="bfloat16"), folder / "fp8", block=24
+        )
     return tiny(name) if name in VARIANTS else write_dense(folder / name, name)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
+)
 def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
     folder = family(name, tiny, tmp_path)
     speculated = texts(quick_engine(folder, slots=2, tp=ranks, **NGRAM))
@@ -96,7 +114,9 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
         target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
         wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     else:
-        target = write_tiny_mtp(tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft)
+        target = write_tiny_mtp(
+            tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft
+        )
     plain = outputs(texts(quick_engine(target, slots=2)))
     alone = texts(quick_engine(target, **wishes))
     assert outputs(alone) == plain
@@ -131,7 +151,9 @@ def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> No
     edit_weights(folder, lambda t: t["lm_head.weight"][half:].copy_(t["lm_head.weight"][:half]))
     one, two = (texts(quick_engine(folder, tp=ranks)) for ranks in (1, 2))
     assert outputs(one) == outputs(two)
-    assert all(token < half for run in two[::2] for token in run.tokens), "greedy takes the first of twins"
+    assert all(token < half for run in two[::2] for token in run.tokens), (
+        "greedy takes the first of twins"
+    )
 
 
 def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Path) -> None:
@@ -166,14 +188,22 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
         (2, 2, DEMO, "--draft-tp 2 does not divide the drafter", "--draft-tp 1"),
     ],
 )
-def test_sizes_that_are_refused(tp: int, draft_tp: Any, wishes: Any, said: str, fix: str, tiny: Tiny) -> None:
+def test_sizes_that_are_refused(
+    tp: int, draft_tp: Any, wishes: Any, said: str, fix: str, tiny: Tiny
+) -> None:
     with pytest.raises(IncompatibleError if "not divide" in said else UsageError) as caught:
-        quick_engine(**{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **wishes})
+        quick_engine(
+            **{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **wishes}
+        )
     assert said in caught.value.message and fix in caught.value.fix
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:
     headed = write_tiny_mtp(tmp_path / "mtp", layers=3)
-    for wishes, ranks in (({"spec": "mtp"}, 2), ({"draft_model": headed}, 1), ({"spec": "ngram"}, 1)):
+    for wishes, ranks in (
+        ({"spec": "mtp"}, 2),
+        ({"draft_model": headed}, 1),
+        ({"spec": "ngram"}, 1),
+    ):
         plan = make_plan(EngineConfig(model=headed, tp=2, **wishes))  # type: ignore[arg-type]
         assert plan.shape.draft_tp == ranks, wishes

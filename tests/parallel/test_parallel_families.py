@@ -26,8 +26,13 @@ HEADS = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_air", "glm4_moe_lite"), "glm4"),
     **{"mimo": "mimo", "ernie4_5": "ernie", "qwen3_moe": "mtp"},
 }  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
-loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)  # Such drafts often agree with a `loud` target.
-WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
+loud, silent = (
+    Damped(loud=1),
+    Damped(loud=1, soft=0.0),
+)  # Such drafts often agree with a `loud` target.
+WHOLE = (
+    "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
+)
 
 
 def written(folder: Path, name: str, **options: Any) -> Path:
@@ -89,10 +94,17 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
 @pytest.mark.parametrize("clusters", [{"clusters": 4, "kept": 3}, {}])
-def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, family: str, clusters: dict[str, int]) -> None:
+def test_an_assistant_s_ranks_are_its_target_s(
+    tmp_path: Path, family: str, clusters: dict[str, int]
+) -> None:
     target = written(tmp_path / "target", family)
     folder = write_assistant(tmp_path / "assistant", target, **clusters)
-    wishes: dict[str, Any] = {"spec": "assistant", "draft_model": folder, "draft_max": 3, "kernels": "auto"}
+    wishes: dict[str, Any] = {
+        "spec": "assistant",
+        "draft_model": folder,
+        "draft_max": 3,
+        "kernels": "auto",
+    }
     alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(runs_of(target, kernels="auto"))
     assert drafts(runs) == drafts(alone)
@@ -110,7 +122,9 @@ def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers(count=2)
-@pytest.mark.parametrize("name", ["step3", "nemotron_h", *sorted(MTP_OF.keys() - {"step3", "nemotron_h"})])
+@pytest.mark.parametrize(
+    "name", ["step3", "nemotron_h", *sorted(MTP_OF.keys() - {"step3", "nemotron_h"})]
+)
 def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> None:
     folder = write_tiny_mtp(tmp_path, kind="copy", **MTP_OF[name])
     wishes: dict[str, Any] = {"spec": "mtp", "draft_max": 3}

@@ -26,13 +26,37 @@ from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.follower import LOOPBACK, connect
 from tests.helpers import Patch, Tiny, make_engine, random_prompts
 from tests.parallel import process_ranks
-from tests.parallel.process_ranks import ENDS_WITHIN, children, gone, nothing_is_left, pids, wait_until
+from tests.parallel.process_ranks import (
+    ENDS_WITHIN,
+    children,
+    gone,
+    nothing_is_left,
+    pids,
+    wait_until,
+)
 
-STARTS_WITHIN = 240  # Seconds in which a fault has to happen, on a machine that does other things too.
+STARTS_WITHIN = (
+    240  # Seconds in which a fault has to happen, on a machine that does other things too.
+)
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
-SPD = ["generate", "-m", "demo", "--tp", "2", "--raw", "--ignore-eos", "--threads", "1", "-n", "4000"]
+SPD = [
+    "generate",
+    "-m",
+    "demo",
+    "--tp",
+    "2",
+    "--raw",
+    "--ignore-eos",
+    "--threads",
+    "1",
+    "-n",
+    "4000",
+]
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        for line in file:"
-KILLED, HELD = "os.kill(os.getpid(), 9)", "ctypes.PyDLL(None).sleep(600)"  # HELD: no thread can act.
+KILLED, HELD = (
+    "os.kill(os.getpid(), 9)",
+    "ctypes.PyDLL(None).sleep(600)",
+)  # HELD: no thread can act.
 ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
 RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"
@@ -92,7 +116,9 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
         assert wait_until(mark.exists, STARTS_WITHIN)
         started = children(process.pid)
         shared = process_ranks.shared_memory([process.pid, *started])
-        ended = wait_until(lambda: process.poll() is not None and all(map(gone, started)), ENDS_WITHIN)
+        ended = wait_until(
+            lambda: process.poll() is not None and all(map(gone, started)), ENDS_WITHIN
+        )
         assert ended, said.read_text()
     finally:
         process.kill()
@@ -104,12 +130,24 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
 @pytest.mark.parametrize(
     ("rank", "act", "places", "said"),
     [
-        *((1, KILLED, PLACES, "was ended by SIGKILL"), (1, RAISES, PLACES, "ValueError: no such page")),
+        *(
+            (1, KILLED, PLACES, "was ended by SIGKILL"),
+            (1, RAISES, PLACES, "ValueError: no such page"),
+        ),
         *((1, ASLEEP, PLACES, WAITING), (0, ASLEEP, PLACES, WAITING), (0, STOPPED, PLACES, SILENT)),
         *((1, STOPPED, ["decoding"], SILENT), (1, HELD, ["decoding"], SILENT)),
         (0, HELD, ["loading", "decoding"], SILENT),
     ],
-    ids=["killed", "raises", "sleeps", "rank 0 sleeps", "rank 0 stopped", "stopped", "held", "rank 0 held"],
+    ids=[
+        "killed",
+        "raises",
+        "sleeps",
+        "rank 0 sleeps",
+        "rank 0 stopped",
+        "stopped",
+        "held",
+        "rank 0 held",
+    ],
 )
 def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_path: Path) -> None:
     for place in places:
@@ -119,7 +157,9 @@ def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_
         # A rank 0 that is silent is ended by another rank, which says so.
         ended = -signal.SIGKILL if rank == 0 and said == SILENT else EngineError.exit_code
         assert status == ended, told
-        assert f"error: rank {rank}: {said}" in told and "Traceback" not in told.splitlines()[0], place
+        assert f"error: rank {rank}: {said}" in told and "Traceback" not in told.splitlines()[0], (
+            place
+        )
         assert told.count("error:") == 1, told
         assert started, place
 

@@ -15,7 +15,16 @@ from spd.runtime.models import family_layout, weights
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import ModelLayout
 from tests import helpers
-from tests.helpers import Run, accepted, drafts, make_engine, outputs, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Run,
+    accepted,
+    drafts,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
@@ -23,7 +32,16 @@ pytestmark = pytest.mark.usefixtures("threads")
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
 SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
 SEEDED = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0, 1.0) * 2)]
-SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
+SPLIT = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_a",
+    "in_proj_b",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "out_proj",
+)
 
 
 def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) -> list[Run]:
@@ -57,11 +75,16 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
 def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
     write_sparse(tmp_path, name)
     alone = outputs(runs_of(tmp_path, kernels="auto"))
-    assert outputs(runs_of(tmp_path, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
+    assert (
+        outputs(runs_of(tmp_path, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3))
+        == alone
+    )
 
 
 def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: Path) -> None:
-    draft = write_tiny_hybrid(tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
+    draft = write_tiny_hybrid(
+        tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2
+    )
     wishes = {"kernels": "auto", "spec": "draft", "draft_model": draft, "draft_max": 3}
     alone = runs_of(agreeing, **wishes)
     assert accepted(alone)
@@ -94,7 +117,9 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     for engine in made:
         runs = run_all(engine, [prompt], [params])
         turn = helpers.next_turn(prompt, runs[0].tokens, params)
-        runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(engine, [turn])
+        runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(
+            engine, [turn]
+        )
         cached += [run.metrics.cached_tokens for run in runs]
         told.append([(run.output, run.logprobs, run.drafts) for run in runs])
         engine.close()

@@ -19,7 +19,16 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
 from tests import helpers
-from tests.helpers import INTERPRETED, Patch, Tiny, drafts, make_engine, outputs, random_prompts, run_all
+from tests.helpers import (
+    INTERPRETED,
+    Patch,
+    Tiny,
+    drafts,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+)
 from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
 damped = helpers.Damped(loud=2)
@@ -28,7 +37,9 @@ PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperatu
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_tokens_traffic_and_sockets(
+    group: int, tiny: Tiny, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
@@ -41,7 +52,9 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monk
         before, rounds = traffic(engine), engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
         after, rounds = traffic(engine), engine.rounds - rounds
-        delta = {r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)}
+        delta = {
+            r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)
+        }
         check_traffic(engine, target, draft, group, delta, rounds)
         found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
         assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
@@ -50,7 +63,10 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monk
 
 def listening(processes: list[int]) -> set[str]:
     """Where processes, this one too, listen: IPv4 addresses and ports, as the kernel shows them."""
-    links, inodes = [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()], set()
+    links, inodes = (
+        [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()],
+        set(),
+    )
     for link in links:
         with suppress(OSError):
             inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
@@ -59,7 +75,9 @@ def listening(processes: list[int]) -> set[str]:
     return {each[1] for each in lines if each[3] == "0A" and each[9] in inodes}
 
 
-def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int) -> None:
+def check_traffic(
+    engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int
+) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
     config, small = map(helpers.read_model_config, (target, draft))
     k = engine.plan.shape.draft_max
@@ -84,7 +102,14 @@ def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: 
 @pytest.mark.slow
 def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
     """The most memory of its own, pages of files apart, beyond a rank of a tiny model: what is planned."""
-    shape = {"hidden": 512, "intermediate": 4096, "layers": 8, "heads": 8, "head_dim": 64, "vocab": 8192}
+    shape = {
+        "hidden": 512,
+        "intermediate": 4096,
+        "layers": 8,
+        "heads": 8,
+        "head_dim": 64,
+        "vocab": 8192,
+    }
     large, whole = tiny("llama2", kv_heads=2, **shape), 0
     for ranks in (1, 2, 4):
         held = {}
@@ -129,7 +154,9 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}
     target, draft = tiny("gqa1", layers=3, **shape), tiny("gqa1", layers=2, **shape)
     prompts, expected = [tuple(range(4, 13)), (7, 7, 9)], None
-    params = [SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)]
+    params = [
+        SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)
+    ]
     wishes: dict[str, Any] = {"ctx": 31, "slots": 2}
     plain = outputs(run_all(make_engine(target, **wishes), prompts, params))
     wishes |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
@@ -149,14 +176,48 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
 @pytest.mark.slow
 def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: Path) -> None:
     """As on two machines, met over loopback: rank 0 alone answers, with the text of ranks that it starts."""
-    wanted = ["-m", "spd", "generate", "-m", "demo", "--tp", "2", "--spec", "mtp", "--draft-tp", "1", "--raw"]
-    wanted += ["--dtype", "float32", "--temperature", "0", "--ctx", "256", "--threads", "1", "-n", "12"]
+    wanted = [
+        "-m",
+        "spd",
+        "generate",
+        "-m",
+        "demo",
+        "--tp",
+        "2",
+        "--spec",
+        "mtp",
+        "--draft-tp",
+        "1",
+        "--raw",
+    ]
+    wanted += [
+        "--dtype",
+        "float32",
+        "--temperature",
+        "0",
+        "--ctx",
+        "256",
+        "--threads",
+        "1",
+        "-n",
+        "12",
+    ]
     wanted += ["def read_lines(path):"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+    ]
     agent += ["--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
-    second = subprocess.Popen([*agent, "1", *wanted], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    second = subprocess.Popen(
+        [*agent, "1", *wanted], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     first = subprocess.run([*agent, "0", *wanted], capture_output=True, timeout=240, check=False)
     said, _ = second.communicate(timeout=60)
     alone = subprocess.run([sys.executable, *wanted], capture_output=True, timeout=120, check=True)
@@ -178,7 +239,20 @@ def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("env", "uname", "ldconfig"):
         (here / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
         (here / name).chmod(0o755)
-    argv = ["spd", "generate", "-m", "demo", "-n", "2", "--threads", "1", "--json", "--tp", "2", "Hi"]
+    argv = [
+        "spd",
+        "generate",
+        "-m",
+        "demo",
+        "-n",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+        "--tp",
+        "2",
+        "Hi",
+    ]
     searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
     command = isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())")
     how: dict[str, Any] = {"cwd": here, "env": os.environ | searched, "text": True, "timeout": 300}

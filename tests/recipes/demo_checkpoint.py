@@ -28,7 +28,11 @@ HYBRID_MTP_NAMES = {
 def qwen3_config(shape: Shape) -> dict[str, Any]:
     """The architecture's part of a Qwen3 config.json."""
     return {
-        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden},
+        **{
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": shape.hidden,
+        },
         **{"intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
         **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads},
         "head_dim": shape.head_dim,
@@ -42,11 +46,31 @@ def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
         **{"hidden_size": shape.hidden, "intermediate_size": shape.dense},
         **{"moe_intermediate_size": shape.expert, "num_hidden_layers": shape.layers},
         **{"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1},
-        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "q_lora_rank": None},
-        **{"kv_lora_rank": shape.kv_rank, "qk_nope_head_dim": shape.nope, "qk_rope_head_dim": shape.rope},
-        **{"v_head_dim": shape.value, "n_routed_experts": shape.routed, "n_shared_experts": shape.shared},
-        **{"num_experts_per_tok": shape.top_experts, "n_group": shape.groups, "topk_group": shape.top_groups},
-        **{"norm_topk_prob": True, "routed_scaling_factor": shape.routed_scaling, "scoring_func": "sigmoid"},
+        **{
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.heads,
+            "q_lora_rank": None,
+        },
+        **{
+            "kv_lora_rank": shape.kv_rank,
+            "qk_nope_head_dim": shape.nope,
+            "qk_rope_head_dim": shape.rope,
+        },
+        **{
+            "v_head_dim": shape.value,
+            "n_routed_experts": shape.routed,
+            "n_shared_experts": shape.shared,
+        },
+        **{
+            "num_experts_per_tok": shape.top_experts,
+            "n_group": shape.groups,
+            "topk_group": shape.top_groups,
+        },
+        **{
+            "norm_topk_prob": True,
+            "routed_scaling_factor": shape.routed_scaling,
+            "scoring_func": "sigmoid",
+        },
         **{"topk_method": "noaux_tc", "rope_scaling": None},
     }
 
@@ -59,8 +83,15 @@ def hybrid_config(shape: HybridShape) -> dict[str, Any]:
         **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
         **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate},
         **{"num_hidden_layers": shape.layers, "full_attention_interval": shape.interval},
-        **{"layer_types": [f"{kind}_attention" for kind in kinds], "num_attention_heads": shape.heads},
-        **{"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "attn_output_gate": True},
+        **{
+            "layer_types": [f"{kind}_attention" for kind in kinds],
+            "num_attention_heads": shape.heads,
+        },
+        **{
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "attn_output_gate": True,
+        },
         **{"linear_conv_kernel_dim": shape.kernel, "linear_key_head_dim": shape.key_dim},
         **{"linear_value_head_dim": shape.value_dim, "linear_num_key_heads": shape.key_heads},
         **{"linear_num_value_heads": shape.value_heads, "mamba_ssm_dtype": "float32"},
@@ -131,7 +162,9 @@ def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
 def load_decoder(folder: Path, shape: Sizes) -> Decoder:
     """A saved model, read back in float32."""
     model, weights = new_decoder(shape), load_file(folder / "model.safetensors")
-    parts = {inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)}
+    parts = {
+        inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)
+    }
     model.load_state_dict({inner: torch.cat(values, dim) for inner, (values, dim) in parts.items()})
     return model
 
@@ -141,10 +174,18 @@ def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     end_of_text, _, end_of_turn = (tokenizer.token_to_id(t) for t in SPECIAL_TOKENS)
     _write_json(folder / "config.json", config_of(model.shape, end_of_turn))
-    generation = {"eos_token_id": [end_of_turn, end_of_text], "temperature": 0.0, "do_sample": False}
+    generation = {
+        "eos_token_id": [end_of_turn, end_of_text],
+        "temperature": 0.0,
+        "do_sample": False,
+    }
     _write_json(folder / "generation_config.json", generation)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    names = {"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0], "chat_template": CHAT_TEMPLATE}
+    names = {
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+    }
     _write_json(folder / "tokenizer_config.json", names)
     save_file(to_checkpoint(model), folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -157,5 +198,7 @@ def write_sums(folder: Path) -> None:
     """Write SHA256SUMS of the folder and of the drafters in it."""
     parts = [folder / part / name for part in (".", "draft", "eagle3") for name in SUMMED]
     names = [path.relative_to(folder) for path in parts if path.exists()]
-    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    sums = [
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    ]
     (folder / "SHA256SUMS").write_text("".join(sums))

@@ -50,7 +50,20 @@ calendar locale html difflib unicodedata ast dis keyword token tokenize tracebac
 atexit signal socket select ssl asyncio zipfile tarfile configparser io codecs pprint reprlib timeit
 cProfile linecache filecmp stat errno array colorsys bz2 lzma sched http.client ipaddress shlex
 """
-QUESTION_TYPES = (str, bytes, list, dict, set, frozenset, tuple, int, float, bytearray, complex, range)
+QUESTION_TYPES = (
+    str,
+    bytes,
+    list,
+    dict,
+    set,
+    frozenset,
+    tuple,
+    int,
+    float,
+    bytearray,
+    complex,
+    range,
+)
 QUESTIONS = (
     *("What does {name} do?", "what does {name} do", "What is {name} for?", "Explain {name}."),
     *("Describe {name} in one sentence.", "What does {name} do in Python?"),
@@ -68,7 +81,13 @@ class Corpus:
     def digest(self) -> str:
         """SHA-256 over every text in order."""
         state = hashlib.sha256()
-        for part in (*self.training, "\0", *self.held_out, "\0", *(f"{n}\0{a}" for n, a in self.answers)):
+        for part in (
+            *self.training,
+            "\0",
+            *self.held_out,
+            "\0",
+            *(f"{n}\0{a}" for n, a in self.answers),
+        ):
             state.update(part.encode())
             state.update(b"\1")
         return state.hexdigest()
@@ -160,7 +179,12 @@ def question_answers() -> tuple[tuple[str, str], ...]:
     for attribute in sorted(dir(builtins)):
         value = getattr(builtins, attribute)
         error = inspect.isclass(value) and issubclass(value, BaseException)
-        if not attribute.startswith("_") and callable(value) and not error and inspect.getdoc(value):
+        if (
+            not attribute.startswith("_")
+            and callable(value)
+            and not error
+            and inspect.getdoc(value)
+        ):
             raw.append((attribute, inspect.getdoc(value) or ""))
     for kind in QUESTION_TYPES:
         for attribute in sorted(vars(kind)):
@@ -172,7 +196,11 @@ def question_answers() -> tuple[tuple[str, str], ...]:
         answer = _first_paragraph(doc)
         if name in PATCHED_BY_TORCH:
             continue
-        if len(answer) > 20 and name not in pairs and re.search(r" at 0x[0-9a-f]{6,}", answer) is None:
+        if (
+            len(answer) > 20
+            and name not in pairs
+            and re.search(r" at 0x[0-9a-f]{6,}", answer) is None
+        ):
             pairs[name] = answer
     return tuple(pairs.items())
 
@@ -188,14 +216,18 @@ def build_corpus() -> Corpus:
     training, held_out = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answers = tuple(pair for pair in question_answers() if not _is_held_out(pair[0].split(".")[0]))
+        answers = tuple(
+            pair for pair in question_answers() if not _is_held_out(pair[0].split(".")[0])
+        )
         for name, text in _without_near_duplicates(_source_files()):
             try:
                 ast.parse(text)
             except SyntaxError:
                 continue
             document = f"# {name}\n{text.rstrip()}\n"
-            (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(document)
+            (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(
+                document
+            )
     return Corpus(tuple(training), tuple(held_out), answers)
 
 
@@ -237,7 +269,9 @@ class Batches:
 
     def _chat(self, name: str, answer: str) -> list[int]:
         question = self.random.choice(QUESTIONS).format(name=name)
-        text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        text = (
+            f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        )
         return [*self.tokenizer.encode(text).ids, self.end]
 
     def _answers(self, length: int) -> Tensor:
@@ -258,7 +292,9 @@ class Batches:
 
     def next(self, rows: int, length: int, answer_rows: int) -> Tensor:
         """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
-        made = (self._answers(length) if r < answer_rows else self._source(length) for r in range(rows))
+        made = (
+            self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)
+        )
         return torch.stack(list(made))
 
 
@@ -272,7 +308,9 @@ def windows_of(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET) -> dict[str, Any]:
+def held_out(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET
+) -> dict[str, Any]:
     """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
 
     Beside it, how often the most frequent successor of the last token is, counted on the training side.

@@ -144,12 +144,16 @@ class GroupedAttention(Attention):
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q_proj, self.o_proj = linear(inputs, wide), linear(wide, shape.hidden)
         self.k_proj, self.v_proj = linear(inputs, narrow), linear(inputs, narrow)
-        self.q_norm, self.k_norm = (RMSNorm(shape.head_dim) if norms else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (
+            RMSNorm(shape.head_dim) if norms else nn.Identity() for _ in range(2)
+        )
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention`."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (part(h).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part(h).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in parts
+        )
         q, k = rotate_halves(self.q_norm(q), cos, sin), rotate_halves(self.k_norm(k), cos, sin)
         group = self.shape.heads // self.shape.kv_heads
         return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -173,7 +177,11 @@ class LatentAttention(Attention):
         q = self.q_proj(h).view(batch, length, s.heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([s.nope, s.rope], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(h).split([s.kv_rank, s.rope], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, length, s.heads, -1).transpose(1, 2)
+        kv = (
+            self.kv_b_proj(self.kv_a_layernorm(latent))
+            .view(batch, length, s.heads, -1)
+            .transpose(1, 2)
+        )
         k_nope, v = kv.split([s.nope, s.value], dim=-1)
         k_rope = rotate_pairs(k_rope[:, None], cos, sin).expand(-1, s.heads, -1, -1)
         q = torch.cat([q_nope, rotate_pairs(q_rope, cos, sin)], dim=-1)
@@ -226,9 +234,13 @@ class Gate(nn.Module):
         wanted = (scores + self.e_score_correction_bias).detach()
         grouped = wanted.unflatten(-1, (s.groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(s.top_groups, dim=-1).indices
-        allowed = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)[..., None].expand_as(grouped)
+        allowed = (
+            torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)[..., None].expand_as(grouped)
+        )
         wanted = wanted.masked_fill(allowed.flatten(-2) == 0, float("-inf"))
-        chosen = torch.zeros_like(scores).scatter(-1, wanted.topk(s.top_experts, dim=-1).indices, 1.0)
+        chosen = torch.zeros_like(scores).scatter(
+            -1, wanted.topk(s.top_experts, dim=-1).indices, 1.0
+        )
         if self.training:
             self.load += chosen.detach().flatten(0, -2).mean(0)
         weights = scores * chosen
@@ -256,7 +268,9 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer around the attention and the MLP given."""
 
-    def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type = RMSNorm) -> None:
+    def __init__(
+        self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type = RMSNorm
+    ) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = norm(hidden), norm(hidden)
         self.self_attn, self.mlp = attention, mlp
@@ -344,7 +358,9 @@ class MtpLayer(nn.Module):
         self.block = block
         self.norm = norm(hidden)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, ...], memory: Memory) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, ...], memory: Memory
+    ) -> Tensor:
         """The next recycled hidden states; appends this step's keys and values to `memory`."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.norm(self.block(x, *turns, memory))
@@ -379,7 +395,10 @@ class GatedAttention(Attention):
         q, gate = self.q_proj(h).view(batch, length, s.heads, -1).chunk(2, dim=-1)
         k, v = (part(h).view(batch, length, s.kv_heads, -1) for part in (self.k_proj, self.v_proj))
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
-        q, k = (torch.cat((rotate_halves(x[..., : s.rope], cos, sin), x[..., s.rope :]), -1) for x in (q, k))
+        q, k = (
+            torch.cat((rotate_halves(x[..., : s.rope], cos, sin), x[..., s.rope :]), -1)
+            for x in (q, k)
+        )
         k, v = (x.repeat_interleave(s.heads // s.kv_heads, dim=1) for x in (k, v.transpose(1, 2)))
         return q, k, v, gate
 
@@ -424,7 +443,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     kept = past[..., -1].exp()[..., None, None]
     state = torch.zeros(batch, heads, groups, width, v.shape[-1])
     states, written = [], []
-    for value, read, write, keep in zip(*(x.unbind(3) for x in (values, reads, writes, kept)), strict=True):
+    for value, read, write, keep in zip(
+        *(x.unbind(3) for x in (values, reads, writes, kept)), strict=True
+    ):
         states.append(state)
         written.append(value - read @ state)
         state = state * keep + write @ written[-1]
@@ -442,7 +463,10 @@ class DeltaNet(nn.Module):
         self.keys, self.values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
         wide = 2 * self.keys + self.values
         self.in_proj_qkv, self.in_proj_z = linear(s.hidden, wide), linear(s.hidden, self.values)
-        self.in_proj_a, self.in_proj_b = linear(s.hidden, s.value_heads), linear(s.hidden, s.value_heads)
+        self.in_proj_a, self.in_proj_b = (
+            linear(s.hidden, s.value_heads),
+            linear(s.hidden, s.value_heads),
+        )
         self.conv1d = nn.Conv1d(wide, wide, s.kernel, groups=wide, bias=False)
         # Time constants of some tokens up to a thousand, as Mamba starts.
         steps = torch.empty(s.value_heads).uniform_(-6.9, -2.3).exp()
@@ -458,7 +482,9 @@ class DeltaNet(nn.Module):
         mixed = F.silu(sum(before[:, i : i + length] * weight[:, 0, i] for i in range(s.kernel)))
         parts = mixed.split([self.keys, self.keys, self.values], dim=-1)
         heads = (s.key_heads, s.key_heads, s.value_heads)
-        q, k, v = (x.unflatten(-1, (n, -1)).transpose(1, 2) for x, n in zip(parts, heads, strict=True))
+        q, k, v = (
+            x.unflatten(-1, (n, -1)).transpose(1, 2) for x, n in zip(parts, heads, strict=True)
+        )
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(h) + self.dt_bias)
         beta = self.in_proj_b(h).sigmoid()
@@ -496,12 +522,16 @@ OUTER = ("embed", "gate.weight", "in_proj_a", "in_proj_b")
 """Parts of the names of matrices that are no layer's inner ones."""
 
 
-def make_optimizers(model: nn.Module, scale: float, outer: Any = OUTER, rate: float = 0.004) -> Optimizers:
+def make_optimizers(
+    model: nn.Module, scale: float, outer: Any = OUTER, rate: float = 0.004
+) -> Optimizers:
     """Muon for the matrices inside layers, AdamW at `rate` for outer ones, convolutions and norms."""
     named = list(model.named_parameters())
     inner = {n for n, p in named if p.dim() == 2 and not any(part in n for part in outer)}
     matrices, rest = ([p for n, p in named if (n in inner) == within] for within in (True, False))
     return [
-        torch.optim.Muon(matrices, lr=0.006 * scale, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=0.006 * scale, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(rest, lr=rate * scale, betas=(0.9, 0.95), weight_decay=0.0),
     ]

@@ -28,12 +28,24 @@ DRAFT_LAYERS = 2
 HYBRID_DRAFT_LAYERS = 4  # three of gated DeltaNet and one of attention
 DAMPING = 0.03
 SHAPE: dict[str, Any] = {
-    **{"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072},
+    **{
+        "hidden": 1024,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "intermediate": 3072,
+    },
     **{"vocab": 8192, "max_positions": 4096},
 }
 HYBRID: dict[str, Any] = {
     **{"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16},
+    **{
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+    },
     **{"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"max_position_embeddings": 4096, "tie_word_embeddings": False},
 }
@@ -42,7 +54,9 @@ HYBRID: dict[str, Any] = {
 
 def write_medium_hybrid(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
     """Write a hybrid whose MTP layer agrees with it often, and return its folder."""
-    return write_tiny_hybrid(folder, dtype=dtype, mtp=True, agreeing=True, gain=0.006, seed=seed, **HYBRID)
+    return write_tiny_hybrid(
+        folder, dtype=dtype, mtp=True, agreeing=True, gain=0.006, seed=seed, **HYBRID
+    )
 
 
 def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: Any) -> Path:
@@ -77,12 +91,18 @@ def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the 0.35 B benchmark checkpoint and its draft.")
+    parser = argparse.ArgumentParser(
+        description="Write the 0.35 B benchmark checkpoint and its draft."
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    print((write_medium_hybrid if options.hybrid else write_medium)(options.out, options.dtype, options.seed))
+    print(
+        (write_medium_hybrid if options.hybrid else write_medium)(
+            options.out, options.dtype, options.seed
+        )
+    )
     layers = HYBRID_DRAFT_LAYERS if options.hybrid else DRAFT_LAYERS
     print(write_medium_draft(options.out / "draft", options.out, layers))

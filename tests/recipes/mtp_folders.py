@@ -17,8 +17,25 @@ from tests.recipes.demo_checkpoint import config_of, to_checkpoint
 from tests.recipes.demo_model import Decoder, DeepseekShape
 
 SHAPE = DeepseekShape(
-    **{"hidden": 32, "layers": 2, "heads": 2, "kv_rank": 16, "nope": 8, "rope": 8, "value": 8, "dense": 48},
-    **{"expert": 16, "shared": 1, "routed": 4, "groups": 2, "top_groups": 1, "top_experts": 2, "vocab": 64},
+    **{
+        "hidden": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_rank": 16,
+        "nope": 8,
+        "rope": 8,
+        "value": 8,
+        "dense": 48,
+    },
+    **{
+        "expert": 16,
+        "shared": 1,
+        "routed": 4,
+        "groups": 2,
+        "top_groups": 1,
+        "top_experts": 2,
+        "vocab": 64,
+    },
 )
 PREFIX = "model.layers.2."
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
@@ -59,7 +76,9 @@ Entry = tuple[str, str, tuple[int, ...]]
 Shape = int | tuple[int, ...]
 
 
-def weights(stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Shape) -> Iterator[Entry]:
+def weights(
+    stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Shape
+) -> Iterator[Entry]:
     """Tensors below a stem, by names in which __ stands for a point; a vector's shape is its length."""
     for name, shape in shapes.items():
         own = f"{stem}{name.replace('__', '.')}{last}"
@@ -71,12 +90,18 @@ Make = Callable[..., Entries]
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def gated(stem: str, hidden: int, inner: int, names: Names = GATED, make: Make = weights) -> Iterator[Entry]:
+def gated(
+    stem: str, hidden: int, inner: int, names: Names = GATED, make: Make = weights
+) -> Iterator[Entry]:
     """A gated MLP's matrices."""
-    return make(stem, **dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True)))
+    return make(
+        stem, **dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True))
+    )
 
 
-def attention(stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights) -> Entries:
+def attention(
+    stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights
+) -> Entries:
     """Queries, keys, values and the output, without biases."""
     shapes = {"q_proj": (heads * size, hidden), "o_proj": (hidden, heads * size)}
     return make(stem, **shapes, **dict.fromkeys(("k_proj", "v_proj"), (keys * size, hidden)))

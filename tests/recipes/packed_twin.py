@@ -47,7 +47,9 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(wide >= 1 << 31, wide - (1 << 32), wide).to(torch.int32)
 
 
-def integers(weight: Tensor, bits: int, group: int, sym: bool, scale: Any = torch.float16) -> list[Tensor]:
+def integers(
+    weight: Tensor, bits: int, group: int, sym: bool, scale: Any = torch.float16
+) -> list[Tensor]:
     """Codes [N, K], scales and zeros [N, K / group] of a matrix."""
     grouped, most = weight.float().unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
@@ -83,7 +85,12 @@ def packed(
 
 
 def gptq(
-    weight: Tensor, bits: int = 4, group: int = 32, sym: bool = True, offset: int = 1, mixed: bool = False
+    weight: Tensor,
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = True,
+    offset: int = 1,
+    mixed: bool = False,
 ) -> Stored:
     size = weight.shape[1]
     group = group if group > 0 else size
@@ -116,7 +123,9 @@ def int8(weight: Tensor) -> Stored:
     return Stored(found, meant(codes, scales, zeros))
 
 
-def quantize(weight: Tensor, tall: int, wide: int, *, ue8m0: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    weight: Tensor, tall: int, wide: int, *, ue8m0: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 values, float32 scales of blocks of `tall` rows and `wide` columns, and each element's scale."""
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % tall))
@@ -161,9 +170,16 @@ def floats(weight: Tensor, layout: str) -> Stored:
 
 def compressed(kept: str, **weights: Any) -> dict[str, Any]:
     """A configuration of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights},
+    }
     return {
-        **{"quant_method": "compressed-tensors", "format": kept, "quantization_status": "compressed"},
+        **{
+            "quant_method": "compressed-tensors",
+            "format": kept,
+            "quantization_status": "compressed",
+        },
         "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": {**group, "input_activations": None}},
     }
@@ -175,7 +191,14 @@ def of_groups(bits: int, group: int, symmetric: bool = True) -> dict[str, Any]:
 
 
 def of_gptq(bits: int = 4, group: int = 32, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, **more}
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": False,
+        "sym": True,
+        **more,
+    }
 
 
 Way = tuple[dict[str, Any], Callable[[Tensor], Stored]]
@@ -192,7 +215,10 @@ def grouped(bits: int, group: int, sym: bool) -> Way:
 
 
 WAYS: dict[str, Way] = {
-    **{f"w{bits}-{size}{'' if sym else '-zeros'}": grouped(bits, size, sym) for bits, size, sym in GROUPED},
+    **{
+        f"w{bits}-{size}{'' if sym else '-zeros'}": grouped(bits, size, sym)
+        for bits, size, sym in GROUPED
+    },
     "w4-float": (of_groups(4, 32), partial(packed, scale=torch.float32)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": (of_gptq(), gptq),
@@ -204,7 +230,9 @@ WAYS: dict[str, Way] = {
     "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), int8),
     **{
         f"fp8-{way}": (
-            compressed("float-quantized", num_bits=8, type="float", strategy=way, block_structure=[32, 32]),
+            compressed(
+                "float-quantized", num_bits=8, type="float", strategy=way, block_structure=[32, 32]
+            ),
             partial(fp8, way=way),
         )
         for way in ("tensor", "channel", "block")
@@ -225,7 +253,9 @@ def stacked(each: Sequence[Stored]) -> Stored:
     return Stored(found, torch.stack([one.values for one in each]))
 
 
-def write_twins(source: Path, folder: Path, way: str, keep: Sequence[str] = NEVER) -> tuple[Path, Path]:
+def write_twins(
+    source: Path, folder: Path, way: str, keep: Sequence[str] = NEVER
+) -> tuple[Path, Path]:
     """The twin of an unsharded checkpoint in a layout, and the checkpoint of the values that it means."""
     config, store = WAYS[way]
     twin, plain = folder / f"{source.name}-{way}", folder / f"{source.name}-{way}-plain"
@@ -238,7 +268,9 @@ def write_twins(source: Path, folder: Path, way: str, keep: Sequence[str] = NEVE
             tensors[name], whole[name] = tensor, tensor.float()
             continue
         stored = store(tensor) if tensor.dim() == 2 else stacked([store(each) for each in tensor])
-        tensors |= {f"{name.removesuffix('weight')}{last}": each for last, each in stored.tensors.items()}
+        tensors |= {
+            f"{name.removesuffix('weight')}{last}": each for last, each in stored.tensors.items()
+        }
         whole[name] = stored.values
     save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
     return _rewritten(twin, tensors, config), plain
@@ -251,7 +283,9 @@ def write_twin(source: Path, folder: Path, *, block: int = 128, ue8m0: bool = Fa
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors[name] = tensor
         if tensor.dim() == 2 and not any(part in name for part in BLOCKS_NEVER):
-            tensors[name], tensors[f"{name}_scale_inv"], _ = quantize(tensor, block, block, ue8m0=ue8m0)
+            tensors[name], tensors[f"{name}_scale_inv"], _ = quantize(
+                tensor, block, block, ue8m0=ue8m0
+            )
     how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     how |= {"weight_block_size": [block, block]} | ({"scale_fmt": "ue8m0"} if ue8m0 else {})
     return _rewritten(folder, tensors, how)

@@ -73,14 +73,28 @@ def config_of(row: Release) -> dict[str, Any]:
     """The release's `config.json`."""
     count, taken, width = row.experts
     text: dict[str, Any] = {
-        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "dtype": "bfloat16"},
-        **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": HEAD, "hidden_act": "silu"},
+        **{
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "dtype": "bfloat16",
+        },
+        **{
+            "eos_token_id": 248044,
+            "full_attention_interval": 4,
+            "head_dim": HEAD,
+            "hidden_act": "silu",
+        },
         **{"hidden_size": row.hidden, "initializer_range": 0.02, "intermediate_size": row.inner},
         **{"linear_conv_kernel_dim": TAPS, "linear_key_head_dim": DELTA_HEAD},
         **{"linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": row.value_heads},
         **{"linear_value_head_dim": DELTA_HEAD, "max_position_embeddings": 262144},
         **{"num_attention_heads": row.heads, "num_hidden_layers": row.layers},
-        **{"num_key_value_heads": row.key_value_heads, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06},
+        **{
+            "num_key_value_heads": row.key_value_heads,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+        },
         **{
             "tie_word_embeddings": row.tied,
             "use_cache": True,
@@ -99,9 +113,15 @@ def config_of(row: Release) -> dict[str, Any]:
     kind = "qwen3_5_moe" if count else "qwen3_5"
     if count:
         del text["intermediate_size"]
-    kinds = ("full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers))
+    kinds = (
+        "full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers)
+    )
     text |= {"attn_output_gate": True, "layer_types": list(kinds), "mamba_ssm_dtype": "float32"}
-    text |= {"model_type": f"{kind}_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    text |= {
+        "model_type": f"{kind}_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
     rope |= {"rope_theta": 10000000, "rope_type": "default"}
     text |= {"pad_token_id": None, "rope_parameters": rope}
@@ -120,7 +140,10 @@ def _quantization(row: Release) -> dict[str, Any]:
     if not row.fp8:
         return {}
     block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
-    kept = {"modules_to_not_convert": ["lm_head", "model.visual"], "weight_block_size": [BLOCK, BLOCK]}
+    kept = {
+        "modules_to_not_convert": ["lm_head", "model.visual"],
+        "weight_block_size": [BLOCK, BLOCK],
+    }
     return {"quantization_config": block | kept}
 
 
@@ -149,7 +172,11 @@ def mtp_tensors(row: Release) -> Iterator[Entry]:
 def vision_tensors(row: Release) -> Iterator[Entry]:
     """The tower of the 27B."""
     wide, inner, merged = 1152, 4304, 4608
-    pairs = {"attn__qkv": (3 * wide, wide), "attn__proj": (wide, wide), "mlp__linear_fc1": (inner, wide)}
+    pairs = {
+        "attn__qkv": (3 * wide, wide),
+        "attn__proj": (wide, wide),
+        "mlp__linear_fc1": (inner, wide),
+    }
     pairs |= {"mlp__linear_fc2": (wide, inner), "norm1": (wide,), "norm2": (wide,)}
     ends = {"norm": (wide,), "linear_fc1": (merged, merged), "linear_fc2": (row.hidden, merged)}
     parts = {"patch_embed": {"proj": (wide, 3, 2, 16, 16)}, "merger": ends}
@@ -165,7 +192,9 @@ def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[En
     """Matrices of a layer: in FP8 with their scales beside them."""
     yield from weights(stem, "F8_E4M3" if row.fp8 else "BF16", **shapes)
     if row.fp8:
-        blocks = {name: tuple(-(-size // BLOCK) for size in shape) for name, shape in shapes.items()}
+        blocks = {
+            name: tuple(-(-size // BLOCK) for size in shape) for name, shape in shapes.items()
+        }
         yield from weights(stem, last=".weight_scale_inv", **blocks)
 
 
@@ -179,7 +208,9 @@ def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
         yield from weights(own, q_norm=HEAD, k_norm=HEAD)
     else:
         yield from _delta(row, f"{prefix}linear_attn.")
-    yield from _experts(row, f"{prefix}mlp.") if row.experts[0] else _mlp(row, f"{prefix}mlp.", row.inner)
+    yield from (
+        _experts(row, f"{prefix}mlp.") if row.experts[0] else _mlp(row, f"{prefix}mlp.", row.inner)
+    )
 
 
 def _delta(row: Release, prefix: str) -> Iterator[Entry]:
@@ -188,7 +219,10 @@ def _delta(row: Release, prefix: str) -> Iterator[Entry]:
     matrices = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden)}
     small = {"in_proj_a": (heads, hidden), "in_proj_b": (heads, hidden)}
     if row.fused:
-        matrices, small = {"in_proj_qkvz": (channels + values, hidden)}, {"in_proj_ba": (2 * heads, hidden)}
+        matrices, small = (
+            {"in_proj_qkvz": (channels + values, hidden)},
+            {"in_proj_ba": (2 * heads, hidden)},
+        )
     yield from _matrices(row, prefix, **matrices, out_proj=(hidden, values))
     yield from weights(prefix, conv1d=(channels, 1, TAPS), **small)
     yield from weights(prefix, exact, norm=DELTA_HEAD)
@@ -208,13 +242,20 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
         for expert in range(count):
             yield from _mlp(row, f"{prefix}experts.{expert}.", inner)
         return
-    packed = {"gate_up_proj": (count, 2 * inner, row.hidden), "down_proj": (count, row.hidden, inner)}
+    packed = {
+        "gate_up_proj": (count, 2 * inner, row.hidden),
+        "down_proj": (count, row.hidden, inner),
+    }
     yield from weights(f"{prefix}experts.", last="", **packed)
 
 
 def write_published(folder: Path, row: Release) -> Path:
     """A release's folder, all data a hole: shards of the text model, its MTP layer and the vision tower."""
-    parts = [list(text_tensors(row)), list(mtp_tensors(row)), [] if row.fused else list(vision_tensors(row))]
+    parts = [
+        list(text_tensors(row)),
+        list(mtp_tensors(row)),
+        [] if row.fused else list(vision_tensors(row)),
+    ]
     weight_map, shards = {}, [part for part in parts if part]
     for number, part in enumerate(shards, 1):
         shard = f"model-{number:05}-of-{len(shards):05}.safetensors"

@@ -47,10 +47,14 @@ def heads_of(c: Config) -> tuple[int, int, int, int]:
     return c["hidden_size"], heads, c["num_key_value_heads"], size
 
 
-def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int) -> Iterator[Entry]:
+def mamba(
+    stem: str, hidden: int, heads: int, size: int, groups: int, state: int
+) -> Iterator[Entry]:
     """One Mamba-2 layer."""
     inner, channels = heads * size, heads * size + 2 * groups * state
-    yield from weights(stem, in_proj=(inner + channels + heads, hidden), out_proj=(hidden, inner), norm=inner)
+    yield from weights(
+        stem, in_proj=(inner + channels + heads, hidden), out_proj=(hidden, inner), norm=inner
+    )
     yield from weights(stem, conv1d=(channels, 1, 4))
     yield from weights(stem, last="", conv1d__bias=channels, A_log=heads, D=heads, dt_bias=heads)
 
@@ -74,7 +78,9 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     (hidden, *heads), own = heads_of(c), f"{stem}mixer."
     yield from weights(stem, norm=hidden)
     if kind == "M":
-        sizes = (c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
+        sizes = (
+            c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
+        )
         yield from mamba(own, hidden, *sizes)
     elif kind == "*":
         yield from attention(own, hidden, *heads)
@@ -88,32 +94,64 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
             blocks = {f"experts.{e}.": sizes for e in range(count)}
             blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"], hidden
             if latent:
-                yield from weights(own, fc1_latent_proj=(latent, hidden), fc2_latent_proj=(hidden, latent))
+                yield from weights(
+                    own, fc1_latent_proj=(latent, hidden), fc2_latent_proj=(hidden, latent)
+                )
         for block, (inner, wide) in blocks.items():
             yield from weights(own + block, up_proj=(inner, wide), down_proj=(wide, inner))
 
 
 NEMOTRON_SUPER: Config = {
     **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096},
-    **{"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "vocab_size": 131072, "head_dim": 128},
-    **{"num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 128, "mamba_head_dim": 64},
+    **{
+        "hybrid_override_pattern": "MEM*E",
+        "num_hidden_layers": 5,
+        "vocab_size": 131072,
+        "head_dim": 128,
+    },
+    **{
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+    },
     **{"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_group": 1},
-    **{"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "topk_group": 1},
+    **{
+        "n_routed_experts": 512,
+        "num_experts_per_tok": 22,
+        "moe_intermediate_size": 2688,
+        "topk_group": 1,
+    },
     **{"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1},
-    **{"routed_scaling_factor": 5.0, "norm_topk_prob": True, "mlp_hidden_act": "relu2", "use_bias": False},
+    **{
+        "routed_scaling_factor": 5.0,
+        "norm_topk_prob": True,
+        "mlp_hidden_act": "relu2",
+        "use_bias": False,
+    },
     **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144, "tie_word_embeddings": False},
-    **{"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E", "intermediate_size": 2688},
+    **{
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+        "intermediate_size": 2688,
+    },
 }
 """NVIDIA-Nemotron-3-Super-120B-A12B's, as readers of several public loaders check it; of 88 layers five."""
 NEMOTRON_ULTRA: Config = {
-    **{**NEMOTRON_SUPER, "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48, "num_hidden_layers": 108},
+    **{
+        **NEMOTRON_SUPER,
+        "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48,
+        "num_hidden_layers": 108,
+    },
     **{"hidden_size": 8192, "moe_latent_size": 2048, "moe_intermediate_size": 5120},
     "moe_shared_expert_intermediate_size": 10240,
 }
 """Nemotron-3-Ultra's numbers of layers of each kind, in another order."""
 
 
-def routed(stem: str, c: Config, inner: int, count: int, *names: tuple[str, ...]) -> Iterator[Entry]:
+def routed(
+    stem: str, c: Config, inner: int, count: int, *names: tuple[str, ...]
+) -> Iterator[Entry]:
     """A router and experts in FP8, below `gate.` and `experts.`."""
     yield from weights(stem, "F32", gate=(count, c["hidden_size"]))
     for e in range(count):
@@ -171,7 +209,10 @@ def step3(config: Config) -> Iterator[Entry]:
     yield from weights("vision_model.", conv1=(1536, 3, 14, 14))
     for layer in range(layers + 3):
         stem, full = f"model.layers.{layer}.", c["layer_types"][layer] == "full_attention"
-        heads, own = (c if full else c["attention_other_setting"])["num_attention_heads"], f"{stem}self_attn."
+        heads, own = (
+            (c if full else c["attention_other_setting"])["num_attention_heads"],
+            f"{stem}self_attn.",
+        )
         yield from norms(stem, hidden)
         yield from attention(own, hidden, heads, c["num_attention_groups"], size)
         yield from weights(own, q_norm=size, k_norm=size, g_proj=(heads, hidden))
@@ -208,19 +249,48 @@ def packed(name: str, shape: tuple[int, int, int], method: str | None) -> Iterat
 STEP3: Config = {
     **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
     "text_config": {
-        **{"model_type": "step3p5", "hidden_size": 4096, "intermediate_size": 11264, "vocab_size": 128896},
-        **{"num_hidden_layers": 5, "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128},
+        **{
+            "model_type": "step3p5",
+            "hidden_size": 4096,
+            "intermediate_size": 11264,
+            "vocab_size": 128896,
+        },
+        **{
+            "num_hidden_layers": 5,
+            "num_attention_heads": 64,
+            "num_attention_groups": 8,
+            "head_dim": 128,
+        },
         **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
         **{"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(8)]},
         **{"moe_layers_enum": "3,4", "moe_num_experts": 288, "moe_top_k": 8, "sliding_window": 512},
-        **{"moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0},
-        **{"rope_theta": [(5e6, 1e4, 1e4, 1e4)[i % 4] for i in range(8)], "num_nextn_predict_layers": 3},
+        **{
+            "moe_intermediate_size": 1280,
+            "share_expert_dim": 1280,
+            "moe_router_scaling_factor": 3.0,
+        },
+        **{
+            "rope_theta": [(5e6, 1e4, 1e4, 1e4)[i % 4] for i in range(8)],
+            "num_nextn_predict_layers": 3,
+        },
         **{"partial_rotary_factors": [(0.5, 1.0, 1.0, 1.0)[i % 4] for i in range(8)]},
         **{"swiglu_limits": [0.0] * 4 + [7.0] + [0.0] * 3, "rms_norm_eps": 1e-5},
-        **{"swiglu_limits_shared": [0.0] * 4 + [16.0] + [0.0] * 3, "max_position_embeddings": 262144},
-        **{"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "tie_word_embeddings": False},
+        **{
+            "swiglu_limits_shared": [0.0] * 4 + [16.0] + [0.0] * 3,
+            "max_position_embeddings": 262144,
+        },
+        **{
+            "use_head_wise_attn_gate": True,
+            "use_moe_router_bias": True,
+            "tie_word_embeddings": False,
+        },
         "rope_scaling": {
-            **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            **{
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
             "original_max_position_embeddings": 131072,
         },
     },
@@ -228,7 +298,10 @@ STEP3: Config = {
 """Of 45 layers five, the last of which cuts its gates as the last two of all do."""
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 STEP3_FP8: Config = {**STEP3, "quantization_config": BLOCKS}
-STEP3_NVFP4: Config = {**STEP3, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+STEP3_NVFP4: Config = {
+    **STEP3,
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
 _DEEP = STEP3["text_config"] | {"num_hidden_layers": 45}
 _DEEP |= {"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(48)]}
 STEP3_WHOLE: Config = {
@@ -238,26 +311,74 @@ STEP3_WHOLE: Config = {
 """Step-3.7-Flash-FP8 at b3d7916, of whose headers the numbers of tensors were reported."""
 MINIMAX_M2: Config = {
     **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072},
-    **{"head_dim": 128, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8},
-    **{"num_hidden_layers": 2, "num_local_experts": 256, "num_experts_per_tok": 8, "vocab_size": 200064},
-    **{"rotary_dim": 64, "rope_theta": 5000000, "max_position_embeddings": 196608, "rms_norm_eps": 1e-6},
-    **{"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_mtp": True},
+    **{
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+    },
+    **{
+        "num_hidden_layers": 2,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 200064,
+    },
+    **{
+        "rotary_dim": 64,
+        "rope_theta": 5000000,
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-6,
+    },
+    **{
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_mtp": True,
+    },
     **{"num_mtp_modules": 3, "use_routing_bias": True, "shared_intermediate_size": 0},
     **{"attn_type_list": [1, 1], "tie_word_embeddings": False, "quantization_config": BLOCKS},
 }
 """Of 62 layers the first two."""
 MIMO_V2: Config = {
-    **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "hidden_size": 4096},
-    **{"num_hidden_layers": 3, "num_attention_heads": 64, "num_key_value_heads": 4, "vocab_size": 152576},
-    **{"head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8},
-    **{"swa_head_dim": 192, "swa_v_head_dim": 128, "partial_rotary_factor": 0.334, "rope_theta": 5000000},
+    **{
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "hidden_size": 4096,
+    },
+    **{
+        "num_hidden_layers": 3,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "vocab_size": 152576,
+    },
+    **{
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 8,
+    },
+    **{
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5000000,
+    },
     **{"swa_rope_theta": 10000, "sliding_window": 128, "sliding_window_size": 128},
     **{"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "intermediate_size": 16384},
     **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_group": 1},
-    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "topk_group": 1},
+    **{
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "topk_group": 1,
+    },
     **{"routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     **{"norm_topk_prob": True, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707},
-    **{"max_position_embeddings": 262144, "tie_word_embeddings": False, "quantization_config": BLOCKS},
+    **{
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "quantization_config": BLOCKS,
+    },
 }
 """Of 48 layers the first three."""
 
@@ -283,16 +404,31 @@ def gpt_oss(c: Config) -> Iterator[Entry]:
 GPT_OSS: Config = {
     **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True},
     **{"head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64},
-    **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32},
+    **{
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+    },
     **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0},
     **{"max_position_embeddings": 131072, "tie_word_embeddings": False, "vocab_size": 201088},
     "layer_types": ["sliding_attention", "full_attention"] * 12,
     "rope_scaling": {
-        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False},
+        **{
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
         "original_max_position_embeddings": 4096,
     },
     "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "lm_head",
+        ],
         "quant_method": "mxfp4",
     },
 }
@@ -302,7 +438,11 @@ GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 
 def gemma4(c: Config) -> Iterator[Entry]:
     """Layers that share another's cache are published with keys and values of their own."""
-    hidden, per, inside = c["hidden_size"], c["hidden_size_per_layer_input"], "model.language_model."
+    hidden, per, inside = (
+        c["hidden_size"],
+        c["hidden_size_per_layer_input"],
+        "model.language_model.",
+    )
     layers, table = c["num_hidden_layers"], (c["vocab_size"], c["hidden_size"])
     yield from weights(inside, embed_tokens=table, norm=hidden)
     if per:
@@ -329,11 +469,15 @@ def gemma4(c: Config) -> Iterator[Entry]:
             yield from weights(stem, last="", experts__gate_up_proj=(count, 2 * width, hidden))
             yield from weights(stem, last="", experts__down_proj=(count, hidden, width))
         if per:
-            yield from weights(stem, per_layer_input_gate=(per, hidden), per_layer_projection=(hidden, per))
+            yield from weights(
+                stem, per_layer_input_gate=(per, hidden), per_layer_projection=(hidden, per)
+            )
             yield from weights(stem, post_per_layer_input_norm=hidden)
 
 
-def write_release(folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]) -> Path:
+def write_release(
+    folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]
+) -> Path:
     """A folder whose one file is a header; returns it."""
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     write_hollow(folder / "model.safetensors", list(tensors(config)))

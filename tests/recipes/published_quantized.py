@@ -53,11 +53,17 @@ def _by_layer(how: Json, layers: int, delta: str, attending: str) -> dict[str, J
 NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
 FLOAT4: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 BOTH = {"input_activations": FLOAT4, "weights": FLOAT4, "targets": ["Linear"]}
-SPARSE = "mlp.experts mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert.down_proj"
+SPARSE = (
+    "mlp.experts mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert.down_proj"
+)
 MIXED = {
     "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     **_by_layer(
-        *({"quant_algo": "FP8"}, 40, "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj"),
+        *(
+            {"quant_algo": "FP8"},
+            40,
+            "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj",
+        ),
         "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
     ),
     **_by_layer({"quant_algo": "NVFP4", "group_size": 16}, 40, SPARSE, SPARSE),
@@ -96,7 +102,9 @@ QUANTIZED = {
     "RedHatAI/Qwen3.5-9B-quantized.w4a16": Packed(
         replace(RELEASES["Qwen3.5-9B"], float32=False),
         {MATRICES: "w4a16"},
-        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
+        _compressed(
+            "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+        ),
     ),
 }
 
@@ -108,7 +116,12 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
     scales = "F8_E4M3", (rows, columns // 16)
     input_scale = {"weight_scale": scalar, "input_scale": scalar}
     found: dict[str, tuple[str, tuple[int, ...]]] = {
-        "modelopt-nvfp4": {"weight": codes, **input_scale, "weight_scale": scales, "weight_scale_2": scalar},
+        "modelopt-nvfp4": {
+            "weight": codes,
+            **input_scale,
+            "weight_scale": scales,
+            "weight_scale_2": scalar,
+        },
         "nvfp4": {
             **{"weight_packed": codes, "weight_scale": scales},
             **{"weight_global_scale": one, "input_global_scale": one},

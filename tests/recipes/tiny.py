@@ -40,7 +40,12 @@ LOGIT_STD = 3.0
 EMBEDDING_STD = 0.05
 
 LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 BOUND_YARN = {**YARN, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
@@ -48,8 +53,18 @@ LLAMA3 = {
 }
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
-    **{"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4},
+    **{
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+    },
+    **{
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+    },
     **{"topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4, "layers": 3}
@@ -61,15 +76,25 @@ GLM4 = {"architecture": "Glm4MoeForCausalLM", "attention_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama2": {"architecture": LLAMA, "kv_heads": 4, "tie": False},
     "llama3": {"architecture": LLAMA, "tie": False, "rope": LLAMA3},
-    "linear": {"architecture": LLAMA, "rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "linear": {
+        "architecture": LLAMA,
+        "rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
     "yarn": {"architecture": QWEN3, "rope": YARN},
     "tied": {"architecture": LLAMA, "tie": True},
     "biases": {"architecture": LLAMA, "tie": False, "attention_bias": True, "mlp_bias": True},
     "qwen3": {"architecture": QWEN3, "tie": False},
     "qwen3_bias": {"architecture": QWEN3, "attention_bias": True},
     "wide_heads": {"architecture": QWEN3, "head_dim": 32, "tie": False},
-    **{f"gqa{8 // keys}": {"architecture": LLAMA, "heads": 8, "kv_heads": keys} for keys in (8, 4, 2, 1)},
-    "deepseek_v3": {**DEEPSEEK, "rope": {**BOUND_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "extra": V3},
+    **{
+        f"gqa{8 // keys}": {"architecture": LLAMA, "heads": 8, "kv_heads": keys}
+        for keys in (8, 4, 2, 1)
+    },
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "rope": {**BOUND_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "extra": V3,
+    },
     "deepseek_v3_lite": {**DEEPSEEK, "extra": {**V3, "q_lora_rank": None}},
     "deepseek_v3_groups": {**DEEPSEEK, "extra": {**V3, "norm_topk_prob": False, "topk_group": 4}},
     "deepseek_v2": {
@@ -122,7 +147,14 @@ def model_type(architecture: str) -> str:
 DEFAULTS: dict[str, Any] = {
     **{"architecture": LLAMA, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16},
     **{"intermediate": 128, "vocab": 320, "rope": None, "tie": True, "attention_bias": False},
-    **{"mlp_bias": False, "dtype": "float32", "shards": 1, "seed": 0, "max_positions": 512, "eos": None},
+    **{
+        "mlp_bias": False,
+        "dtype": "float32",
+        "shards": 1,
+        "seed": 0,
+        "max_positions": 512,
+        "eos": None,
+    },
     **{"tokenizer": True, "rope_style": "legacy", "residual_gain": None, "extra": None},
 }
 
@@ -145,11 +177,23 @@ def write_tiny(folder: Path, **options: Any) -> Path:
     eos = ((FIRST_SPECIAL + 2, FIRST_SPECIAL) if o.tokenizer else ()) if o.eos is None else o.eos
     config: dict[str, Any] = {
         **{"architectures": [o.architecture], "model_type": model_type(o.architecture)},
-        **{"hidden_size": o.hidden, "intermediate_size": o.intermediate, "num_hidden_layers": o.layers},
-        **{"num_attention_heads": o.heads, "num_key_value_heads": o.kv_heads, "head_dim": o.head_dim},
+        **{
+            "hidden_size": o.hidden,
+            "intermediate_size": o.intermediate,
+            "num_hidden_layers": o.layers,
+        },
+        **{
+            "num_attention_heads": o.heads,
+            "num_key_value_heads": o.kv_heads,
+            "head_dim": o.head_dim,
+        },
         **{"vocab_size": o.vocab, "max_position_embeddings": o.max_positions},
         **{"rms_norm_eps": 1e-6 if o.architecture == QWEN3 else 1e-5, "hidden_act": "silu"},
-        **{"tie_word_embeddings": o.tie, "attention_bias": o.attention_bias, "torch_dtype": o.dtype},
+        **{
+            "tie_word_embeddings": o.tie,
+            "attention_bias": o.attention_bias,
+            "torch_dtype": o.dtype,
+        },
         "bos_token_id": FIRST_SPECIAL if o.tokenizer else None,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
         **{"use_cache": True, **({"mlp_bias": o.mlp_bias} if o.architecture == LLAMA else {})},
@@ -160,7 +204,9 @@ def write_tiny(folder: Path, **options: Any) -> Path:
     _put_rope(config, o.rope or {"rope_type": "default", "rope_theta": 10000.0}, o.rope_style)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, o.seed, o.residual_gain or (lambda layer: 1.0))
-    write_tensors(folder, {name: tensor.to(DTYPES[o.dtype]) for name, tensor in tensors.items()}, o.shards)
+    write_tensors(
+        folder, {name: tensor.to(DTYPES[o.dtype]) for name, tensor in tensors.items()}, o.shards
+    )
     write_json(folder / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     write_json(folder / "generation_config.json", {**ends, "do_sample": False})
@@ -204,7 +250,9 @@ def attention_matrices(config: Json, sharpness: float, gain: float) -> Iterator[
     """Latent attention where there is a rank, else queries, keys and values."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "kv_lora_rank" in config:
-        rank, rope, nope = (config[k] for k in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+        rank, rope, nope = (
+            config[k] for k in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+        )
         value, query = config["v_head_dim"], heads * (nope + rope)
         if config["q_lora_rank"] is None:
             yield "self_attn.q_proj", query, hidden, sharpness
@@ -251,7 +299,9 @@ def _experts(config: Json) -> tuple[int, int]:
     """Routed experts, and shared ones."""
     if "moe_k" in config:
         return config["moe_num_experts"], config["moe_num_shared_experts"]
-    return config.get("num_experts") or config["n_routed_experts"], config.get("n_shared_experts", 0)
+    return config.get("num_experts") or config["n_routed_experts"], config.get(
+        "n_shared_experts", 0
+    )
 
 
 def mlp_matrices(config: Json, layer: int, gain: float) -> Iterator[Matrix]:
@@ -307,7 +357,10 @@ def random_tensors(config: Json, seed: int, residual_gain: Callable[[int], float
     sharpness = math.sqrt(SCORE_STD)
     for layer in range(config["num_hidden_layers"]):
         prefix, gain = f"model.layers.{layer}.", residual_gain(layer)
-        matrices = (*attention_matrices(config, sharpness, gain), *mlp_matrices(config, layer, gain))
+        matrices = (
+            *attention_matrices(config, sharpness, gain),
+            *mlp_matrices(config, layer, gain),
+        )
         for name, rows, columns, scale in matrices:
             draw(f"{prefix}{name}.weight", (rows, columns), scale / math.sqrt(columns))
             if is_biased(config, name):
@@ -365,15 +418,36 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     assert 0 <= wanted <= len(merges), vocab
     del merges[wanted:]
     ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = {FIRST_SPECIAL + i: {"content": token, **flags} for i, token in enumerate(SPECIAL_TOKENS)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    added = {
+        FIRST_SPECIAL + i: {"content": token, **flags} for i, token in enumerate(SPECIAL_TOKENS)
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     whole = {
         **{"version": "1.0", "truncation": None, "padding": None},
-        **{"added_tokens": [{"id": number, **token} for number, token in added.items()], "normalizer": None},
+        **{
+            "added_tokens": [{"id": number, **token} for number, token in added.items()],
+            "normalizer": None,
+        },
         **{"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level},
         "model": {
-            **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
+            **{
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+            },
             **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False},
             **{"ignore_merges": False, "vocab": ids, "merges": merges},
         },
@@ -382,8 +456,16 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     config = {
         **{"add_bos_token": False, "add_prefix_space": False},
         **{"added_tokens_decoder": {str(number): token for number, token in added.items()}},
-        **{"bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False},
-        **{"eos_token": SPECIAL_TOKENS[2], "model_max_length": max_positions, "pad_token": SPECIAL_TOKENS[0]},
+        **{
+            "bos_token": None,
+            "chat_template": CHAT_TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+        },
+        **{
+            "eos_token": SPECIAL_TOKENS[2],
+            "model_max_length": max_positions,
+            "pad_token": SPECIAL_TOKENS[0],
+        },
         **{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None},
     }
     write_json(folder / "tokenizer_config.json", config)

@@ -49,10 +49,26 @@ def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int 
     of = outer.get("text_config", outer)
     wide, vocab = of["hidden_size"], of["vocab_size"]
     text = {
-        **{key: value for key, value in of.items() if key not in ("architectures", "quantization_config")},
-        **{"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": len(LAYERS)},
-        **{"num_attention_heads": HEADS, "layer_types": list(LAYERS), "num_kv_shared_layers": len(LAYERS)},
-        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False},
+        **{
+            key: value
+            for key, value in of.items()
+            if key not in ("architectures", "quantization_config")
+        },
+        **{
+            "hidden_size": HIDDEN,
+            "intermediate_size": 3 * HIDDEN,
+            "num_hidden_layers": len(LAYERS),
+        },
+        **{
+            "num_attention_heads": HEADS,
+            "layer_types": list(LAYERS),
+            "num_kv_shared_layers": len(LAYERS),
+        },
+        **{
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+        },
         "enable_moe_block": False,
     }
     config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}

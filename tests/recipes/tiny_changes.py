@@ -26,7 +26,11 @@ def draw(found: Tensors, own: str, shape: tuple[int, ...], std: float, mean: flo
 
 def draw_mlp(found: Tensors, stem: str, width: int, hidden: int, strength: float = 1.2) -> None:
     """Put a gated MLP of a width."""
-    for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+    for part, shape in (
+        ("gate", (width, hidden)),
+        ("up", (width, hidden)),
+        ("down", (hidden, width)),
+    ):
         draw(found, f"{stem}{part}_proj.weight", shape, strength / shape[1] ** 0.5)
 
 
@@ -44,7 +48,9 @@ def take_experts(found: Tensors, stem: str) -> Tensors:
     """Gates, ups and downs of a layer's experts, stacked and taken away."""
     count = len(found[f"{stem}mlp.gate.weight"])
     return {
-        part: torch.stack([found.pop(f"{stem}mlp.experts.{e}.{part}_proj.weight") for e in range(count)])
+        part: torch.stack(
+            [found.pop(f"{stem}mlp.experts.{e}.{part}_proj.weight") for e in range(count)]
+        )
         for part in ("gate", "up", "down")
     }
 
@@ -124,7 +130,11 @@ def with_whole_norms(tensors: Tensors) -> Tensors:
 
 
 def _whole_norms(tensors: Tensors) -> Tensors:
-    rows = {name: len(t) for name, t in tensors.items() if name.endswith(("q_proj.weight", "k_proj.weight"))}
+    rows = {
+        name: len(t)
+        for name, t in tensors.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight"))
+    }
     names = {name.replace("_proj", "_norm"): (length,) for name, length in rows.items()}
     return {name: drawn(name, shape, 0.2, 1.4) for name, shape in names.items()}
 
@@ -195,7 +205,10 @@ def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
     """Step-3.7: a gate a head; sliding layers have six heads in place of four; norms stored around 0."""
     found = with_centred_norms(tensors)
     for stem in stems(found, "q_proj.weight"):
-        hidden, heads = found[f"{stem}q_proj.weight"].shape[1], 6 if kinds[layer_of(stem)] == "S" else 4
+        hidden, heads = (
+            found[f"{stem}q_proj.weight"].shape[1],
+            6 if kinds[layer_of(stem)] == "S" else 4,
+        )
         gain = float(found[f"{stem}o_proj.weight"].std()) * (4 / heads) ** 0.5
         draw(found, f"{stem}q_proj.weight", (heads * 16, hidden), hidden**-0.5)
         draw(found, f"{stem}o_proj.weight", (hidden, heads * 16), gain)
@@ -203,7 +216,10 @@ def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
     for stem in stems(found, "mlp.gate.weight"):
         count, hidden = found[f"{stem}mlp.gate.weight"].shape
         gain = float(found[f"{stem}mlp.experts.0.down_proj.weight"].std())
-        found |= {f"{stem}moe.{part}_proj.weight": each for part, each in take_experts(found, stem).items()}
+        found |= {
+            f"{stem}moe.{part}_proj.weight": each
+            for part, each in take_experts(found, stem).items()
+        }
         found[f"{stem}moe.gate.weight"] = found.pop(f"{stem}mlp.gate.weight")
         found[f"{stem}moe.router_bias"] = drawn(f"{stem}bias", (count,), 0.1)
         draw_mlp(found, f"{stem}share_expert.", 48, hidden)
@@ -226,7 +242,11 @@ def with_sinks(tensors: Tensors) -> Tensors:
     """gpt-oss: sinks, biases everywhere, experts packed with inputs before outputs, gate and up in turn."""
     found = without_head_norms(tensors)
     for stem in stems(found, "mlp.gate.weight"):
-        each, router, block = take_experts(found, stem), found.pop(f"{stem}mlp.gate.weight"), f"{stem}mlp."
+        each, router, block = (
+            take_experts(found, stem),
+            found.pop(f"{stem}mlp.gate.weight"),
+            f"{stem}mlp.",
+        )
         both = torch.stack((each["gate"] * 2, each["up"] * 2), 2).flatten(1, 2)
         found[f"{block}router.weight"] = router
         found[f"{block}router.bias"] = drawn(f"{stem}router.bias", (len(router),), 0.5)
@@ -241,7 +261,9 @@ def with_sinks(tensors: Tensors) -> Tensors:
 
 def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
     """Gemma 4: every second layer wider, the last two without keys of their own, embeddings of layers."""
-    found = {n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()}
+    found = {
+        n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()
+    }
     width, hidden, experts, put = 12, 64, 8, partial(draw, found)
     for layer in range(4):
         stem, wide, shares = f"model.layers.{layer}.", bool(layer % 2), layer > 1
@@ -252,7 +274,10 @@ def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
             put(f"{own}o_proj.weight", (hidden, 4 * size), 1.5 / (4 * size) ** 0.5)
             put(f"{own}k_norm.weight", (size,), 0.2, 1.4)
         put(f"{own}q_norm.weight", (size,), 0.1, 1.4 * size**-0.5)
-        for name in (*(("k_proj", "v_proj", "k_norm") if shares else ()), *(("v_proj",) if wide else ())):
+        for name in (
+            *(("k_proj", "v_proj", "k_norm") if shares else ()),
+            *(("v_proj",) if wide else ()),
+        ):
             found.pop(f"{own}{name}.weight", None)
         if shares:
             draw_mlp(found, f"{stem}mlp.", 256, hidden, 1.4)
@@ -266,7 +291,10 @@ def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
             put(f"{stem}router.per_expert_scale", (experts,), 0.2, 1.0)
             put(f"{stem}experts.gate_up_proj", (experts, 64, hidden), 1.2 / hidden**0.5)
             put(f"{stem}experts.down_proj", (experts, hidden, 32), 1.5 / 32**0.5)
-            for name in ("pre_feedforward_layernorm_2", *(f"post_feedforward_layernorm_{n}" for n in (1, 2))):
+            for name in (
+                "pre_feedforward_layernorm_2",
+                *(f"post_feedforward_layernorm_{n}" for n in (1, 2)),
+            ):
                 put(f"{stem}{name}.weight", (hidden,), 0.1, 0.8)
     put("model.embed_tokens_per_layer.weight", (320, 4 * width), 0.3)
     put("model.per_layer_model_projection.weight", (4 * width, hidden), 2.0)
@@ -280,15 +308,24 @@ def with_convolutions(tensors: Tensors) -> Tensors:
     Scores of all experts are faint for some tokens: what is added to their sum shows.
     """
     names = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
-    names |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "mlp": "feed_forward"}
+    names |= {
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "o_proj": "out_proj",
+        "mlp": "feed_forward",
+    }
     found = renamed(**names, **WAYS, norm="embedding_norm")(tensors)
     for stem in stems(found, "self_attn.out_proj.weight"):
         out = found[f"{stem}self_attn.out_proj.weight"]
         hidden = len(out)
         if layer_of(stem) % 3 != 2:
-            found = {each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")}
+            found = {
+                each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")
+            }
             found[f"{stem}conv.out_proj.weight"] = out
-            found[f"{stem}conv.in_proj.weight"] = drawn(f"{stem}in", (3 * hidden, hidden), 1.5 / hidden**0.5)
+            found[f"{stem}conv.in_proj.weight"] = drawn(
+                f"{stem}in", (3 * hidden, hidden), 1.5 / hidden**0.5
+            )
             found[f"{stem}conv.conv.weight"] = drawn(f"{stem}conv", (hidden, 1, 3), 0.7)
         if (router := f"{stem}feed_forward.gate.weight") in found:
             found[router] = found[router] + drawn(f"{stem}faint", (1, hidden), 8 / hidden**0.5)
@@ -308,7 +345,9 @@ def with_mamba(tensors: Tensors, groups: int = 4) -> Tensors:
     for stem in stems(found, "self_attn.o_proj.weight"):
         if layer_of(stem) != 1:
             out = found[f"{stem}self_attn.o_proj.weight"]
-            found = {each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")}
+            found = {
+                each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")
+            }
             found |= mamba(f"{stem}mamba.", groups, out)
     return found
 
@@ -321,7 +360,11 @@ def mamba(stem: str, groups: int, out: torch.Tensor) -> Tensors:
         "in_proj.weight": ((inner + channels + heads, hidden), 1.2 / hidden**0.5, 0.0),
         "out_proj.weight": ((hidden, inner), gain / inner**0.5, 0.0),
         **{"conv1d.weight": ((channels, 1, 4), 0.5, 0.0), "conv1d.bias": ((channels,), 0.2, 0.0)},
-        **{"A_log": ((heads,), 0.7, 0.3), "dt_bias": ((heads,), 1.0, -1.0), "D": ((heads,), 0.5, 1.0)},
+        **{
+            "A_log": ((heads,), 0.7, 0.3),
+            "dt_bias": ((heads,), 1.0, -1.0),
+            "D": ((heads,), 0.5, 1.0),
+        },
         "norm.weight": ((inner,), 0.2, 1.0),
     }
     return {stem + name: drawn(stem + name, *how) for name, how in shapes.items()}
@@ -348,7 +391,9 @@ def with_single_blocks(tensors: Tensors, kinds: str, latent: int = 0) -> Tensors
             own = f"{to}mixer.{inside.removeprefix('mlp.')}"
             if latent and ".experts." in inside:
                 shape = (len(tensor), latent) if "up_proj" in inside else (latent, tensor.shape[1])
-                tensor = drawn(own, shape, float(tensor.std()) * (tensor.shape[1] / shape[1]) ** 0.5)
+                tensor = drawn(
+                    own, shape, float(tensor.std()) * (tensor.shape[1] / shape[1]) ** 0.5
+                )
             found[own] = tensor
             if inside == "mlp.gate.weight":
                 draw(found, f"{to}mixer.gate.e_score_correction_bias", (8,), 0.1)

@@ -39,7 +39,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-TIED, PLAIN, NORMED = {"architecture": LLAMA}, {"architecture": LLAMA, "tie": False}, {"architecture": QWEN3}
+TIED, PLAIN, NORMED = (
+    {"architecture": LLAMA},
+    {"architecture": LLAMA, "tie": False},
+    {"architecture": QWEN3},
+)
 BIAS = {"attention_bias": True}
 BIASED, SIDED = {**PLAIN, **BIAS}, {**NORMED, "rope_style": "parameters"}
 UNTIED, MAMBA = {**NORMED, "tie": False}, partial(to.with_single_blocks, kinds="M*-E")
@@ -72,9 +76,17 @@ GRANITE_HYBRID: dict[str, Any] = {
 }
 GEMMA4: dict[str, Any] = {
     **{"model_type": "gemma4_text", **SLIDES},
-    **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 8.0, "global_head_dim": 32},
+    **{
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 8.0,
+        "global_head_dim": 32,
+    },
     **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2},
-    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 320},
+    **{
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 320,
+    },
     "layer_types": [SLIDING, FULL] * 2,
     "rope_parameters": {
         FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
@@ -89,7 +101,11 @@ Family = tuple[dict[str, Any], dict[str, Any], Change]
 def family(name: str, shape: dict[str, Any], change: Change = dict, **keys: Any) -> Family:
     """By its class's name, `write_tiny`'s options, what makes its tensors (else as Llama's), and keys."""
     architecture = f"{name}ForCausalLM"
-    return shape, {"architectures": [architecture], "model_type": model_type(architecture), **keys}, change
+    return (
+        shape,
+        {"architectures": [architecture], "model_type": model_type(architecture), **keys},
+        change,
+    )
 
 
 def stretched(base: float) -> dict[str, Any]:
@@ -106,7 +122,11 @@ FAMILIES: dict[str, Family] = {
     "phi3": family("Phi3", PLAIN, to.fused, partial_rotary_factor=0.75, **PADS, **SLIDES),
     "phi3_long": family(
         *("Phi3", TIED, to.fused),
-        **{"partial_rotary_factor": 0.75, **PADS, "original_max_position_embeddings": LONG_ORIGINAL},
+        **{
+            "partial_rotary_factor": 0.75,
+            **PADS,
+            "original_max_position_embeddings": LONG_ORIGINAL,
+        },
         rope_scaling={
             **{"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0]},
             "long_factor": [float(2 + i) for i in range(6)],
@@ -120,7 +140,9 @@ FAMILIES: dict[str, Family] = {
         *("Gemma3", {**NORMED, "rope": {"rope_theta": 1e6, **LINEAR}}, to.with_gemma_norms),
         **{**GEMMA3, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     ),
-    "gemma": family("Gemma", {**TIED, "kv_heads": 1}, to.with_centred_norms, hidden_act="gelu_pytorch_tanh"),
+    "gemma": family(
+        "Gemma", {**TIED, "kv_heads": 1}, to.with_centred_norms, hidden_act="gelu_pytorch_tanh"
+    ),
     "arcee": family("Arcee", stretched(1e4), to.renamed(gate_proj="none"), hidden_act="relu2"),
     "olmo2": family("Olmo2", PLAIN, to.with_whole_norms, **PADS),
     "glm": family("Glm", BIASED, to.with_fused_mlp, **BIAS, partial_rotary_factor=0.5, **PADS),
@@ -146,10 +168,18 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "glm4": family("Glm4", BIASED, to.with_glm4_norms, **BIAS, partial_rotary_factor=0.5, **PADS),
-    "exaone4": family("Exaone4", UNTIED, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2),
+    "exaone4": family(
+        "Exaone4", UNTIED, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2
+    ),
     "cohere2": family(
         *("Cohere2", TIED, to.renamed(post_attention_layernorm="none")),
-        **{**SLIDES, "layer_norm_eps": 1e-5, "logit_scale": 0.7, "layer_types": [SLIDING, FULL] * 2, **PADS},
+        **{
+            **SLIDES,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.7,
+            "layer_types": [SLIDING, FULL] * 2,
+            **PADS,
+        },
     ),
     "gemma4": family("Gemma4", SIDED, to.with_sides, **GEMMA4),
     "gemma4_moe": family(
@@ -190,7 +220,9 @@ FAMILIES: dict[str, Family] = {
             "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
         },
     ),
-    "nemotron_h": family("NemotronH", PLAIN, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON),
+    "nemotron_h": family(
+        "NemotronH", PLAIN, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON
+    ),
     "nemotron_h_moe": family("NemotronH", SPARSE_LAST, MAMBA, **NEMOTRON_MOE),
     "nemotron_h_latent": family(
         *("NemotronH", SPARSE_LAST, partial(MAMBA, latent=24)),
@@ -204,7 +236,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2_moe": family(
         *("Lfm2Moe", DENSE_FIRST, to.with_convolutions),
-        **{"norm_eps": 1e-5, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "tie_embedding": False},
+        **{
+            "norm_eps": 1e-5,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "tie_embedding": False,
+        },
         layer_types=["conv", "conv", FULL, "conv"],
     ),
     "mixtral": family("Mixtral", SPARSE, to.as_mixtral, **LOCAL),
@@ -217,13 +254,27 @@ FAMILIES: dict[str, Family] = {
         **{"attention_other_setting": {"num_attention_heads": 6}},
         layer_types=[FULL, SLIDING, SLIDING, FULL],
         rope_scaling={
-            **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            **{
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
             "original_max_position_embeddings": 64,
         },
     ),
     "mimo_v2": family(
-        *("MiMoV2Flash", {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"}, to.with_narrow_values),
-        **{"v_head_dim": 10, **SLIDES, "n_routed_experts": 8, "layer_types": [FULL, *[SLIDING] * 3]},
+        *(
+            "MiMoV2Flash",
+            {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"},
+            to.with_narrow_values,
+        ),
+        **{
+            "v_head_dim": 10,
+            **SLIDES,
+            "n_routed_experts": 8,
+            "layer_types": [FULL, *[SLIDING] * 3],
+        },
         mlp_layer_types=["dense", *["sparse"] * 3],
         rope_parameters={
             kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}

@@ -28,7 +28,12 @@ from tests.recipes.tiny_mtp import below
 LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 """What stands before the names of a head's one layer, by layout."""
 ARCHITECTURES = {"research": "LlamaForCausalLMEagle3", "vllm": "Eagle3LlamaForCausalLM"}
-OWN_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
+OWN_SHAPE = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+}
 """A random head's, none of them the tiny target's."""
 OWN_ROPE, OWN_EPSILON = 5000.0, 1e-3
 """The rotary base of a random head, and what its norms add: enough to be seen beside a quiet embedding."""
@@ -64,15 +69,32 @@ def write_tiny_pair(
     else:
         quiet = {"residual_gain": soft} if kind == "copy" else {}
         options = {"draft_vocab": 288, **options} if kind == "copy" else options
-        shape = {**tiny.VARIANTS[variant], "tie": False, "layers": 7, **quiet, **(target_options or {})}
+        shape = {
+            **tiny.VARIANTS[variant],
+            "tie": False,
+            "layers": 7,
+            **quiet,
+            **(target_options or {}),
+        }
         tiny.write_tiny(target, **shape)
     return write_tiny_eagle3(head, target, kind=kind, **options)
 
 
 DEFAULTS: dict[str, Any] = {
     **{"layout": "research", "kind": "random", "draft_vocab": 96, "hidden_size": None, "aux": None},
-    **{"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False},
-    **{"own_embedding": False, "own_head": True, "hidden_share": 0.05, "seed": 0, "dtype": "float32"},
+    **{
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    },
+    **{
+        "own_embedding": False,
+        "own_head": True,
+        "hidden_share": 0.05,
+        "seed": 0,
+        "dtype": "float32",
+    },
 }
 
 
@@ -87,7 +109,11 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     """
     o, verifier = tiny.chosen(DEFAULTS, options), json.loads((target / "config.json").read_text())
     wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
-    hidden, copies, parts = o.hidden_size or wide, o.kind == "copy", 3 if o.aux is None else len(o.aux)
+    hidden, copies, parts = (
+        o.hidden_size or wide,
+        o.kind == "copy",
+        3 if o.aux is None else len(o.aux),
+    )
     flags = {name: getattr(o, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
     layer = _layer_config(verifier, copies, hidden)
     if o.layout == "speculators":
@@ -104,7 +130,10 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
         config["norm_before_residual"] = o.norm_before_residual
     if o.aux is not None and o.layout == "research":  # outputs of layers, where others say inputs
         ids = [index - 1 for index in o.aux]
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": ids,
+            "use_aux_hidden_state": True,
+        }
     elif o.aux is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(o.aux)
 
@@ -114,11 +143,17 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     if copies:
         normed = bool(config.get("norm_before_residual", o.layout == "speculators"))
         loud = 1.0 if o.norm_before_fc or o.fc_norm else QUIET
-        inside = _copied(load_file(target / "model.safetensors"), verifier, draw, o.hidden_share, normed)
-        inside["fc.weight"] = draw("fc", (hidden, parts * wide), 1.0 / (loud * math.sqrt(parts * wide)))
+        inside = _copied(
+            load_file(target / "model.safetensors"), verifier, draw, o.hidden_share, normed
+        )
+        inside["fc.weight"] = draw(
+            "fc", (hidden, parts * wide), 1.0 / (loud * math.sqrt(parts * wide))
+        )
     else:
         inside = _random(layer, parts * wide, vocab, draw)
-    tensors = {name.replace("layer.", LAYERS[o.layout], 1): tensor for name, tensor in inside.items()}
+    tensors = {
+        name.replace("layer.", LAYERS[o.layout], 1): tensor for name, tensor in inside.items()
+    }
     if not o.own_head:
         del tensors["lm_head.weight"]
     if o.draft_vocab is not None:
@@ -130,14 +165,20 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     if o.own_embedding or hidden != wide:
         # A copy's is the target's own; a random head's is another, and louder.
         own = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = own if copies else draw("embed_tokens", (vocab, hidden), 0.2)
+        tensors["embed_tokens.weight"] = (
+            own if copies else draw("embed_tokens", (vocab, hidden), 0.2)
+        )
     if o.norm_before_fc:
         tensors["input_norm.weight"] = draw("input_norm", (parts * wide,), 0.2, 1.0)
     if o.fc_norm:
-        tensors |= {f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)}
+        tensors |= {
+            f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)
+        }
     folder.mkdir(parents=True, exist_ok=True)
     tiny.write_json(folder / "config.json", config)
-    kept = {n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
+    kept = {
+        n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()
+    }
     tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
     return folder
 
@@ -158,7 +199,9 @@ def _layer_config(verifier: tiny.Json, copies: bool, hidden: int) -> dict[str, A
     }
 
 
-def _speculators(layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path) -> dict[str, Any]:
+def _speculators(
+    layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path
+) -> dict[str, Any]:
     """The head's layer as one key of several, beside how it was meant to be used."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
     use = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
@@ -166,19 +209,32 @@ def _speculators(layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target
     use |= {"verifier": {"architectures": verifier["architectures"], "name_or_path": target.name}}
     config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
     config |= {"speculators_version": "0.2.0", "speculators_config": use}
-    return config | {"transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer}, **flags}
+    return config | {
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer},
+        **flags,
+    }
 
 
 def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
     """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
-    query, key = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
+    query, key = (
+        layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value")
+    )
     rows = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
     matrices = {f"layer.{name}": (count, 2 * hidden, 1.5) for name, count in rows.items()}
     matrices |= {f"layer.mlp.{name}_proj": (inner, hidden, 1.5) for name in ("gate", "up")}
-    matrices |= {"layer.self_attn.o_proj": (hidden, query, 1.5), "layer.mlp.down_proj": (hidden, inner, 1.5)}
+    matrices |= {
+        "layer.self_attn.o_proj": (hidden, query, 1.5),
+        "layer.mlp.down_proj": (hidden, inner, 1.5),
+    }
     matrices |= {"fc": (hidden, fused, 1.0), "lm_head": (vocab, hidden, tiny.LOGIT_STD)}
-    norms = (*(f"layer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),)
+    norms = (
+        *(
+            f"layer.{name}"
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        ),
+    )
     return {
         f"{name}.weight": draw(name, (rows, columns), scale / math.sqrt(columns))
         for name, (rows, columns, scale) in matrices.items()
@@ -193,10 +249,14 @@ def _copied(
     share: how much of the old state stays; normed: whether the residual is that state after its norm.
     """
     source = {n: t.float() for n, t in below(target, "model.layers.0.").items()}
-    hidden, size, copied = (verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads"))
+    hidden, size, copied = (
+        verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads")
+    )
     step = hidden // size
     places = torch.arange(size // 2) * step
-    places = torch.cat((places, places + hidden // 2))  # where a wider head turns as fast as a narrow one
+    places = torch.cat(
+        (places, places + hidden // 2)
+    )  # where a wider head turns as fast as a narrow one
 
     def widened(name: str) -> Tensor:
         """A projection of the copied heads, each as wide as the state; [heads * hidden, hidden]."""
@@ -213,7 +273,10 @@ def _copied(
         return torch.cat((seeing, torch.cat((token, state), 1).repeat(copied, 1)))
 
     embedding = target["model.embed_tokens.weight"].float()
-    token_norm, hidden_norm = source["input_layernorm.weight"], draw("hidden_norm", (hidden,), 0.1, 1.0)
+    token_norm, hidden_norm = (
+        source["input_layernorm.weight"],
+        draw("hidden_norm", (hidden,), 0.1, 1.0),
+    )
     bare = (1.0 / token_norm).diag()
     own = bare * math.sqrt(SHARPEST / math.sqrt(hidden))
     out = source["self_attn.o_proj.weight"].view(hidden, copied, size) / QUIET
@@ -225,8 +288,13 @@ def _copied(
         "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), own, nothing),
         "layer.self_attn.k_proj.weight": projection("k", 1.0, own, nothing),
         "layer.self_attn.v_proj.weight": projection("v", 1.0, token, state),
-        "layer.self_attn.o_proj.weight": torch.cat((out, torch.eye(hidden).repeat(1, copied) / copied), 1),
-        **{f"layer.mlp.{name}.weight": source[f"mlp.{name}.weight"] for name in ("gate_proj", "up_proj")},
+        "layer.self_attn.o_proj.weight": torch.cat(
+            (out, torch.eye(hidden).repeat(1, copied) / copied), 1
+        ),
+        **{
+            f"layer.mlp.{name}.weight": source[f"mlp.{name}.weight"]
+            for name in ("gate_proj", "up_proj")
+        },
         "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / QUIET,
         "layer.hidden_norm.weight": hidden_norm,
         "layer.input_layernorm.weight": token_norm,

@@ -25,7 +25,12 @@ from tests.recipes.tiny import (
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+    },
     **{"linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
     **{"linear_conv_kernel_dim": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
     **{"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False},
@@ -63,14 +68,20 @@ def write_tiny_hybrid(
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(config["num_hidden_layers"])
     ]
-    config |= {"layer_types": kinds, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    config |= {
+        "layer_types": kinds,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+    }
     config |= {"rope_parameters": ROPE, "dtype": dtype}
     text, tensors = config, _tensors(config, kinds, seed, gain if agreeing else None)
     if mtp:
         tensors |= _mtp_tensors(config, seed, gain if agreeing else None)
     if wrapped:
         tensors = {
-            name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+            name.replace("model.", "model.language_model.", 1)
+            if name.startswith("model.")
+            else name: tensor
             for name, tensor in tensors.items()
         }
         tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
@@ -85,7 +96,9 @@ def write_tiny_hybrid(
     return folder
 
 
-def _draw(seed: int, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+def _draw(
+    seed: int, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0
+) -> torch.Tensor:
     return drawn(f"{seed}/{name}", shape, std, mean)
 
 
@@ -101,8 +114,15 @@ def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     hidden, heads, size = config["hidden_size"], *(config[f"linear_{key}"] for key in VALUES)
     values = heads * size
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
-    shapes = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden)}
-    shapes |= {"in_proj_a": (heads, hidden), "conv1d": (channels, 1, config["linear_conv_kernel_dim"])}
+    shapes = {
+        "in_proj_qkv": (channels, hidden),
+        "in_proj_z": (values, hidden),
+        "in_proj_b": (heads, hidden),
+    }
+    shapes |= {
+        "in_proj_a": (heads, hidden),
+        "conv1d": (channels, 1, config["linear_conv_kernel_dim"]),
+    }
     shapes |= {"norm": (size,), "out_proj": (hidden, values)}
     found = {f"{prefix}linear_attn.{name}.weight": shape for name, shape in shapes.items()}
     return found | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
@@ -122,7 +142,9 @@ def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> T
         if name.endswith("conv1d.weight"):
             std = 0.5
         elif len(shape) == 1:
-            std, mean = (0.7, 0.3) if name.endswith("A_log") else (0.2, float("linear_attn.norm" in name))
+            std, mean = (
+                (0.7, 0.3) if name.endswith("A_log") else (0.2, float("linear_attn.norm" in name))
+            )
         made[name] = _draw(seed, name, shape, std, mean)
     return made
 

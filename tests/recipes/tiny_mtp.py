@@ -23,7 +23,9 @@ Glue = tuple[str, str, str, str | None, str, bool]
 and whether the hidden state comes first. {i} counts modules, {l} layers after the target's."""
 
 
-def glue(stem: str, *names: str | None, final: str = "final_layernorm", first: bool = False) -> Glue:
+def glue(
+    stem: str, *names: str | None, final: str = "final_layernorm", first: bool = False
+) -> Glue:
     """Four names below a stem, which is the layer's prefix too where no fifth says another."""
     *four, layer = (*names, *("enorm", "hnorm", "eh_proj", final, stem)[len(names) :])
     return *(name and stem + name for name in four), layer, first
@@ -33,12 +35,16 @@ ERNIE = (f"mtp_{name}.{{i}}" for name in ("emb_norm", "hidden_norm", "linear_pro
 NAMES: dict[str, Glue] = {
     "deepseek": glue("model.layers.{l}.", final="shared_head.norm"),
     "glm4": glue("model.layers.{l}.", final="shared_head.norm"),
-    "mimo": glue("model.mtp_layers.{i}.", "token_layernorm", "hidden_layernorm", "input_proj", first=True),
+    "mimo": glue(
+        "model.mtp_layers.{i}.", "token_layernorm", "hidden_layernorm", "input_proj", first=True
+    ),
     "mimo_v2": glue("model.mtp.layers.{i}."),
     "step3": glue("model.layers.{l}.", final="transformer.shared_head.norm"),
     "ernie": glue("model.", *ERNIE, None, "model.mtp_block.{i}."),
     "nemotron_h": glue("mtp.layers.", "0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
-    "mtp": glue("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.{i}."),
+    "mtp": glue(
+        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.{i}."
+    ),
 }
 
 
@@ -62,9 +68,19 @@ def write_tiny_mtp(
     hidden_share: how loud the hidden state is beside the token in the projection of a `copy`.
     """
     quiet = {"residual_gain": soft} if kind == "copy" else {}
-    options = {**quiet, "layers": 3, **VARIANTS.get(variant, {"layers": 4}), "tie": False, **options}
+    options = {
+        **quiet,
+        "layers": 3,
+        **VARIANTS.get(variant, {"layers": 4}),
+        "tie": False,
+        **options,
+    }
     shards = options.pop("shards", 1)
-    folder = write_dense(folder, variant, **options) if variant in FAMILIES else write_tiny(folder, **options)
+    folder = (
+        write_dense(folder, variant, **options)
+        if variant in FAMILIES
+        else write_tiny(folder, **options)
+    )
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     for module in range(modules):
@@ -97,7 +113,9 @@ def module_tensors(
     loud = below(target, "model.layers.0.").items()
     inside |= {name: t for name, t in loud if name in inside and inside[name].shape == t.shape}
     if slides:  # attention as in a layer that slides, the MLP as in the first
-        inside = {n: t for n, t in inside.items() if not n.startswith(("mlp.", "moe.", "share_expert."))}
+        inside = {
+            n: t for n, t in inside.items() if not n.startswith(("mlp.", "moe.", "share_expert."))
+        }
         inside |= {f"mlp.{name}": t for name, t in below(target, "model.layers.0.mlp.").items()}
     if family == "nemotron_h":  # a layer that attends and one of experts, behind each other
         blocks = (below(target, f"backbone.layers.{number}.") for number in (1, layers - 1))
@@ -111,7 +129,9 @@ def module_tensors(
             else t + draw(name, tuple(t.shape), 0.05)
             for name, t in inside.items()
         }
-        halves = [draw(side, (hidden, hidden), 1.0 / math.sqrt(hidden)) for side in ("token", "hidden")]
+        halves = [
+            draw(side, (hidden, hidden), 1.0 / math.sqrt(hidden)) for side in ("token", "hidden")
+        ]
     else:
         noise = draw("hidden", (hidden, hidden), share * EMBEDDING_STD / math.sqrt(hidden))
         halves = [EMBEDDING_STD * torch.eye(hidden), noise]

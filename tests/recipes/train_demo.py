@@ -32,7 +32,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes import demo_model
 from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint, write_sums
 from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, held_out, train_tokenizer
-from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Optimizers, make_optimizers, new_decoder
+from tests.recipes.demo_model import (
+    DRAFT,
+    TARGETS,
+    Decoder,
+    Gate,
+    Optimizers,
+    make_optimizers,
+    new_decoder,
+)
 
 MTP_DEPTHS = 3
 Json = dict[str, Any]
@@ -47,7 +55,11 @@ class Recorder:
 
     def point(self, step: int, **figures: Tensor) -> None:
         """Keep and print one point."""
-        point = {"step": step, "tokens": self.tokens, "seconds": round(time.monotonic() - self.began, 1)}
+        point = {
+            "step": step,
+            "tokens": self.tokens,
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
         self.curve.append(point | {name: round(value.item(), 4) for name, value in figures.items()})
         print(self.stage, json.dumps(self.curve[-1]), flush=True)
 
@@ -60,7 +72,9 @@ class Recorder:
 Steps = Iterator[tuple[int, float, Tensor]]
 
 
-def steps_of(made: Optimizers, batches: Batches, steps: int, recorder: Recorder, extra: int = 1) -> Steps:
+def steps_of(
+    made: Optimizers, batches: Batches, steps: int, recorder: Recorder, extra: int = 1
+) -> Steps:
     """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
 
     Every eighth batch of the second half is long.
@@ -93,11 +107,15 @@ def balance(model: Decoder, done: float) -> None:
     """Move each gate's correction bias towards equal loads, less and less, as the released models were."""
     for module in model.modules():
         if isinstance(module, Gate):
-            module.e_score_correction_bias += 0.01 * (1 - done) * (module.load.mean() - module.load).sign()
+            module.e_score_correction_bias += (
+                0.01 * (1 - done) * (module.load.mean() - module.load).sign()
+            )
             module.load.zero_()
 
 
-def train_target(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False) -> Json:
+def train_target(
+    arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False
+) -> Json:
     """Train the target and its MTP layer together, or go on with the latter alone; returns the record."""
     shape = TARGETS[arguments.model]
     target = load_decoder(arguments.out, shape) if mtp_alone else new_decoder(shape)
@@ -121,14 +139,22 @@ def train_target(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp
             balance(target, done)
         if step % 20 == 0:
             by_row = own.detach().mean(dim=1)
-            figures = {"loss": by_row.mean(), "answers": by_row[:2].mean(), "source": by_row[2:].mean()}
+            figures = {
+                "loss": by_row.mean(),
+                "answers": by_row[:2].mean(),
+                "source": by_row[2:].mean(),
+            }
             figures = {"loss": missed.mean()} if mtp_alone else figures
-            recorder.point(step, **figures, **{f"mtp{d}": share for d, share in enumerate(agreed, 1)})
+            recorder.point(
+                step, **figures, **{f"mtp{d}": share for d, share in enumerate(agreed, 1)}
+            )
     save_checkpoint(target, arguments.out, tokenizer)
     return recorder.summary()
 
 
-def mtp_losses(target: Decoder, ids: Tensor, depths: int, frozen: bool = False) -> tuple[Tensor, ...]:
+def mtp_losses(
+    target: Decoder, ids: Tensor, depths: int, frozen: bool = False
+) -> tuple[Tensor, ...]:
     """Cross entropy [rows, T]; by depth, the MTP layer's loss and how often its first choice is the target's.
 
     ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
@@ -138,7 +164,9 @@ def mtp_losses(target: Decoder, ids: Tensor, depths: int, frozen: bool = False) 
         with torch.set_grad_enabled(not frozen):
             hidden = target(ids[:, :length])
             logits = target.logits(hidden)
-        own = F.cross_entropy(logits.flatten(0, 1), ids[:, 1 : length + 1].flatten(), reduction="none")
+        own = F.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1 : length + 1].flatten(), reduction="none"
+        )
         teacher, rows = logits.detach(), slice(0, None, min(depths, 2))
         missed, agreed = [], []
         states = target.mtp_hidden(hidden[rows], ids[rows, 1 : length + depths], depths)
@@ -183,7 +211,11 @@ def begin_record(folder: Path, corpus: Corpus) -> Json:
     """What training.json keeps, and what this run is made with."""
     path = folder / "training.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
+    record |= {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "corpus_sha256": corpus.digest(),
+    }
     return record | {"runs": record.get("runs", [])}
 
 
@@ -216,14 +248,22 @@ def parsed(words: list[str]) -> Namespace:
     parser.add_argument("--stages", default="target,mtp,held_out,draft")
     for stage, steps in (("", 1000), ("mtp-", 100), ("draft-", 400)):
         parser.add_argument(f"--{stage}steps", type=int, default=steps)
-    parser.add_argument("--mtp-weight", type=float, default=0.3, help="of its loss beside the target's")
-    parser.add_argument("--unroll-every", type=int, default=4, help="batches, of which one unrolls the layer")
+    parser.add_argument(
+        "--mtp-weight", type=float, default=0.3, help="of its loss beside the target's"
+    )
+    parser.add_argument(
+        "--unroll-every", type=int, default=4, help="batches, of which one unrolls the layer"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the target's learning rates")
-    parser.add_argument("--go-on", action="store_true", help="leave out stages that training.json records")
+    parser.add_argument(
+        "--go-on", action="store_true", help="leave out stages that training.json records"
+    )
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="compile the layers (needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the layers (needs a C++ compiler)"
+    )
     return parser.parse_args(words)
 
 

@@ -64,7 +64,9 @@ class MidLayer(nn.Module):
         self.self_attn = model.GroupedAttention(shape, 2 * shape.hidden, norms=False)
         self.mlp = model.MLP(shape.hidden, shape.intermediate)
 
-    def forward(self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor, memory: Memory) -> Tensor:
+    def forward(
+        self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor, memory: Memory
+    ) -> Tensor:
         """The next state [B, T, hidden]; appends this step's keys and values to `memory`."""
         wide = torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], dim=-1)
         x = state + self.self_attn(wide, cos, sin, memory)
@@ -144,12 +146,20 @@ def head_config(shape: Eagle3Shape) -> dict[str, Any]:
     """config.json; the layer ids name those whose output is read."""
     read = [index - 1 for index in shape.read]
     return {
-        **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden},
+        **{
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": shape.hidden,
+        },
         **{"intermediate_size": shape.intermediate, "num_hidden_layers": 1},
         **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads},
         **{"head_dim": shape.head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6},
         **{"rope_theta": shape.rope_theta, "max_position_embeddings": shape.max_positions},
-        **{"vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "attention_bias": False},
+        **{
+            "vocab_size": shape.vocab,
+            "draft_vocab_size": shape.draft_vocab,
+            "attention_bias": False,
+        },
         **{"tie_word_embeddings": False, "torch_dtype": "bfloat16"},
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
     }
@@ -159,7 +169,9 @@ def save_head(head: Eagle3Head, folder: Path) -> None:
     """Write the folder: config.json and model.safetensors, bfloat16 beside the two maps of ids."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(head_config(head.shape), indent=1) + "\n")
-    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
+    tensors = {
+        name: value.to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()
+    }
     tensors["d2t"] = head.kept - torch.arange(len(head.kept))
     tensors["t2d"] = torch.zeros(head.shape.vocab, dtype=torch.bool).index_fill(0, head.kept, True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -199,7 +211,9 @@ def losses_of(head: Eagle3Head, target: Decoder, ids: Tensor, depths: int) -> tu
         with torch.no_grad():
             streams, logits = read_target(target, ids[:, :length], head.shape.read)
             following = target.embed(ids[:, 1:])
-        return soft_losses(head, head.states(streams, following[:, : length + depths - 1], depths), logits)
+        return soft_losses(
+            head, head.states(streams, following[:, : length + depths - 1], depths), logits
+        )
 
 
 def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -> dict[str, Any]:
@@ -224,7 +238,9 @@ def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -
 
 
 @torch.no_grad()
-def measure(head: Eagle3Head, target: Decoder, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def measure(
+    head: Eagle3Head, target: Decoder, corpus: Corpus, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """On held-out text, how often the head's first choice at each depth is the target's.
 
     The windows and positions are those of `demo_corpus.held_out`.
@@ -255,7 +271,10 @@ def main(arguments: argparse.Namespace) -> None:
     """Train the head; `training.json` beside it keeps the record."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
-    corpus, tokenizer = build_corpus(), Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
+    corpus, tokenizer = (
+        build_corpus(),
+        Tokenizer.from_file(str(arguments.target / "tokenizer.json")),
+    )
     target = load_decoder(arguments.target, TARGET).eval().requires_grad_(False)
     batches, path = Batches(corpus, tokenizer, arguments.seed + 4), arguments.out / "training.json"
     if arguments.go_on:

@@ -36,7 +36,11 @@ class LibraryAssistant:
         drafts, gap, position = list[int](), float("inf"), torch.tensor([[len(tokens) - 1]])
         for _ in range(k):
             token = self.target.get_input_embeddings()(torch.tensor([[last]]))
-            given = {"position_ids": position, "shared_kv_states": seen.shared_kv_states, "use_cache": False}
+            given = {
+                "position_ids": position,
+                "shared_kv_states": seen.shared_kv_states,
+                "use_cache": False,
+            }
             made = self.assistant(inputs_embeds=torch.cat((token, state), -1), **given)
             for token_id, bias in self.bias.items():
                 made.logits[0, -1, token_id] += bias

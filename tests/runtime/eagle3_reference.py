@@ -24,7 +24,9 @@ class PlainEagle3(PlainLayers):
         published: dict[str, Any] = json.loads((head / "config.json").read_text())
         speculators = "transformer_layer_config" in published
         stored = load_file(head / "model.safetensors")
-        tensors = {name: tensor.double() for name, tensor in stored.items() if tensor.is_floating_point()}
+        tensors = {
+            name: tensor.double() for name, tensor in stored.items() if tensor.is_floating_point()
+        }
         prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
         super().__init__(
             published["transformer_layer_config"] if speculators else published,

@@ -26,7 +26,9 @@ from spd.runtime.round.state import RoundState
 from tests.helpers import with_operations
 
 
-def tensors_in(thing: Any, at: str = "parts", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(
+    thing: Any, at: str = "parts", seen: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, but oneDNN's own, that an object and what it holds keep, by where it is kept."""
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor) and not thing.is_mkldnn:
@@ -38,7 +40,9 @@ def tensors_in(thing: Any, at: str = "parts", seen: set[int] | None = None) -> I
             inner = thing.items()
         elif isinstance(thing, list | tuple):
             inner = enumerate(thing)
-        elif type(thing).__module__.startswith("spd.") and not isinstance(thing, Kernels | CapturedRounds):
+        elif type(thing).__module__.startswith("spd.") and not isinstance(
+            thing, Kernels | CapturedRounds
+        ):
             inner = vars(thing).items()
         names = "[{}]" if isinstance(thing, Mapping | list | tuple) else ".{}"
         for name, value in inner:
@@ -60,7 +64,9 @@ class Tape:
 
     def listen(self, lasting: Mapping[str, Tensor]) -> None:
         """Begin anew."""
-        self.lasting = {tensor.untyped_storage().data_ptr(): path for path, tensor in lasting.items()}
+        self.lasting = {
+            tensor.untyped_storage().data_ptr(): path for path, tensor in lasting.items()
+        }
         self.calls = []
 
     def wrap(self, kernels: Kernels) -> Kernels:
@@ -72,9 +78,13 @@ class Tape:
         @functools.wraps(operation)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.lasting is not None:
-                free = 4 if (name, self.form) == ("ngram_lookup", "torch") else -1  # the host's upper bounds
+                free = (
+                    4 if (name, self.form) == ("ngram_lookup", "torch") else -1
+                )  # the host's upper bounds
                 words = [self._words(value) for i, value in enumerate(args) if i != free]
-                self.calls.append((name, [*words, *((key, self._words(v)) for key, v in kwargs.items())]))
+                self.calls.append(
+                    (name, [*words, *((key, self._words(v)) for key, v in kwargs.items())])
+                )
             return operation(*args, **kwargs)
 
         return call
@@ -94,7 +104,10 @@ class Tape:
         if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
             value = [getattr(value, field.name) for field in dataclasses.fields(value)]
         if isinstance(value, list | tuple | dict):
-            return [self._words(inner) for inner in (value.values() if isinstance(value, dict) else value)]
+            return [
+                self._words(inner)
+                for inner in (value.values() if isinstance(value, dict) else value)
+            ]
         plain = bool | int | float | str | torch.dtype | SamplerClass | None
         assert isinstance(value, plain), value
         return value
@@ -123,7 +136,9 @@ class StandIn(CapturedRounds):
         # The tensors that lasted after a round of theirs, and their bytes.
         self.living, self.held = set[int](), -1
         gc.freeze()  # what there is by now is most of a process, and would make each count slow
-        if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
+        if (
+            tape.form == "torch"
+        ):  # a graph never looks at the views, so it may keep those of its capture
             self.round.__class__ = RoundOfNow
             self.round.stand_in = self  # type: ignore[attr-defined]
             proposer = getattr(self.round.proposer, "model", self.round.proposer)  # beside lookup
@@ -166,7 +181,10 @@ class StandIn(CapturedRounds):
 
     def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         held = dict(tensors_in(self.parts))
-        where = {path: (tensor.data_ptr(), tensor.shape, tensor.stride()) for path, tensor in held.items()}
+        where = {
+            path: (tensor.data_ptr(), tensor.shape, tensor.stride())
+            for path, tensor in held.items()
+        }
 
         def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
             self.tape.listen(held)
@@ -183,7 +201,9 @@ class StandIn(CapturedRounds):
             now = dict(tensors_in(self.parts))
             for path, tensor in held.items():
                 assert now[path] is tensor, f"{path} was replaced"
-                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], f"{path} has moved"
+                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], (
+                    f"{path} has moved"
+                )
             with torch.inference_mode():
                 for old, new in zip(result or (), again or (), strict=True):
                     old.copy_(new)

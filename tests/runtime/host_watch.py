@@ -27,14 +27,20 @@ HOST_READS = (
 )
 WAITS = (
     *((owner, "synchronize") for owner in (torch.cuda, torch.accelerator, torch.cpu)),
-    *((owner, name) for owner in (torch.cuda.Stream, torch.cuda.Event) for name in ("synchronize", "query")),
+    *(
+        (owner, name)
+        for owner in (torch.cuda.Stream, torch.cuda.Event)
+        for name in ("synchronize", "query")
+    ),
 )
 """Whole devices, streams and events: what waits for them, or asks how far they are."""
 
 
 def _overloads(*names: str) -> frozenset[Any]:
     packets = [getattr(torch.ops.aten, name) for name in names]
-    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+    return frozenset(
+        getattr(packet, overload) for packet in packets for overload in packet.overloads()
+    )
 
 
 ASK = _overloads(
@@ -72,7 +78,10 @@ class HostWatch:
                 watch.running = False
 
         patch.setattr(Round, "run", run)
-        for kernels in (rotary_store, paged_attention):  # they look on a CPU, which is to be a GPU here
+        for kernels in (
+            rotary_store,
+            paged_attention,
+        ):  # they look on a CPU, which is to be a GPU here
             patch.setattr(kernels, "surely_finite", lambda x: False)
         for owner, name in (*((Tensor, name) for name in HOST_READS), *WAITS):
             patch.setattr(owner, name, self._refusing(owner, name))
@@ -82,12 +91,17 @@ class HostWatch:
         if not self.running:
             return
         frame = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+        while (
+            frame.f_code.co_filename == __file__
+            or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
+        ):
             assert frame.f_back is not None
             frame = frame.f_back
         caller = frame.f_code.co_filename
         if f"{os.sep}triton{os.sep}" not in caller:
-            raise AssertionError(f"a round waits for the device: {what} in {caller}:{frame.f_lineno}")
+            raise AssertionError(
+                f"a round waits for the device: {what} in {caller}:{frame.f_lineno}"
+            )
 
     def _refusing(self, owner: Any, name: str) -> Any:
         honest = getattr(owner, name)

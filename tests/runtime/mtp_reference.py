@@ -17,7 +17,11 @@ from torch import Tensor
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_mtp import NAMES
 
-HIDDEN_FIRST, MASK_FIRST, RECYCLE_RAW = ("mimo",), ("deepseek", "glm4", "mimo", "ernie"), ("glm4", "ernie")
+HIDDEN_FIRST, MASK_FIRST, RECYCLE_RAW = (
+    ("mimo",),
+    ("deepseek", "glm4", "mimo", "ernie"),
+    ("glm4", "ernie"),
+)
 """Families whose projection reads the state first; that hide the first embedding; that skip a norm."""
 AROUND_ZERO = ("step3", "mtp")
 """Families whose scales of norms are stored as their distance from 1; of "mtp" the hybrids."""
@@ -25,7 +29,12 @@ LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 HOW: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 """The library's models; those with experts, too: `experts_implementation`."""
 STEP_VISION = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
     **{"image_size": 28, "patch_size": 14, "model_type": "step3p5_vision"},
 }
 
@@ -37,7 +46,9 @@ def chosen(logits: Tensor) -> tuple[int, float]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    return {
+        name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
 
 
 class PlainDrafter(Protocol):
@@ -56,7 +67,11 @@ class PlainLayers:
         self.epsilon = self.config["rms_norm_eps"]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
+        return (
+            x
+            / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+            * self.tensors[f"{name}.weight"]
+        )
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.tensors.get(f"{name}.bias", torch.zeros((), dtype=x.dtype))
@@ -65,10 +80,15 @@ class PlainLayers:
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D] turned, first half against second half."""
         size = x.shape[-1]
-        inverse = self.config["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        inverse = self.config["rope_theta"] ** (
+            -torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
         angles = (positions[:, None] * inverse)[:, None]
         first, second = x.chunk(2, dim=-1)
-        turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+        turned = (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        )
         return torch.cat(turned, dim=-1)
 
     def attention(self, y: Tensor, prefix: str) -> Tensor:
@@ -106,7 +126,9 @@ class PlainTarget(PlainLayers):
     def __init__(self, folder: Path) -> None:
         super().__init__(json.loads((folder / "config.json").read_text()), tensors_of(folder))
         self.embedding = self.tensors["model.embed_tokens.weight"]
-        self.head = self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
+        self.head = (
+            self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
+        )
 
     def streams(self, tokens: list[int]) -> list[Tensor]:
         """The residual streams [T, H] that enter the layers, and the one after the last of them."""
@@ -136,7 +158,9 @@ class PlainMtp(PlainTarget):
         if family in MASK_FIRST:
             token[0] = 0
         pair = [self.norm(token, token_norm), self.norm(states, hidden_norm)]
-        x = self.linear(torch.cat(pair[::-1] if family in HIDDEN_FIRST else pair, dim=-1), projection)
+        x = self.linear(
+            torch.cat(pair[::-1] if family in HIDDEN_FIRST else pair, dim=-1), projection
+        )
         x = self.layer(x, prefix)
         shown = self.norm(x, final_norm) if final_norm else x
         return x if family in RECYCLE_RAW else shown, shown @ self.head.T
@@ -167,28 +191,52 @@ class LibraryMtp(PlainMtp):
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         layers = self.config["num_hidden_layers"]
-        self.numbers = {NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)}
-        outer = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens", "final_layernorm", "transformer")
+        self.numbers = {
+            NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)
+        }
+        outer = (
+            "enorm",
+            "hnorm",
+            "eh_proj",
+            "shared_head",
+            "embed_tokens",
+            "final_layernorm",
+            "transformer",
+        )
         kept = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             prefix = next(filter(name.startswith, self.numbers), "")
-            inside = name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm")
+            inside = name.removeprefix(prefix).replace(
+                "pre_mlp_layernorm", "post_attention_layernorm"
+            )
             if not prefix or inside.split(".")[0] not in outer:
                 name = f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name
                 kept[name] = tensor.contiguous()
         scratch.mkdir()
         write_tensors(scratch, kept)
-        longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}
+        longer = {
+            **self.config,
+            "num_hidden_layers": layers + modules,
+            "num_nextn_predict_layers": 0,
+        }
         if "layer_types" in self.config:
             kind = "full_attention" if family == "mtp" else "sliding_attention"
             longer["layer_types"] = [*self.config["layer_types"], *[kind] * modules]
             longer["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]
         if family == "step3":
-            padding = {"rope_theta": 200.0, "partial_rotary_factors": 1.0, **dict.fromkeys(LIMITS, 0.0)}
+            padding = {
+                "rope_theta": 200.0,
+                "partial_rotary_factors": 1.0,
+                **dict.fromkeys(LIMITS, 0.0),
+            }
             longer |= {key: [*self.config[key], *[each] * modules] for key, each in padding.items()}
             longer = {
                 **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
-                **{"text_config": longer, "vision_config": STEP_VISION, "tie_word_embeddings": False},
+                **{
+                    "text_config": longer,
+                    "vision_config": STEP_VISION,
+                    "tie_word_embeddings": False,
+                },
             }
         for name, tensor in self.tensors.items() if family in AROUND_ZERO else ():
             if tensor.dim() == 1 and "norm" in name:  # also of those outside layers
@@ -209,7 +257,9 @@ class LibraryMtp(PlainMtp):
             mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
         seen = None if kind == ["linear_attention"] else mask[None, None]
         given = {"attention_mask": seen, "position_ids": rows}
-        given["position_embeddings"] = self.model.rotary_emb(x[None], rows, *kind[self.family == "mtp" :])
+        given["position_embeddings"] = self.model.rotary_emb(
+            x[None], rows, *kind[self.family == "mtp" :]
+        )
         out = self.model.layers[number](x[None], **given)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found[0] if found.dim() == 3 else found
@@ -224,7 +274,10 @@ class NemotronMtp(PlainMtp):
         self.config = json.loads((folder / "config.json").read_text())
         self.tensors, self.epsilon = tensors_of(folder), self.config["layer_norm_epsilon"]
         self.family, self.modules = "nemotron_h", 1
-        self.embedding, self.head = self.tensors["backbone.embeddings.weight"], self.tensors["lm_head.weight"]
+        self.embedding, self.head = (
+            self.tensors["backbone.embeddings.weight"],
+            self.tensors["lm_head.weight"],
+        )
         around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
         kept = {
             name.replace("mtp.", "backbone."): tensor
@@ -236,7 +289,9 @@ class NemotronMtp(PlainMtp):
         config = {**self.config, "hybrid_override_pattern": "*E", "num_hidden_layers": 2}
         write_json(scratch / "config.json", config)
         self.model, blocks = (
-            AutoModelForCausalLM.from_pretrained(each, **HOW, experts_implementation="eager").eval().model
+            AutoModelForCausalLM.from_pretrained(each, **HOW, experts_implementation="eager")
+            .eval()
+            .model
             for each in (folder, scratch)
         )
         self.blocks = blocks.layers

@@ -32,7 +32,15 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from tests.helpers import with_operations
 from tests.runtime import target_law
-from tests.runtime.target_law import DRAFT_LAWS, PROMPT, VOCAB, Law, Text, context_numbers, random_drafts
+from tests.runtime.target_law import (
+    DRAFT_LAWS,
+    PROMPT,
+    VOCAB,
+    Law,
+    Text,
+    context_numbers,
+    random_drafts,
+)
 
 PAGE_SIZE = 2
 LIMIT_OF_ERROR = 1e-12
@@ -69,9 +77,15 @@ class RememberingRunner:
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
         self.table, self.script, self.head = table, script, head
 
-    def forward(self, rows: Rows, page_table: Tensor, views: object, *, keeps: bool = True) -> ModelOutput:
-        assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
-        assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
+    def forward(
+        self, rows: Rows, page_table: Tensor, views: object, *, keeps: bool = True
+    ) -> ModelOutput:
+        assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), (
+            "an id beyond the vocabulary was fed"
+        )
+        assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), (
+            "a row that does not count was kept"
+        )
         self.pool[rows.kv_slots] = rows.token_ids
         self.pool[:PAGE_SIZE] = -1
         memory = self.pool.view(-1, PAGE_SIZE)[page_table].flatten(1)
@@ -95,7 +109,9 @@ PENALTIES = replace(PLAIN, repetition_penalty=1.5, presence_penalty=0.25, freque
 MIN_TOKENS = SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=2)
 TRUNCATION = SamplingParams(temperature=1.25, top_k=2, top_p=0.75, min_p=0.125)
 EVERYTHING = replace(PENALTIES, temperature=0.5, top_p=0.875, min_p=0.0625, presence_penalty=-0.5)
-EVERYTHING = replace(EVERYTHING, logit_bias=((0, 1.5), (1, -0.5)), stop_token_ids=(1,), min_tokens=1)
+EVERYTHING = replace(
+    EVERYTHING, logit_bias=((0, 1.5), (1, -0.5)), stop_token_ids=(1,), min_tokens=1
+)
 EVERYTHING = replace(EVERYTHING, max_tokens=4)
 STOPS_AND_LIMIT = SamplingParams(temperature=1.0, stop_token_ids=(1,), max_tokens=3)
 
@@ -131,10 +147,18 @@ class Case:
 class Enumeration:
     """All cases of all rounds side by side, a slot each."""
 
-    def __init__(self, case: Case, table: Tensor, script: Script | None = None, slots: int = 0) -> None:
+    def __init__(
+        self, case: Case, table: Tensor, script: Script | None = None, slots: int = 0
+    ) -> None:
         """slots: so many without any drafts in place of all cases."""
-        parts = [torch.zeros(slots, 1, dtype=torch.long)] if slots else [self.cases_of(k) for k in case.ks]
-        grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts))
+        parts = (
+            [torch.zeros(slots, 1, dtype=torch.long)]
+            if slots
+            else [self.cases_of(k) for k in case.ks]
+        )
+        grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(
+            -1, len(parts)
+        )
         self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
         self.case, slots, params = case, len(grid), case.params
         depth, pages = case.depth, case.depth // PAGE_SIZE + 1
@@ -188,7 +212,9 @@ class Enumeration:
         k, draft = self.case.ks[number], self.propose(number)
         self.script.samples = script = self.plans[number][:, k + 1 :]
         was_active, started = self.launch(k, self.needs)
-        assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
+        assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), (
+            "noise positions"
+        )
         probabilities = self.script.processed.softmax(-1)
         self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
         self.weights /= k + 1  # num_drafts: uniform
@@ -224,9 +250,15 @@ class Enumeration:
         possible = self.weights > 0
         for length in self.state.length[possible].unique().tolist():
             chosen = possible & (self.state.length == length)
-            texts, which = self.state.tokens[chosen, len(PROMPT) : length].unique(dim=0, return_inverse=True)
-            sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(0, which, self.weights[chosen])
-            masses |= {tuple(text): mass for text, mass in zip(texts.tolist(), sums.tolist(), strict=True)}
+            texts, which = self.state.tokens[chosen, len(PROMPT) : length].unique(
+                dim=0, return_inverse=True
+            )
+            sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(
+                0, which, self.weights[chosen]
+            )
+            masses |= {
+                tuple(text): mass for text, mass in zip(texts.tolist(), sums.tolist(), strict=True)
+            }
         return masses
 
 
@@ -237,7 +269,9 @@ def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
     target.extend(wanted, (), 1.0)
     for text, mass in masses.items():
         target.extend(got, text, mass)
-    assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, "masses do not add up: a row saw what it must not"
+    assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, (
+        "masses do not add up: a row saw what it must not"
+    )
     assert len(wanted) > 1
     return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
 
@@ -281,7 +315,10 @@ def check_emissions(case: Case) -> None:
     enumeration = Enumeration(case, case.table())
     enumeration.run(0, random_drafts(len(enumeration.runner.table)))
     logits = enumeration.runner.table[enumeration.runner.contexts]
-    plans, texts = enumeration.plans[0].tolist(), enumeration.state.tokens[:, len(PROMPT) :].tolist()
+    plans, texts = (
+        enumeration.plans[0].tolist(),
+        enumeration.state.tokens[:, len(PROMPT) :].tolist(),
+    )
     for s, row in enumerate(enumeration.emitted.tolist()):
         wanted = emission_by_definition(case, plans[s], logits[s])
         assert read_emission(row) == wanted, "another round is told"

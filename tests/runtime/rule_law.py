@@ -24,7 +24,14 @@ from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.round import Round
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
-from tests.runtime.round_law import LIMIT_OF_ERROR, Case, Enumeration, RememberingRunner, Script, difference
+from tests.runtime.round_law import (
+    LIMIT_OF_ERROR,
+    Case,
+    Enumeration,
+    RememberingRunner,
+    Script,
+    difference,
+)
 from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts
 
 RULES = ("rejection", "block")
@@ -64,7 +71,11 @@ class DraftScript(Script):
     drafts: Tensor
 
     def begin(self, drafts: Tensor) -> None:
-        self.drafts, self.step, self.weight = drafts, 0, torch.ones(len(drafts), dtype=torch.float64)
+        self.drafts, self.step, self.weight = (
+            drafts,
+            0,
+            torch.ones(len(drafts), dtype=torch.float64),
+        )
 
     def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
         token = self.drafts[:, self.step, None]
@@ -92,7 +103,9 @@ class RuleEnumeration(Enumeration):
 
     def cases_of(self, k: int) -> Tensor:
         """Every (num_drafts, drafts, tests passed, last token) of a round: [cases, 1 + k + k + 1]."""
-        strings = itertools.product(range(k + 1), *[range(VOCAB)] * k, *[range(2)] * k, range(VOCAB))
+        strings = itertools.product(
+            range(k + 1), *[range(VOCAB)] * k, *[range(2)] * k, range(VOCAB)
+        )
         return torch.tensor(list(strings), dtype=torch.long)
 
     def run(self, number: int, draft_law: Tensor | None = None) -> None:
@@ -118,7 +131,9 @@ class RuleEnumeration(Enumeration):
         ):
             before = self.launch(k, self.prepare(self.needs, k), next_k)
         tested = torch.arange(k) < self.emitted[:, 1, None]
-        chances = torch.where(pattern, passing.chances, 1 - passing.chances) if k else pattern.double()
+        chances = (
+            torch.where(pattern, passing.chances, 1 - passing.chances) if k else pattern.double()
+        )
         self.weights *= torch.where(tested, chances, 0.5).prod(-1)
         self.weights *= drawn["law"].gather(1, last[:, None])[:, 0] / (k + 1)  # num_drafts: uniform
         if next_k:
@@ -150,7 +165,9 @@ def drafter(setting: Enumeration, table: Tensor) -> DraftModelProposer:
 def ruled(setting: Enumeration, proposer: Any, rule: str) -> Round:
     """Its rounds under another rule."""
     whole: Any = setting
-    return Round(whole.state, whole.runner, whole.sampler, proposer, setting.round.kernels, None, rule)
+    return Round(
+        whole.state, whole.runner, whole.sampler, proposer, setting.round.kernels, None, rule
+    )
 
 
 def check_rule(case: RuleCase) -> None:
@@ -163,7 +180,9 @@ def check_rule(case: RuleCase) -> None:
 
 def gumbel_at_once(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """`philox.gumbel` but for last bits: not row by row, which takes long for so many rows."""
-    return -torch.log(-torch.log(philox.uniform(philox.random_bits(seed, position, stream, vocab_size))))
+    return -torch.log(
+        -torch.log(philox.uniform(philox.random_bits(seed, position, stream, vocab_size)))
+    )
 
 
 def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor, Tensor, float]:
@@ -172,7 +191,9 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     Counts and probabilities [3 ** (k + 1)]; every slot has a seed of its own, and nothing is scripted. The
     drafter's law is far from the target's, and the last number is the share of its drafts accepted.
     """
-    params = SamplingParams(temperature=4.0, max_tokens=k + 1)  # so flat that every text is expected often
+    params = SamplingParams(
+        temperature=4.0, max_tokens=k + 1
+    )  # so flat that every text is expected often
     case = RuleCase((k,), params, seed=21)
     table = case.table()
     setting = Enumeration(case, table.float(), slots=slots)
@@ -186,7 +207,9 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
         state.num_drafts.fill_(k)
 
     certain = SimpleNamespace(watches=False, capture=lambda *_: None, draft=zeros)
-    proposer: Any = drafter(setting, 6 * replace(case, seed=77).table().float()) if drawn else certain
+    proposer: Any = (
+        drafter(setting, 6 * replace(case, seed=77).table().float()) if drawn else certain
+    )
     setting.round = ruled(setting, proposer, rule)
     tested = accepted = 0
     with (

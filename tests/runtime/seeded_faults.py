@@ -45,7 +45,9 @@ def fields_of(record: Any) -> dict[str, Any]:
 def opened(asked: dict[str, Any]) -> Arguments:
     """The arguments; of a name that several records have, the last one's."""
     records = (fields_of(value) for value in asked.values() if isinstance(value, RECORDS))
-    return SimpleNamespace(**{name: field for each in records for name, field in each.items()} | asked)
+    return SimpleNamespace(
+        **{name: field for each in records for name, field in each.items()} | asked
+    )
 
 
 def replaced(asked: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
@@ -55,7 +57,9 @@ def replaced(asked: dict[str, Any], changes: dict[str, object]) -> dict[str, Any
         if name in asked:
             asked[name] = value
             continue
-        owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][-1]
+        owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][
+            -1
+        ]
         if isinstance(asked[owner], tuple):
             asked[owner] = asked[owner]._replace(**{name: value})
         else:
@@ -173,7 +177,9 @@ def stops_in_last_row_only(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple
     return decide(hidden, *rest)
 
 
-def read_a_column_late(engine: Any, sequence: Any, row: list[int], *rest: Any, own=Engine._apply) -> None:
+def read_a_column_late(
+    engine: Any, sequence: Any, row: list[int], *rest: Any, own=Engine._apply
+) -> None:
     """The samples of an emission as if they began a column later."""
     own(engine, sequence, [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]], *rest)
 
@@ -225,7 +231,9 @@ def first_row_only(**step: Any) -> Mutation:
 
 def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
     """The target's noise at other positions than the tokens' own."""
-    return around(sampling, "draw_rows", lambda draw, processed, at, *rest: draw(processed, key(at), *rest))
+    return around(
+        sampling, "draw_rows", lambda draw, processed, at, *rest: draw(processed, key(at), *rest)
+    )
 
 
 @instead(Sampler, "admit")
@@ -247,7 +255,9 @@ def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
 
     def hide(logits: Tensor, tensors: SamplingTensors) -> Tensor:
         rows = early(torch.arange(logits.shape[1]))
-        hidden = (torch.arange(logits.shape[2])[:, None] == tensors.stop_ids.unsqueeze(1)).any(dim=-1)
+        hidden = (torch.arange(logits.shape[2])[:, None] == tensors.stop_ids.unsqueeze(1)).any(
+            dim=-1
+        )
         masked = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
         return logits.masked_fill(masked.unsqueeze(-1) & hidden.unsqueeze(1), float("-inf"))
 
@@ -257,14 +267,18 @@ def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
 def head(late: int = 0, **needs_not: bool) -> Mutation:
     """The head that draws by itself: used where it must not be, or drawing `late` positions late."""
 
-    def changed(draw: Any, sampler: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Any:
+    def changed(
+        draw: Any, sampler: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any
+    ) -> Any:
         return draw(sampler, runner, hidden, step + late, dataclasses.replace(needs, **needs_not))
 
     return around(Sampler, "draw_fused", changed)
 
 
 draft_noise_off = around(
-    Sampler, "draw_draft", lambda draw, s, runner, h, step, needs: draw(s, runner, h, step + 1, needs)
+    Sampler,
+    "draw_draft",
+    lambda draw, s, runner, h, step, needs: draw(s, runner, h, step + 1, needs),
 )
 
 

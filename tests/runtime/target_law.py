@@ -19,7 +19,10 @@ Text = tuple[int, ...]
 def context_numbers(tokens: Tensor) -> Tensor:
     """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
     numbers = torch.full_like(tokens, -1)
-    number, written = tokens.new_zeros(tokens.shape[0]), torch.ones(tokens.shape[0], dtype=torch.bool)
+    number, written = (
+        tokens.new_zeros(tokens.shape[0]),
+        torch.ones(tokens.shape[0], dtype=torch.bool),
+    )
     for column in range(tokens.shape[1]):
         written = written & (tokens[:, column] >= 0)
         number = number * VOCAB + 1 + tokens[:, column].clamp(min=0)
@@ -34,7 +37,9 @@ def number_of(text: Sequence[int]) -> int:
 def target_table(depth: int, seed: int, masked: bool) -> Tensor:
     """Float64 logits [contexts + 1, 3], some hidden if `masked`; the last row is unwritten contexts'."""
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64)
+    weights = torch.rand(
+        ((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64
+    )
     logits = (4 * weights - 2).clone()
     if masked:
         kept = torch.randint(VOCAB, (len(logits), 1), generator=generator)
@@ -44,7 +49,9 @@ def target_table(depth: int, seed: int, masked: bool) -> Tensor:
     return logits
 
 
-def processed_by_definition(logits: Sequence[float], text: Text, params: SamplingParams) -> list[float]:
+def processed_by_definition(
+    logits: Sequence[float], text: Text, params: SamplingParams
+) -> list[float]:
     """Probabilities of the next token after PROMPT + text, step by step as the documentation says."""
     scores = list(logits)
     for token, bias in params.logit_bias:
@@ -53,7 +60,9 @@ def processed_by_definition(logits: Sequence[float], text: Text, params: Samplin
         if v in PROMPT or v in text:
             r = params.repetition_penalty
             scores[v] = scores[v] / r if scores[v] > 0 else scores[v] * r
-        scores[v] -= params.frequency_penalty * text.count(v) + params.presence_penalty * (v in text)
+        scores[v] -= params.frequency_penalty * text.count(v) + params.presence_penalty * (
+            v in text
+        )
     if len(text) < params.min_tokens:
         scores = [-math.inf if v in params.stop_token_ids else x for v, x in enumerate(scores)]
     scores = [x / params.temperature for x in scores]
@@ -62,7 +71,9 @@ def processed_by_definition(logits: Sequence[float], text: Text, params: Samplin
     kept, before = list[int](), 0.0
     for v in order:
         share = math.exp(scores[v]) / total
-        if not kept or (before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total):
+        if not kept or (
+            before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total
+        ):
             kept.append(v)
         before += share
     total = math.fsum(math.exp(scores[v]) for v in kept)
@@ -106,7 +117,9 @@ DRAFT_LAWS: dict[str, Callable[[int], Tensor]] = {  # contexts -> [contexts, sam
     "equal": lambda contexts: EQUAL.expand(contexts, -1, -1),
     "never": lambda contexts: NEVER.expand(contexts, -1, -1),
     "random": random_drafts,
-    "one-hot": lambda contexts: EQUAL[random_drafts(contexts)[:, 0].argmax(-1, True)].expand(-1, VOCAB, -1),
+    "one-hot": lambda contexts: EQUAL[random_drafts(contexts)[:, 0].argmax(-1, True)].expand(
+        -1, VOCAB, -1
+    ),
     # Equal where the sample is token 0, else never: acceptance as biased as it can be.
     "only-zeros-match": lambda contexts: torch.cat((EQUAL[:1], NEVER[1:])).expand(contexts, -1, -1),
 }

@@ -37,7 +37,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """A target, and each kind of assistant for it."""
     shelf = tmp_path_factory.mktemp("assistants")
     target = write_dense(shelf / "target", "gemma4")
-    return {kind: (target, write_assistant(shelf / kind, target, **given)) for kind, given in KINDS.items()}
+    return {
+        kind: (target, write_assistant(shelf / kind, target, **given))
+        for kind, given in KINDS.items()
+    }
 
 
 @pytest.mark.covers(1)
@@ -61,7 +64,10 @@ def test_auto_takes_the_assistant_beside_a_model(pairs: Pairs, tmp_path: Path) -
     target.symlink_to(pairs["clusters"][0])
     shutil.copytree(pairs["clusters"][1], folder)
     drafter = make_engine(target, spec="auto").plan.drafter
-    assert (drafter.method, drafter.reason) == ("assistant", "the model's own assistant, it-assistant")
+    assert (drafter.method, drafter.reason) == (
+        "assistant",
+        "the model's own assistant, it-assistant",
+    )
     assert make_engine(pairs["plain"][0], spec="auto").plan.drafter.method == "ngram"
     edit_config(folder, lambda config: config.update(architectures=["DFlashDraftModel"]))
     drafter = make_engine(target, spec="auto").plan.drafter
@@ -97,7 +103,10 @@ def test_an_assistant_is_no_model(pairs: Pairs) -> None:
     target, folder = pairs["plain"]
     with pytest.raises(CheckpointError, match="an assistant drafts for another model"):
         make_engine(folder)
-    for spec, words in (("draft", "is an assistant, not a model"), ("eagle3", "not an EAGLE-3 head")):
+    for spec, words in (
+        ("draft", "is an assistant, not a model"),
+        ("eagle3", "not an EAGLE-3 head"),
+    ):
         with pytest.raises(IncompatibleError, match=words):
             make_engine(target, spec=spec, draft_model=folder)
     with pytest.raises(IncompatibleError, match="is a model, not an assistant"):
@@ -110,7 +119,9 @@ def test_suppressed_ids_are_not_drafted(pairs: Pairs, tmp_path: Path, kind: str)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 17]})
     free, held = (
-        run_one(target, random_prompts(1, 20, 320)[0], BIASED, spec="assistant", draft_model=drafter)
+        run_one(
+            target, random_prompts(1, 20, 320)[0], BIASED, spec="assistant", draft_model=drafter
+        )
         for drafter in (folder, tmp_path)
     )
     said, kept = ({i for record in run.rounds for i in record.draft} for run in (free, held))
@@ -118,7 +129,11 @@ def test_suppressed_ids_are_not_drafted(pairs: Pairs, tmp_path: Path, kind: str)
 
 
 TURNING = {
-    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "full_attention": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+        "rope_type": "proportional",
+    },
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 E2B: dict[str, Any] = {
@@ -134,19 +149,38 @@ E2B_TARGET = {
     **E2B,
     **{"architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144},
     **{"num_hidden_layers": 35, "num_attention_heads": 8, "num_kv_shared_layers": 20},
-    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": True},
+    **{
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "use_double_wide_mlp": True,
+    },
     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
 }
 TEXT = {
-    **{**E2B, "architectures": None, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4},
+    **{
+        **E2B,
+        "architectures": None,
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+    },
     **{"num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0},
-    **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": 0, "final_logit_softcapping": None},
+    **{
+        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+    },
     "layer_types": [*["sliding_attention"] * 3, "full_attention"],
 }
 E2B_ASSISTANT = {
     **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
-    **{"dtype": "bfloat16", "tie_word_embeddings": True, "use_ordered_embeddings": True, "text_config": TEXT},
+    **{
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "use_ordered_embeddings": True,
+        "text_config": TEXT,
+    },
 }
 """As the config.json of google/gemma-4-E2B-it-assistant has it."""
 E4B = {
@@ -158,7 +192,10 @@ E4B_TEXT = {**TEXT, "num_key_value_heads": 2}
 E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": E4B_TEXT}
 NOTED = {
     **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
-    **{"model.embed_tokens.weight": (262144, 256), "masked_embedding.centroids.weight": (2048, 256)},
+    **{
+        "model.embed_tokens.weight": (262144, 256),
+        "masked_embedding.centroids.weight": (2048, 256),
+    },
     "masked_embedding.token_ordering": (262144,),
 }
 """Shapes of its header, as public readers noted them."""
@@ -166,7 +203,12 @@ WIDE = {"attention_k_eq_v": True, "sliding_window": 1024, "max_position_embeddin
 
 
 def wide_pair(
-    hidden: int, inner: int, layers: int, heads: tuple[int, int, int], unified: bool = False, **text: Any
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    unified: bool = False,
+    **text: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Configurations of a larger release and of its assistant; heads: of queries, keys, and keys far away."""
     name, kind = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
@@ -175,16 +217,35 @@ def wide_pair(
     known["hidden_size_per_layer_input"] = 0
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    target = {**known, **sizes, **text, "layer_types": kinds * (layers // 6), "num_kv_shared_layers": 0}
+    target = {
+        **known,
+        **sizes,
+        **text,
+        "layer_types": kinds * (layers // 6),
+        "num_kv_shared_layers": 0,
+    }
     of = {**known, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
     of |= {"num_kv_shared_layers": 4, "layer_types": TEXT["layer_types"]}
-    assistant = {**E2B_ASSISTANT, "architectures": [f"{name}AssistantForCausalLM"], "text_config": of}
+    assistant = {
+        **E2B_ASSISTANT,
+        "architectures": [f"{name}AssistantForCausalLM"],
+        "text_config": of,
+    }
     assistant |= {"model_type": f"{kind}_assistant", "backbone_hidden_size": hidden}
-    whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": target, "model_type": kind}
+    whole = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "text_config": target,
+        "model_type": kind,
+    }
     return whole, {**assistant, "use_ordered_embeddings": False}
 
 
-EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 PUBLISHED = {
     "E2B": (E2B_TARGET, E2B_ASSISTANT, NOTED, 78e6),
     "E4B": (E4B, E4B_ASSISTANT, {name: NOTED[name] for name in NOTED if "masked" in name}, 78e6),
@@ -208,7 +269,9 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
         path.mkdir()
         write_json(path / "config.json", said)
     kinds = {name: "I64" if "ordering" in name else "BF16" for name in shapes}
-    write_hollow(folder / "model.safetensors", [(name, kinds[name], shapes[name]) for name in shapes])
+    write_hollow(
+        folder / "model.safetensors", [(name, kinds[name], shapes[name]) for name in shapes]
+    )
     given = ModelFolder(folder)
     assert check_assistant(given.config, given.checkpoint) == []
     elements = sum(math.prod(shape) for name, shape in shapes.items() if kinds[name] == "BF16")

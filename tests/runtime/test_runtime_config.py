@@ -23,7 +23,11 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"verify": "rejection", "spec": "off"}, UsageError, "block are about drafts"),
     ({"verify": "block", "draft_max": 0}, UsageError, "block are about drafts"),
     ({"verify": "block", "adaptive": True}, UsageError, "--adaptive fits K"),
-    ({"verify": "rejection", "synthetic_acceptance": 2.0}, UsageError, "--synthetic-acceptance imposes"),
+    (
+        {"verify": "rejection", "synthetic_acceptance": 2.0},
+        UsageError,
+        "--synthetic-acceptance imposes",
+    ),
     ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft"),
     ({"mtp": DRAFT, "spec": "draft"}, UsageError, "--mtp is for --spec mtp"),
     ({"mtp": DRAFT, "draft_model": DRAFT}, UsageError, "are two drafters"),
@@ -39,7 +43,11 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "about a model that drafts"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp"),
-    ({"synthetic_acceptance": 2.0, "spec": "off"}, UsageError, "--synthetic-acceptance are about drafts"),
+    (
+        {"synthetic_acceptance": 2.0, "spec": "off"},
+        UsageError,
+        "--synthetic-acceptance are about drafts",
+    ),
 ]
 
 
@@ -48,7 +56,9 @@ def config(**wishes: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(("wishes", "kind", "words"), REFUSED_TOGETHER)
-def test_wishes_that_clash_are_refused(wishes: dict[str, Any], kind: type[SpdError], words: str) -> None:
+def test_wishes_that_clash_are_refused(
+    wishes: dict[str, Any], kind: type[SpdError], words: str
+) -> None:
     with pytest.raises(SpdError) as caught:
         config(**wishes)
     error = caught.value
@@ -103,7 +113,10 @@ def test_ranges_hold_at_their_edges(name: str) -> None:
         with pytest.raises(UsageError) as caught:
             make(**{name: value})
         flag = name if name == "slots" else f"--{name.replace('_', '-')}"
-        assert name in caught.value.message or caught.value.message == f"{flag} {value} is out of range"
+        assert (
+            name in caught.value.message
+            or caught.value.message == f"{flag} {value} is out of range"
+        )
         assert caught.value.reason[0].startswith("valid: ") and caught.value.exit_code == 2
 
 
@@ -134,7 +147,9 @@ def test_the_minimum_is_not_above_the_maximum() -> None:
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
-@pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")])
+@pytest.mark.parametrize(
+    ("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")]
+)
 def test_graphs_need_a_device(device: str, kernels: str) -> None:
     with pytest.raises(IncompatibleError, match="CUDA device and Triton kernels"):
         _graphs(True, Machine(device, 2**30), kernels)
@@ -145,7 +160,9 @@ def test_graphs_need_a_device(device: str, kernels: str) -> None:
 def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypatch: Any) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", True)
-    assert make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU)).shape.kernels == "triton"
+    assert (
+        make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU)).shape.kernels == "triton"
+    )
     with pytest.raises(IncompatibleError, match="bfloat16 products"):
         make_plan(EngineConfig(model=tiny(), kernels="triton", device="cpu", dtype="bfloat16"))
     monkeypatch.setattr(knobs.runtime, "interpret", False)
@@ -153,7 +170,9 @@ def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypa
         make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU))
 
 
-@pytest.mark.parametrize(("held", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")])
+@pytest.mark.parametrize(
+    ("held", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")]
+)
 def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(held: tuple[int, int], kernels: str) -> None:
     pytest.importorskip("triton")
     asked: tuple[Any, ...] = (Machine("cuda", 2**30, held), "float16", ())
@@ -167,13 +186,22 @@ def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(held: tuple[int, int], ke
 @pytest.mark.parametrize("most", [0, 1, 3, 4, 7, 8, 31])
 def test_graphs_keep_few_lengths_and_always_none(most: int) -> None:
     tiers = _draft_tiers(most, graphs=True)
-    assert tiers[0] == 0 and tiers[-1] == most and list(tiers) == sorted(set(tiers)) and len(tiers) <= 10
+    assert (
+        tiers[0] == 0
+        and tiers[-1] == most
+        and list(tiers) == sorted(set(tiers))
+        and len(tiers) <= 10
+    )
     assert _draft_tiers(most, graphs=False) == tuple(range(most + 1))
 
 
 @pytest.mark.parametrize("length", [0.9, 5.1])
-def test_imposed_lengths_beyond_a_round_are_refused(tiny: Callable[..., Path], length: float) -> None:
-    wishes = EngineConfig(model=tiny(), spec="ngram", draft_max=4, synthetic_acceptance=length, **ON_CPU)
+def test_imposed_lengths_beyond_a_round_are_refused(
+    tiny: Callable[..., Path], length: float
+) -> None:
+    wishes = EngineConfig(
+        model=tiny(), spec="ngram", draft_max=4, synthetic_acceptance=length, **ON_CPU
+    )
     with pytest.raises(UsageError, match="out of range"):
         make_plan(wishes)
 

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("every_trial")
 def test_busy_seconds(tmp_path: Path) -> None:
     """Of the wanted CPUs only; what has a low priority gives way and does not count, stolen time does."""
     stat = tmp_path / "stat"
-    stat.write_text("cpu 9 9 9 9 9 9 9 9\ncpu0 100 50 20 999 9 1 2 7 0 0\ncpu1 10 0 0 5 0 0 0 0\nintr 5\n")
+    stat.write_text(
+        "cpu 9 9 9 9 9 9 9 9\ncpu0 100 50 20 999 9 1 2 7 0 0\ncpu1 10 0 0 5 0 0 0 0\nintr 5\n"
+    )
     assert busy_seconds([0], stat) == pytest.approx(1.3)
     assert busy_seconds([0, 1], stat) == pytest.approx(1.4)
     assert busy_seconds([0], tmp_path / "none") == busy_seconds([0], tmp_path) == 0.0
@@ -50,7 +52,9 @@ def test_threads_give_way(
 ) -> None:
     """After looks at these loads, a window apart or so many seconds."""
     at = busy = 0.0
-    monkeypatch.setattr(cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0))
+    monkeypatch.setattr(
+        cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0)
+    )
     monkeypatch.setattr(cpu_load, "busy_seconds", lambda _: busy)
     threads, found = FollowedThreads(counts, lambda _: None), []
     threads.cpus = tuple(range(cpus))
@@ -70,7 +74,9 @@ def threads(monkeypatch: pytest.MonkeyPatch, keep_threads: None) -> None:
 
 @pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels: {obstacle()}")
 @pytest.mark.parametrize("spec", ["off", "mtp"])
-def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, threads: None, spec: str) -> None:
+def test_a_changing_number_changes_no_text(
+    monkeypatch: pytest.MonkeyPatch, threads: None, spec: str
+) -> None:
     """Another number of threads in every round, alone and eight together, greedy and sampled."""
     wishes: dict[str, Any] = {"slots": 8, "ctx": 256, "kernels": "native", "prefix_sharing": False}
     texts = []
@@ -84,9 +90,13 @@ def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, thre
             patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **wishes))
             assert engine._device.threads._counts == (1, 2)
-            params = [SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(8)]
+            params = [
+                SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(8)
+            ]
             requests = [Request(f"{i}", tuple(range(300 + i, 340)), params[i]) for i in range(8)]
-            texts.append([r.token_ids for r in (*engine.generate(requests), *engine.generate(requests[:1]))])
+            texts.append(
+                [r.token_ids for r in (*engine.generate(requests), *engine.generate(requests[:1]))]
+            )
         assert not changing or next(turns) > 2
     assert texts[0] == texts[1]
 
@@ -110,6 +120,8 @@ def test_other_threads_stay(threads: None, wishes: dict[str, Any]) -> None:
     assert engine._device.threads._counts == (2,) and not engine.plan.threads_follow
 
 
-@pytest.mark.parametrize(("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))])
+@pytest.mark.parametrize(
+    ("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))]
+)
 def test_numbers_to_choose_from(most: int, counts: tuple[int, ...]) -> None:
     assert cpu_load.fewer_threads(most) == counts

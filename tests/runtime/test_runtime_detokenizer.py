@@ -12,7 +12,10 @@ from spd.runtime.engine.sequence import Detokenizer
 
 
 def run(
-    tokens: Sequence[bytes], stops: Sequence[str] = (), min_tokens: int = 0, rounds: Sequence[int] = ()
+    tokens: Sequence[bytes],
+    stops: Sequence[str] = (),
+    min_tokens: int = 0,
+    rounds: Sequence[int] = (),
 ) -> tuple[list[str], int | None]:
     """Texts handed out a round (so many tokens, or one), and how many tokens were taken before a stop."""
     detokenizer = Detokenizer(lambda ids: b"".join(map(tokens.__getitem__, ids)), stops, min_tokens)
@@ -27,7 +30,9 @@ def run(
     return [*texts, detokenizer.take(final=True)], None
 
 
-def by_definition(tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int) -> tuple[str, int | None]:
+def by_definition(
+    tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int
+) -> tuple[str, int | None]:
     """The text a request keeps, and the token count at its stop, from whole prefixes of the tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = ""
@@ -42,7 +47,9 @@ def by_definition(tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int
 
 
 words = st.text("ab", max_size=3) | st.sampled_from("é€🎈ß ")
-pieces = words.map(str.encode) | st.sampled_from([b"\xc3", b"\xa9", b"\xe2\x82"]) | st.binary(max_size=3)
+pieces = (
+    words.map(str.encode) | st.sampled_from([b"\xc3", b"\xa9", b"\xe2\x82"]) | st.binary(max_size=3)
+)
 
 
 @settings(max_examples=800, deadline=None)
@@ -56,7 +63,9 @@ pieces = words.map(str.encode) | st.sampled_from([b"\xc3", b"\xa9", b"\xe2\x82"]
 @example(tokens=[b"a", b"b", b"c"], stops=["ab"], min_tokens=2, rounds=[3])
 @example(tokens=[b"a", b"b", b"c"], stops=["abc"], min_tokens=2, rounds=[1, 1, 1])
 @example(tokens=[b"a", b"a", b"a"], stops=["aa"], min_tokens=2, rounds=[3])
-def test_stops_are_found(tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]) -> None:
+def test_stops_are_found(
+    tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]
+) -> None:
     """A stop counts once a token after the first min_tokens completes it, whatever rounds and tokens hold."""
     texts, stopped = run(tokens, stops, min_tokens, rounds)
     assert ("".join(texts), stopped) == by_definition(tokens, stops, min_tokens)

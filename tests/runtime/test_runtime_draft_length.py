@@ -38,7 +38,9 @@ def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
         (1, True, 900, 0.0, {0, 1}),  # a probe is not above the maximum
     ],
 )
-def test_no_other_k_is_run(maximum: int, adaptive: bool, rounds: int, rate: float, ks: set[int]) -> None:
+def test_no_other_k_is_run(
+    maximum: int, adaptive: bool, rounds: int, rate: float, ks: set[int]
+) -> None:
     chosen = play(DraftLength(maximum, adaptive), rounds, rate)
     assert set(chosen[60:] if rounds == 900 else chosen) == ks
 
@@ -79,18 +81,24 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
             length.observe_cost(k, 0.01 + 0.005 * k, 0.0, 0)
     for rate in (0.1, 0.9) * 10:
         length.overall = Acceptance(20 * rate, 20.0)
-        assert [length.choose() for _ in range(PATIENCE)].count(0) <= ENOUGH, "but where it is timed"
+        assert [length.choose() for _ in range(PATIENCE)].count(0) <= ENOUGH, (
+            "but where it is timed"
+        )
     length.overall = Acceptance(2, 20)
     assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
 
 
 seconds = st.floats(1e-6, 10)
-outcomes = st.lists(st.tuples(st.booleans(), st.booleans(), seconds, st.just(0.0) | seconds), max_size=60)
+outcomes = st.lists(
+    st.tuples(st.booleans(), st.booleans(), seconds, st.just(0.0) | seconds), max_size=60
+)
 
 
 @settings(max_examples=80, deadline=None)
 @given(maximum=st.integers(0, 5), outcomes=outcomes, forwards=st.booleans())
-def test_k_stays_in_range_whatever_is_observed(maximum: int, outcomes: list[Any], forwards: bool) -> None:
+def test_k_stays_in_range_whatever_is_observed(
+    maximum: int, outcomes: list[Any], forwards: bool
+) -> None:
     length = DraftLength(maximum, adaptive=True)
     for proposed, accepted, verify_seconds, draft_seconds in outcomes:
         k = length.choose()
@@ -127,13 +135,17 @@ TOKENS, MOST = 64, 4
 """Of every request, and drafts a round."""
 
 
-def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, waves: bool = False) -> float:
+def simulate(
+    policy: DraftLength, count: int, rate: float, requests: int, *, waves: bool = False
+) -> float:
     """Tokens a millisecond of so many requests: the next begins where one ends, or (waves) where all have.
 
     Sixteen rows are verified at once, further ones are dear; times have noise and hiccups.
     """
     source, clock, time, k, begun = random.Random(1), random.Random(0), 0.0, 0, 0
-    present: list[Any] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
+    present: list[
+        Any
+    ] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
 
     def jitter(time: float) -> float:
         hiccup = 6 if clock.random() < 0.02 else 1
@@ -145,7 +157,10 @@ def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, wav
         begin = 0 if waves and present else min(count - len(present), requests - begun)
         for _ in range(begin):
             present.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
-        begun, time = begun + begin, time + 0.85 * begin  # the drafter's cache of a prompt is written
+        begun, time = (
+            begun + begin,
+            time + 0.85 * begin,
+        )  # the drafter's cache of a prompt is written
         if begin or len(present) != before:
             policy.attend([(acceptance, policy.maximum) for _, _, acceptance in present])
         if not present:
@@ -153,7 +168,9 @@ def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, wav
         next_k, rows = policy.choose(), len(present) * (k + 1)
         verify = jitter(1.7 + 0.1 * len(present) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
         draft = jitter(next_k * (0.35 + 0.03 * len(present)))
-        time += verify + draft + (0 if next_k else 0.06 + 0.008 * len(present))  # its cache is kept up
+        time += (
+            verify + draft + (0 if next_k else 0.06 + 0.008 * len(present))
+        )  # its cache is kept up
         policy.observe_cost(k, verify, draft, next_k)
         for one in present:
             most = k if one[1] < TOKENS else 0
@@ -167,7 +184,9 @@ def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, wav
 
 def best_of(count: int, rate: float, **waves: bool) -> tuple[float, float]:
     """The speed without drafts beside a drafter that is kept up, and of the best fixed k."""
-    speeds = [simulate(DraftLength(k, False), count, rate, 12 * count, **waves) for k in range(MOST + 1)]
+    speeds = [
+        simulate(DraftLength(k, False), count, rate, 12 * count, **waves) for k in range(MOST + 1)
+    ]
     return speeds[0], max(speeds)
 
 
@@ -175,7 +194,9 @@ def best_of(count: int, rate: float, **waves: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("waves", [False, True])
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.63, 0.9])
 @pytest.mark.parametrize("count", [1, 4, 16])
-def test_nearly_the_best_of_all_fixed_lengths_is_reached(count: int, rate: float, waves: bool) -> None:
+def test_nearly_the_best_of_all_fixed_lengths_is_reached(
+    count: int, rate: float, waves: bool
+) -> None:
     """Few requests want two or three drafts, many want none: each where it is so."""
     plain, best = best_of(count, rate, waves=waves)
     policy = DraftLength(MOST, True)
@@ -289,7 +310,9 @@ def test_the_shortest_match(tiny: Any) -> None:
 def test_the_demo_copies() -> None:
     """A prompt full of one line: lookup drafts alone, and the text is the plain one."""
     prompt = random_prompts(1, 20, 900, seed=3)[0] * 4
-    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((t, 12.0) for t in prompt[:3]))
+    params = SamplingParams(
+        max_tokens=60, ignore_eos=True, logit_bias=tuple((t, 12.0) for t in prompt[:3])
+    )
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
     engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
     assert engine._device.proposer.draws

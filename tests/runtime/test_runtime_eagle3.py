@@ -72,14 +72,19 @@ def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
         assert rejected > (5 if short else 20) and seen > (12 if short else 40)
         if kind == "copy":
             records = [record for _, run in runs for record in run.rounds if record.draft]
-            accepted, drafted = (sum(r.accepted for r in records), sum(len(r.draft) for r in records))
+            accepted, drafted = (
+                sum(r.accepted for r in records),
+                sum(len(r.draft) for r in records),
+            )
             assert 0.15 * drafted < accepted < 0.85 * drafted
             assert max(record.accepted for record in records) == k
 
 
 Parts, Pair = dict[str, Tensor], tuple[Path, Path]
 PROMPTS = random_prompts(3, 20, 256)
-PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.8, 1.2)]
+PARAMS = [
+    SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.8, 1.2)
+]
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +145,14 @@ DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
     (lambda t: t["d2t"][1].copy_(t["d2t"][0] - 1), "different token ids below 320"),
     (lambda t: t["d2t"][3].fill_(-300), "different token ids below 320"),
     (lambda t: t.update({"embed_tokens.weight": torch.zeros(10, 64)}), "embed_tokens.weight"),
-    (lambda t: t.update({"embed_tokens.weight": torch.zeros(320, 64).long()}), "embed_tokens.weight"),
-    (lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(64)}), f"q_norm.{OTHER_KIND}"),
+    (
+        lambda t: t.update({"embed_tokens.weight": torch.zeros(320, 64).long()}),
+        "embed_tokens.weight",
+    ),
+    (
+        lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(64)}),
+        f"q_norm.{OTHER_KIND}",
+    ),
     (lambda t: t.update({"fc_norm.0.weight": torch.ones(64)}), f"fc_norm.0.{OTHER_KIND}"),
     # Other ids for the rows of the target's own table.
     (lambda t: t.update(d2t=OTHER_IDS) or t.pop("lm_head.weight"), r"lm_head\.weight"),
@@ -149,12 +160,18 @@ DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), DAMAGE)
-def test_damage_is_refused(pair: Pair, tmp_path: Path, change: Callable[[Parts], object], words: str) -> None:
+def test_damage_is_refused(
+    pair: Pair, tmp_path: Path, change: Callable[[Parts], object], words: str
+) -> None:
     with pytest.raises(CheckpointError, match=words):
         engine_of(pair, altered(pair[1], tmp_path / "head", change))
 
 
-def test_useless_tensors_are_told(pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_useless_tensors_are_told(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        engine_of(pair, altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1))))
+        engine_of(
+            pair, altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1)))
+        )
     assert "1 tensors of" in caplog.text and "'optimizer' first" in caplog.text

@@ -18,7 +18,14 @@ from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
 from tests import helpers
-from tests.helpers import make_engine, random_prompts, read_model_config, run_all, run_one, speaks_as
+from tests.helpers import (
+    make_engine,
+    random_prompts,
+    read_model_config,
+    run_all,
+    run_one,
+    speaks_as,
+)
 from tests.recipes.tiny import LLAMA, VARIANTS, write_json
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense, write_mxfp4
 from tests.runtime.test_runtime_wrappers import WRAPPED
@@ -70,12 +77,18 @@ def every(*without: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", every())
-def test_logits_and_text_equal_transformers(tiny: Callable[..., Path], tmp_path: Path, name: str) -> None:
+def test_logits_and_text_equal_transformers(
+    tiny: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
     """A prompt several windows long, and for one family so long that whole blocks are left behind."""
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
     known = as_known(folder, tmp_path) if name in ALONE else folder
-    kind = transformers.AutoModelForImageTextToText if name in SEEN else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForImageTextToText
+        if name in SEEN
+        else transformers.AutoModelForCausalLM
+    )
     reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
@@ -87,7 +100,9 @@ def test_logits_and_text_equal_transformers(tiny: Callable[..., Path], tmp_path:
 
 
 @pytest.mark.parametrize("variant", every(*ALONE))
-def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
+def test_what_transformers_saves_is_read(
+    tiny: Callable[..., Path], tmp_path: Path, variant: str
+) -> None:
     """Every class in the installed version's own spelling: the same model, tensor by tensor."""
     folder = tiny(variant) if variant in VARIANTS else write_dense(tmp_path / "published", variant)
     saved = tmp_path / "saved"
@@ -103,7 +118,9 @@ def test_every_class_is_among_them() -> None:
     """But for hybrids, which `test_runtime_hybrid` compares; `transformers` does not know MiMo."""
     saved = {options.get("architecture", LLAMA) for options in VARIANTS.values()} | set(WRAPPED)
     saved |= {name for _, config, _ in FAMILIES.values() for name in config["architectures"]}
-    ours = {name for name in SUPPORTED_ARCHITECTURES if not name.startswith(("Qwen3_5", "Qwen3Next"))}
+    ours = {
+        name for name in SUPPORTED_ARCHITECTURES if not name.startswith(("Qwen3_5", "Qwen3Next"))
+    }
     assert saved == ours and len(SUPPORTED_ARCHITECTURES) == len(ours) + 5
     assert not hasattr(transformers, "MiMoForCausalLM")
 
@@ -115,7 +132,9 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     free = run_one(folder, prompt, SamplingParams(max_tokens=24))
     end = next(t for t in free.tokens[4:] if free.tokens.index(t) >= 4)
     stopping = tiny("qwen3", eos=(end,))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(stopping, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        stopping, dtype=torch.float32
+    ).eval()
     wanted = speaks_as(reference, make_engine(stopping), prompt, 24, ends=True).tokens
     for wishes in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
         run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **wishes)
@@ -126,7 +145,10 @@ def multiplied_out(tensors: dict[str, torch.Tensor]) -> None:
     """Experts become what `transformers` makes of MXFP4."""
     convert = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
     for name in [name for name in tensors if name.endswith("_blocks")]:
-        whole, pair = name.removesuffix("_blocks"), (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
+        whole, pair = (
+            name.removesuffix("_blocks"),
+            (tensors.pop(name), tensors.pop(name[:-6] + "scales")),
+        )
         tensors[whole] = convert(*pair, dtype=torch.float32).contiguous()
 
 
@@ -139,7 +161,10 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
     experts = engine._device.runner.model.layers[0].mlp.experts
-    assert isinstance(experts.weights.gate_up, GroupedWeight) and engine.plan.shape.form.words == "e2m1"
+    assert (
+        isinstance(experts.weights.gate_up, GroupedWeight)
+        and engine.plan.shape.form.words == "e2m1"
+    )
     run = speaks_as(reference, engine, prompt, 24)
     engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=3)
     (drafted,) = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True)])
@@ -148,14 +173,28 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
 
 def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
     """Too few pages for all: a request that waits is replayed, window and all."""
-    shape: dict[str, Any] = {"residual_gain": helpers.Damped(loud=2), "seed": 3, "max_positions": 1024}
+    shape: dict[str, Any] = {
+        "residual_gain": helpers.Damped(loud=2),
+        "seed": 3,
+        "max_positions": 1024,
+    }
     target = write_dense(tmp_path / "target", "gemma3", **shape)
     prompts = [random_prompts(1, 490 + n, 256, seed=n)[0] for n in range(4)]
-    params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)
+    ]
     alone = run_all(make_engine(target, kernels="auto", ctx=1024), prompts, params)
     draft = {"draft_model": write_dense(tmp_path / "draft", "gemma3", layers=2, **shape)}
     for spec, model in (("ngram", {}), ("draft", draft)):
-        wishes = {"spec": spec, "draft_max": 3, "slots": 4, "lag": 1, "ctx": 1024, "cache_pages": 40, **model}
+        wishes = {
+            "spec": spec,
+            "draft_max": 3,
+            "slots": 4,
+            "lag": 1,
+            "ctx": 1024,
+            "cache_pages": 40,
+            **model,
+        }
         runs = run_all(make_engine(target, kernels="auto", **wishes), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         assert sum(run.metrics.preemptions for run in runs) > 0

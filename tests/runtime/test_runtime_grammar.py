@@ -37,7 +37,12 @@ PROPERTIES: dict[str, Any] = {
     "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
 }
 SCHEMA = {
-    **{"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False},
+    **{
+        "type": "object",
+        "properties": PROPERTIES,
+        "required": [*PROPERTIES],
+        "additionalProperties": False,
+    },
     "x-guidance": {"whitespace_flexible": False},
 }
 TEXTS = {
@@ -53,7 +58,10 @@ def fits(kind: str, text: str) -> bool:
         return re.fullmatch(PATTERN, text) is not None
     if kind == "lark":
         inner = text.strip("()")
-        return text.count("(") == text.count(")") and re.fullmatch("([xyz]{2,5}|-){2}", inner) is not None
+        return (
+            text.count("(") == text.count(")")
+            and re.fullmatch("([xyz]{2,5}|-){2}", inner) is not None
+        )
     value = json.loads(text)
     return set(value) == {"name", "kind", "list"} and value["kind"] in ("red", "green")
 
@@ -70,9 +78,16 @@ def compiler(target: Path) -> GrammarCompiler:
 
 def requests(temperature: float, count: int = 90) -> list[Request]:
     """Grammars of every kind, and one request without."""
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=count) for i in (0, 1, 2, 9)]
-    found = [Request(kind, PROMPTS[i], params[i], grammar=TEXTS[kind]) for i, kind in enumerate(TEXTS)]
-    return [*found, Request("free", PROMPTS[0], replace(params[3], max_tokens=40, repetition_penalty=1.2))]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=count) for i in (0, 1, 2, 9)
+    ]
+    found = [
+        Request(kind, PROMPTS[i], params[i], grammar=TEXTS[kind]) for i, kind in enumerate(TEXTS)
+    ]
+    return [
+        *found,
+        Request("free", PROMPTS[0], replace(params[3], max_tokens=40, repetition_penalty=1.2)),
+    ]
 
 
 NGRAM = {"spec": "ngram", "ngram_min": 1, "draft_max": 4}
@@ -87,7 +102,11 @@ CASES: list[tuple[float, dict[str, Any], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("temperature", "wishes", "lags"), CASES)
 def test_texts_match(
-    target: Path, tiny: Callable[..., Path], temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]
+    target: Path,
+    tiny: Callable[..., Path],
+    temperature: float,
+    wishes: dict[str, Any],
+    lags: tuple[int, ...],
 ) -> None:
     """They are plain ones; under rules that test a draft's probability, those of each request alone."""
     asked, ruled = requests(temperature), "verify" in wishes
@@ -112,7 +131,10 @@ def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     device, launch, rounds = engine._device, engine._device.launch, list[list[bool]]()
     device.launch = lambda *args: rounds.append(device.state.active.tolist()) or launch(*args)  # type: ignore
     run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
-    assert all(first for first, _ in rounds[:30]) and 8 <= sum(second for _, second in rounds[:30]) <= 11
+    assert (
+        all(first for first, _ in rounds[:30])
+        and 8 <= sum(second for _, second in rounds[:30]) <= 11
+    )
 
 
 def reached(compiler: GrammarCompiler, text: GrammarText, tokens: list[int], ends: set[int]) -> Any:
@@ -133,7 +155,9 @@ def mask_of(grammar: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarCompiler, kind: str) -> None:
+def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
+    compiler: GrammarCompiler, kind: str
+) -> None:
     """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
     ends, source, legal_runs = {300, 301}, random.Random(len(kind)), 0
     grammar, walked = compiler.compile(TEXTS[kind], ends), list[int]()
@@ -150,13 +174,17 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarC
         legal = grammar.masks(drafts, rows)
         legal_runs += legal > 1
         for i in range(legal + 1):
-            after = reached(compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends)
+            after = reached(
+                compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends
+            )
             if after.finished or (i and drafts[i - 1] in ends):
                 break
             assert torch.equal(rows[i], mask_of(after)), (walked, drafts, i)
         if legal < len(drafts) and legal < i + 1:
             assert drafts[legal] not in allowed(rows[legal])
-        walked.append(drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends))
+        walked.append(
+            drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends)
+        )
         grammar.accept(walked[-1])
         if grammar.finished:
             grammar, walked = compiler.compile(TEXTS[kind], ends), []
@@ -169,7 +197,9 @@ def free_rows(rows: int) -> torch.Tensor:
 
 def thinking(target: Path) -> tuple[list[int], int, int]:
     """(tokens, position, id) of a token that a plain run says for the first time somewhere inside."""
-    plain = run_requests(quick_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))])[0]
+    plain = run_requests(
+        quick_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))]
+    )[0]
     seen = plain.tokens
     at = next(i for i in range(6, 30) if seen[i] not in seen[:i] and i % 5 in (2, 3))
     return seen, at, seen[at]
@@ -193,14 +223,19 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
     assert runs[0].tokens[: at + 1] == seen[: at + 1]
     assert re.fullmatch(PATTERN, engine.tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
-    assert runs[1].drafted[at] and runs[1].drafted[at - 1], "the end was no draft inside an accepted run"
+    assert runs[1].drafted[at] and runs[1].drafted[at - 1], (
+        "the end was no draft inside an accepted run"
+    )
 
 
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     """By -n, by a stop string and by a stop id; not where the text may be complete. And while thinking."""
     digits, (seen, at, end) = tuple(range(48, 58)), thinking(target)
     early = "the text ended before the regex was complete"
-    late, last = GrammarText("regex", "a", after=end), {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)}
+    late, last = (
+        GrammarText("regex", "a", after=end),
+        {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)},
+    )
     cases: list[tuple[GrammarText, dict[str, Any], tuple[str, str | None]]] = [
         (GrammarText("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
         (GrammarText("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
@@ -214,7 +249,9 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
         engine = quick_engine(target, **spec)
         for grammar, wishes, ended in cases:
             prompt = PROMPTS[grammar.after is not None]
-            (done,) = engine.generate([Request("a", prompt, SamplingParams(**wishes), grammar=grammar)])
+            (done,) = engine.generate(
+                [Request("a", prompt, SamplingParams(**wishes), grammar=grammar)]
+            )
             assert (done.finish_reason, done.error) == ended, grammar
 
 
@@ -242,7 +279,9 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
     """Those that begin behind a token, too."""
     asked = [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests(1.0)]
-    free = run_requests(quick_engine(target, ctx=192), [replace(one, grammar=None) for one in asked])
+    free = run_requests(
+        quick_engine(target, ctx=192), [replace(one, grammar=None) for one in asked]
+    )
     for one, run in zip([*asked], free, strict=True):
         behind = one.grammar and replace(one.grammar, after=run.tokens[4], optional=True)
         asked.append(replace(one, id=f"again {one.id}", grammar=behind))
@@ -266,20 +305,28 @@ BAD = [
     ("regex", "a" * (MAX_BYTES + 1), "longer than 64 KiB"),
     # each of these keeps the library busy for minutes
     ("schema", '{"type": "integer", "multipleOf": 7436429}', "no common multiple"),
-    ("schema", json.dumps({"allOf": [{"multipleOf": n} for n in (0, 7, 11, 13, 17, 19, 23)]}), "no common"),
+    (
+        "schema",
+        json.dumps({"allOf": [{"multipleOf": n} for n in (0, 7, 11, 13, 17, 19, 23)]}),
+        "no common",
+    ),
     ("schema", json.dumps({"type": "string", "allOf": [{"pattern": p} for p in MANY]}), "combines"),
     ("schema", json.dumps({p: {"$ref": "#", "pattern": p} for p in MANY}), "combines"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "why"), BAD)
-def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, text: str, why: str) -> None:
+def test_what_cannot_be_read_is_refused_at_admission(
+    target: Path, kind: Any, text: str, why: str
+) -> None:
     engine = quick_engine(target)
     flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
     with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
     assert caught.value.fix and not engine.has_work
-    assert len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
+    assert (
+        len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
+    )
 
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
@@ -304,7 +351,11 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
     free = Request("free", random_prompts(1, 12, 256)[0], params)
     inside = {f"{n}": ThinkingBudget(n, END, BEGIN, inside=True) for n in (0, 1, 7)}
-    budgets = {**inside, "outside": ThinkingBudget(0, END), "then": ThinkingBudget(3, END, inside=True)}
+    budgets = {
+        **inside,
+        "outside": ThinkingBudget(0, END),
+        "then": ThinkingBudget(3, END, inside=True),
+    }
     asked = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
     asked[-1] = replace(asked[-1], grammar=GrammarText("regex", "[ab]{6}", after=END))
     runs = run_requests(quick_engine(target), asked)
@@ -364,7 +415,9 @@ class Matcher:
     is_accepting = is_error = is_stopped
 
     def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
-        bits = sum(1 << v for v in range(self.allowed.shape[1]) if self.allowed[number_of(self.text), v])
+        bits = sum(
+            1 << v for v in range(self.allowed.shape[1]) if self.allowed[number_of(self.text), v]
+        )
         ctypes.c_int32.from_address(pointer).value = bits
         assert size == 4
 
@@ -409,7 +462,9 @@ def law_error(case: RuleCase) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("ks", [(1,), (2,), (1, 1), pytest.param((3,), marks=pytest.mark.slow)])
-def test_rounds_have_the_law_of_the_masked_target(ks: tuple[int, ...], drawn: bool, rule: str) -> None:
+def test_rounds_have_the_law_of_the_masked_target(
+    ks: tuple[int, ...], drawn: bool, rule: str
+) -> None:
     assert law_error(RuleCase(ks, MIXED, seed=4, rule=rule, drawn=drawn)) < LIMIT_OF_ERROR
 
 

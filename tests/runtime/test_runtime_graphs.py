@@ -28,7 +28,15 @@ from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState, narrowed
 from tests import helpers
-from tests.helpers import INTERPRETED, Damped, Run, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import (
+    INTERPRETED,
+    Damped,
+    Run,
+    make_engine,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.pairs import Pairs
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
@@ -113,7 +121,9 @@ CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(("method", "k"), CASES)
-def test_replays_are_eager_rounds(pairs: Pairs, watched: Watched, method: str, k: int, lag: int) -> None:
+def test_replays_are_eager_rounds(
+    pairs: Pairs, watched: Watched, method: str, k: int, lag: int
+) -> None:
     target, wishes = asked(pairs, method, k)
     eager = story(run_batch(two_slots(target, **wishes)))
     assert [tokens for tokens, _, _ in eager] == plain(target)
@@ -155,7 +165,9 @@ def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> Non
 def step_into(engine: Engine, steps: int) -> None:
     """Requests under way in both slots, with rounds not yet read."""
     for i in range(2):
-        params = SamplingParams(max_tokens=60, repetition_penalty=1.2, temperature=0.5 * i, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=60, repetition_penalty=1.2, temperature=0.5 * i, ignore_eos=True
+        )
         engine.add(Request(f"r{i}", PROMPTS[4 * i], params))
     for _ in range(steps):
         engine.step()
@@ -174,7 +186,10 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
     fresh, count = SamplerClass(True, True, True, False, True), len(views)
-    for shape in (RoundShape(k, k - 1, fresh, 2, count), RoundShape(0, k, SamplerClass(), None, count)):
+    for shape in (
+        RoundShape(k, k - 1, fresh, 2, count),
+        RoundShape(0, k, SamplerClass(), None, count),
+    ):
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
     assert int(engine._device.state.active.sum()) == 2
@@ -187,7 +202,9 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
             others = [i for i in range(RING_DEPTH) if i != row]
             kept, old = kept[others], old[others]
         elif ".pools[" in path:
-            assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), "nothing ran"
+            assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), (
+                "nothing ran"
+            )
             kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
         elif ".page_states[" in path:
             kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
@@ -203,8 +220,12 @@ def keep_one_a_reading(engine: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
-    "passing": lambda engine: vars(engine._device.state).update(length=engine._device.state.length.clone()),
-    "has moved": lambda engine: engine._device.sampler.seed.set_(engine._device.sampler.seed.clone()),
+    "passing": lambda engine: vars(engine._device.state).update(
+        length=engine._device.state.length.clone()
+    ),
+    "has moved": lambda engine: engine._device.sampler.seed.set_(
+        engine._device.sampler.seed.clone()
+    ),
     r"\[\[200,": lambda engine: vars(engine._device.state).update(max_len=200),
     "more tensors last": keep_one_a_reading,
 }
@@ -225,12 +246,22 @@ def test_planted_faults_are_seen(pairs: Pairs, watched: Watched, words: str) -> 
 @INTERPRETED[0]
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_in_the_form_that_is_captured(
-    tiny: Shelf, watched: Watched, no_host_reads: HostWatch, method: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Shelf,
+    watched: Watched,
+    no_host_reads: HostWatch,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Triton's kernels in its interpreter, as torch's: the host's bounds stay those of the capture."""
     pytest.importorskip("triton")
     helpers.few_programs(monkeypatch)
-    shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": 70, "tokenizer": False, "seed": 5}
+    shape: dict[str, Any] = {
+        "hidden": 32,
+        "intermediate": 32,
+        "vocab": 70,
+        "tokenizer": False,
+        "seed": 5,
+    }
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, **shape) for n in (2, 1))
     prompts = [*random_prompts(1, 9, 70), *random_prompts(1, 7, 70)]
     params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
@@ -262,7 +293,9 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     engine = two_slots(target, **wishes)
     honest, state = engine._device.round._commit, engine._device.state
     engine._device.round._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
-    with pytest.raises(AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"):
+    with pytest.raises(
+        AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"
+    ):
         run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=4)])
 
 
@@ -279,8 +312,13 @@ def test_who_waits_for_the_device() -> None:
 
 # -- rounds captured before any request comes, and of a part of the slots ------------------------------
 
-GREEDY, NOISY = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(temperature=0.8, seed=3)
-PENALTIES = SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
+GREEDY, NOISY = (
+    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3),
+)
+PENALTIES = SamplingParams(
+    max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7
+)
 
 
 def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
@@ -288,17 +326,23 @@ def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]
 
 
 @pytest.mark.parametrize(("adaptive", "k"), [(False, 3), (True, 3), (False, 0), (True, 1)])
-def test_few_shapes_are_captured_in_order(pairs: Pairs, watched: Watched, adaptive: bool, k: int) -> None:
+def test_few_shapes_are_captured_in_order(
+    pairs: Pairs, watched: Watched, adaptive: bool, k: int
+) -> None:
     target, wishes = asked(pairs, "one" if k else "off", k)
     engine, captured = watched(target, slots=5, adaptive=adaptive, **wishes)
     fixed, few, more = {(0, k), (k, k)}, {0, k}, {0, k - 1, k}
-    alone, together = ({*itertools.product(each, each)} if adaptive else fixed for each in (more, few))
+    alone, together = (
+        {*itertools.product(each, each)} if adaptive else fixed for each in (more, few)
+    )
     count = 2 * (len(alone) + len(together))
     assert engine.capture_ahead([GREEDY, NOISY, GREEDY]) == count == len(captured.order) <= 26
     order = captured.order
     assert list(captured.captured) == order == sorted(order, key=lambda s: -s.slots * (s.k + 1))
     assert {shape.needs for shape in order} == {SamplerClass(), SamplerClass(noise=True)}
-    assert {shape.slots for shape in order} == {1, 5} and {shape.num_logprobs for shape in order} == {None}
+    assert {shape.slots for shape in order} == {1, 5} and {
+        shape.num_logprobs for shape in order
+    } == {None}
     assert (lengths_of(order, 1), lengths_of(order, 5)) == (alone, together)
     assert engine.capture_ahead([GREEDY, NOISY]) == 0 == captured.rounds, "all are there"
 
@@ -371,7 +415,9 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     captured.pool = object()
     assert engine.capture_ahead([GREEDY]) == 2
     assert captured.captured == {} and captured.pool is None
-    assert engine.capture_ahead([GREEDY]) == 0 == engine.capture_ahead([NOISY]), "nor is it tried again"
+    assert engine.capture_ahead([GREEDY]) == 0 == engine.capture_ahead([NOISY]), (
+        "nor is it tried again"
+    )
     assert not state.active.any() and int(state.counter) == 0
     assert [run.output for run in run_all(engine, prompts, [GREEDY] * 2)] == plain
     assert len(captured.captured) == 2
@@ -397,7 +443,9 @@ KINDS: list[dict[str, Any]] = [
 
 def requests() -> list[Request]:
     given = [random_prompts(1, 12 + 9 * (i % 3), 256, seed=i)[0] for i in range(len(KINDS))]
-    made = [Request(f"r{i}", given[i], SamplingParams(seed=i, **kind)) for i, kind in enumerate(KINDS)]
+    made = [
+        Request(f"r{i}", given[i], SamplingParams(seed=i, **kind)) for i, kind in enumerate(KINDS)
+    ]
     made[4] = replace(made[4], grammar=GrammarText("regex", "[a-z ]{4,9}[.]"))
     return made
 
@@ -405,7 +453,9 @@ def requests() -> list[Request]:
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("method", ["off", "ngram", "one", "one+ngram", "block+ngram"])
-def test_texts_are_those_of_whole_rounds(pairs: Pairs, watched: Watched, method: str, lag: int) -> None:
+def test_texts_are_those_of_whole_rounds(
+    pairs: Pairs, watched: Watched, method: str, lag: int
+) -> None:
     target, wishes = asked(pairs, method)
     wishes |= {"slots": SLOTS}
     whole = run_requests(make_engine(target, **wishes), requests())
@@ -432,7 +482,9 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, me
     cut = {path for path, tensor in kept.items() if tensor.shape[:1] == (SLOTS,)}
     for path, tensor in held.items():
         assert tensor.data_ptr() == kept[path].data_ptr(), path
-        assert tensor.shape == ((4, *kept[path].shape[1:]) if path in cut else kept[path].shape), path
+        assert tensor.shape == ((4, *kept[path].shape[1:]) if path in cut else kept[path].shape), (
+            path
+        )
     names = {path.rpartition(".")[2] for path in cut}
     assert {"tokens", "draft", "page_table", "seed", "bias", "mask", "generated"} <= names
     assert part.state.slots == 4 and whole.state.slots == SLOTS

@@ -23,7 +23,15 @@ from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
 from spd.runtime.round.kv_cache import StateStore
 from tests import helpers
-from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Run,
+    assert_same,
+    make_engine,
+    next_turn,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.page_checks import check_pages
 from tests.pairs import Pairs
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
@@ -44,7 +52,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
         "tie_word_embeddings": True,
     },
-    "attention first": {"num_hidden_layers": 3, "layer_types": ["full_attention", *["linear_attention"] * 2]},
+    "attention first": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", *["linear_attention"] * 2],
+    },
 }
 Shelf = Callable[..., Path]
 
@@ -52,11 +63,16 @@ Shelf = Callable[..., Path]
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     """Writes tiny hybrids."""
-    return lambda **options: write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "model", **options)
+    return lambda **options: write_tiny_hybrid(
+        tmp_path_factory.mktemp("hybrid") / "model", **options
+    )
 
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-NATIVE_FIRST = [pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)]
+NATIVE_FIRST = [
+    pytest.param("native", marks=needs_native),
+    pytest.param("torch", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.usefixtures("untried")
@@ -79,8 +95,18 @@ def test_logits_and_greedy_text_are_those_of_transformers(
 
 
 SPARSE = {
-    **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+    },
     **{"linear_value_head_dim": 24, "vocab_size": 300, "max_position_embeddings": 512},
     **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     **{"shared_expert_intermediate_size": 48, "eos_token_id": 2, "bos_token_id": 1},
@@ -89,8 +115,13 @@ SPARSE = {
 
 def pack(tensors: dict[str, torch.Tensor]) -> None:
     """Store the experts of each layer in two tensors, as the published checkpoints do."""
-    for stem in {name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}:
-        for packed, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+    for stem in {
+        name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name
+    }:
+        for packed, parts in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        ):
             each = [[tensors.pop(f"{stem}{e}.{part}.weight") for part in parts] for e in range(8)]
             tensors[f"{stem}{packed}"] = torch.stack([torch.cat(expert) for expert in each])
 
@@ -101,7 +132,9 @@ def write_sparse(folder: Path, name: str) -> Any:
 
     kind = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**SPARSE)).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, kind)(**SPARSE)
+    ).eval()
     for each, tensor in model.named_parameters():
         alone = each.endswith(("A_log", "dt_bias")) or "norm" in each
         torch.nn.init.normal_(tensor.data, std=0.3 if alone else 0.12)
@@ -123,9 +156,14 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
     )
 
 
-def test_experts_packed_without_number_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_packed_without_number_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small header may pack as many as it says: they are counted before anything is made of them."""
-    save_file({"model.layers.0.mlp.experts.down_proj": torch.zeros(9, 2, 2)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.layers.0.mlp.experts.down_proj": torch.zeros(9, 2, 2)},
+        tmp_path / "model.safetensors",
+    )
     assert len(Checkpoint.open(tmp_path).tensors) == 9
     monkeypatch.setattr(checkpoint, "MAX_TENSORS", 8)
     with pytest.raises(CheckpointError, match="holds more than 8 tensors"):
@@ -133,7 +171,8 @@ def test_experts_packed_without_number_are_refused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("k", "kernels"), [(4, "auto"), *(pytest.param(k, "torch", marks=pytest.mark.slow) for k in (1, 2))]
+    ("k", "kernels"),
+    [(4, "auto"), *(pytest.param(k, "torch", marks=pytest.mark.slow) for k in (1, 2))],
 )
 def test_drafts_of_its_mtp_layer_are_the_reference_s(
     hybrid: Shelf, tmp_path: Path, k: int, kernels: str
@@ -143,7 +182,9 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(
         folder = hybrid(mtp=True, agreeing=agreeing)
         prompts = random_prompts(2, 20, 256)
         params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
-        runs = run_all(make_engine(folder, kernels=kernels, spec="mtp", draft_max=k), prompts, params)
+        runs = run_all(
+            make_engine(folder, kernels=kernels, spec="mtp", draft_max=k), prompts, params
+        )
         plain = LibraryMtp(folder, "mtp", 1, tmp_path / f"{agreeing}")
         wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
         assert wrong == 0
@@ -153,14 +194,18 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(
 
 @pytest.mark.parametrize("form", NATIVE_FIRST)
 @pytest.mark.parametrize("k", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_drafts_of_an_eagle3_head_are_right(hybrid: Shelf, tmp_path: Path, form: str, k: int) -> None:
+def test_drafts_of_an_eagle3_head_are_right(
+    hybrid: Shelf, tmp_path: Path, form: str, k: int
+) -> None:
     """Of a head that reads streams entering recurrent and attending layers; the text is plain decoding's."""
     target = hybrid(num_hidden_layers=7)
     head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 3, 6))
     wishes = {"dtype": "float32", "kernels": form, "ctx": 320}
     engine = make_engine(target, **wishes, spec="eagle3", draft_model=head, draft_max=k)
     prompts = PROMPTS[:: 2 if form == "native" else 4]  # torch's recurrence is slow
-    params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(prompts)
+    params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(
+        prompts
+    )
     runs = run_all(engine, prompts, params)
     plain = PlainEagle3(target, head, LibraryTarget(target))
     wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
@@ -178,7 +223,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
         cases += [{"draft_max": 1}, {"draft_max": 3, "adaptive": True}]
     for wishes in cases:
         engine = make_engine(folder, spec="draft", draft_model=folder, **FORMS[form], **wishes)
-        params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
+        params = [
+            SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))
+        ]
         runs = run_all(engine, PROMPTS, params)
         assert helpers.drafted(runs) == sum(run.metrics.draft_n_accepted for run in runs)
         assert helpers.drafted(runs) > 50 or "adaptive" in wishes
@@ -218,9 +265,14 @@ def poison(engine: Engine) -> None:
                 pool.fill_(float("nan"))
 
 
-def hits(pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **wishes: Any) -> None:
+def hits(
+    pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **wishes: Any
+) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
-    made, plain = sharing(pairs, form, method, **wishes), SamplingParams(max_tokens=9, ignore_eos=True)
+    made, plain = (
+        sharing(pairs, form, method, **wishes),
+        SamplingParams(max_tokens=9, ignore_eos=True),
+    )
     for length in lengths:
         prompt = random_prompts(1, length, 256, seed=length)[0]
         params = replace(plain, temperature=temperature, seed=length, logprobs=0)
@@ -253,7 +305,9 @@ def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
         pytest.param("torch", "ngram", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_chat_writes_what_is_new_and_no_more(pairs: Pairs, form: str, method: str, lag: int) -> None:
+def test_a_chat_writes_what_is_new_and_no_more(
+    pairs: Pairs, form: str, method: str, lag: int
+) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
     engine, unshared = sharing(pairs, form, method, lag=lag, draft_max=3)
     count = 10 if form == "native" else 4
@@ -282,7 +336,9 @@ def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.Mon
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
     engine, params = engine_of(pairs, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
     store, where = engine._device.states, set[int]()
-    assert engine.plan.shape.checkpoints == 5  # two a slot; and each text keeps two, one of them of its reply
+    assert (
+        engine.plan.shape.checkpoints == 5
+    )  # two a slot; and each text keeps two, one of them of its reply
     a, b, c, d = random_prompts(4, 30, 256, seed=8)
     cached = []
     for prompt in (a, b, a, c, a, d, a, b):
@@ -332,10 +388,14 @@ def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.Mo
 
 def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs: Pairs) -> None:
     wishes = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation, "draft_max": 3}
-    made = [make_engine(pairs.get("off").model, **wishes, prefix_sharing=each) for each in (True, False)]
+    made = [
+        make_engine(pairs.get("off").model, **wishes, prefix_sharing=each) for each in (True, False)
+    ]
     system, users = random_prompts(1, 20, 256, seed=6)[0], random_prompts(3, 15, 256, seed=7)
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=3, ignore_eos=True, logprobs=0)
-    asked = [Request("x", (*system, *user), params, (("prompt", 20), ("prompt", 15))) for user in users]
+    asked = [
+        Request("x", (*system, *user), params, (("prompt", 20), ("prompt", 15))) for user in users
+    ]
     found, fresh = ([run_requests(engine, [one])[0] for one in asked] for engine in made)
     same(found, fresh)
     assert [run.metrics.cached_tokens for run in found] == [0, 20, 20]
@@ -348,15 +408,24 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs:
         pytest.param("torch", "off", marks=pytest.mark.slow),
     ],
 )
-def test_preempted_texts_go_on(pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, plain = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)], SamplingParams(logprobs=0)
-    params = [replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)]
+def test_preempted_texts_go_on(
+    pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, plain = (
+        [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)],
+        SamplingParams(logprobs=0),
+    )
+    params = [
+        replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)
+    ]
     wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
     alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts, load = list[int](), StateStore.load
     monkeypatch.setattr(StateStore, "load", lambda *given: starts.append(given[3]) or load(*given))
-    engine = engine_of(pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes)
+    engine = engine_of(
+        pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes
+    )
     runs = run_all(engine, prompts, params)
     assert_same(runs, fresh)
     assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
@@ -396,7 +465,9 @@ def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, end
                 assert found.metrics.cached_tokens == 70 + len(reply) - 1
 
 
-def test_a_copy_that_broke_off_is_never_found(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_broke_off_is_never_found(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompt's, or the one of the whole text; a request ends once."""
     prompt, params = random_prompts(1, 80, 256), SamplingParams(max_tokens=3, ignore_eos=True)
     save = StateStore.save
@@ -419,4 +490,6 @@ def test_a_copy_that_broke_off_is_never_found(pairs: Pairs, monkeypatch: pytest.
         assert [event.finish_reason for event in events] == told
         check_pages(engine._scheduler)
         runs = [run_all(engine, prompt, [params])[0] for _ in range(2)]
-        assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
+        assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[
+            1
+        ].output

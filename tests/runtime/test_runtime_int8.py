@@ -39,7 +39,9 @@ def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         if strip:
             monkeypatch.setattr("spd.kernels.linear.few_bits.STRIP", strip)
         for i, made in enumerate(map(int8_rows, stacked)):
-            assert torch.equal(made.codes, whole.codes[i]) and torch.equal(made.scales, whole.scales[i])
+            assert torch.equal(made.codes, whole.codes[i]) and torch.equal(
+                made.scales, whole.scales[i]
+            )
 
 
 def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
@@ -65,7 +67,11 @@ def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
     weight = random(3, 3, 128)
     weight[0, 3], weight[1, 70], weight[2, 1] = float("nan"), float("inf"), float("-inf")
     found = int4_groups(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
-    assert found.all(-1).tolist() == found.any(-1).tolist() == [[True, False], [False, True], [True, False]]
+    assert (
+        found.all(-1).tolist()
+        == found.any(-1).tolist()
+        == [[True, False], [False, True], [True, False]]
+    )
 
 
 def demo_logits(folder: Path, **wishes: Any) -> torch.Tensor:
@@ -94,7 +100,11 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
     plan, wide = make_plan(wishes), make_plan(replace(wishes, quantize="none"))
-    assert plan.weights == "int8" and "made at load" in plan.weights_reason and wide.weights == "bfloat16"
+    assert (
+        plan.weights == "int8"
+        and "made at load" in plan.weights_reason
+        and wide.weights == "bfloat16"
+    )
     assert plan.need.weights < wide.need.weights and json.dumps(plan.as_dict())
 
 
@@ -116,11 +126,15 @@ def twin(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureReque
     stored = getattr(request, "param", torch.float32)
     source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
     twin = write_twin(source, tmp_path / "twin", block=BLOCK, ue8m0=stored == torch.float8_e8m0fnu)
-    edit_weights(twin, lambda t: t.update({n: t[n].to(stored) for n in list(t) if n.endswith("_scale_inv")}))
+    edit_weights(
+        twin, lambda t: t.update({n: t[n].to(stored) for n in list(t) if n.endswith("_scale_inv")})
+    )
     return twin
 
 
-@pytest.mark.parametrize("twin", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], indirect=True)
+@pytest.mark.parametrize(
+    "twin", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], indirect=True
+)
 def test_every_matrix_bit_for_bit(twin: Path) -> None:
     """By the definition, an element's scale looked up by its place."""
     config, tensors = ModelFolder(twin).config, load_file(twin / "model.safetensors")
@@ -141,8 +155,14 @@ def test_every_matrix_bit_for_bit(twin: Path) -> None:
 def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
     gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale" for e in (3, 4))
     edit_weights(twin, lambda t: t.pop(f"{gone}_inv"))
-    said = refused_weights(twin, lambda t: t.update({f"{short}_inv": t[f"{short}_inv"][:, :-1].clone()}))
-    assert f"'{gone}': is missing" in said and short in said and "shape is [2, 4], expected [2, 5]" in said
+    said = refused_weights(
+        twin, lambda t: t.update({f"{short}_inv": t[f"{short}_inv"][:, :-1].clone()})
+    )
+    assert (
+        f"'{gone}': is missing" in said
+        and short in said
+        and "shape is [2, 4], expected [2, 5]" in said
+    )
 
 
 def test_fp8_where_it_is_not_expected(twin: Path) -> None:
@@ -159,7 +179,10 @@ def test_fp8_where_it_is_not_expected(twin: Path) -> None:
     ("change", "word"),
     [
         ({"weight_block_size": None}, "fp8"),
-        *(({"weight_block_size": size}, "weight_block_size") for size in ([128], [0, 128], [128.0, 128])),
+        *(
+            ({"weight_block_size": size}, "weight_block_size")
+            for size in ([128], [0, 128], [128.0, 128])
+        ),
         ({"fmt": "e5m2"}, "e5m2"),
         ({"activation_scheme": "static"}, "static"),
         ({"scale_fmt": "int8"}, "int8"),

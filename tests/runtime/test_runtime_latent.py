@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("every_trial")
 LENGTH = 75
 
 
-def row_hidden(runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int], width: int) -> torch.Tensor:
+def row_hidden(
+    runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int], width: int
+) -> torch.Tensor:
     """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
     parts = []
     for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
@@ -34,7 +36,9 @@ def row_hidden(runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int],
     ("dtype", "kernels"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")]
 )
 @pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3_moe"])
-def test_rows_have_equal_bits(tiny: Callable[..., Path], variant: str, dtype: str, kernels: str) -> None:
+def test_rows_have_equal_bits(
+    tiny: Callable[..., Path], variant: str, dtype: str, kernels: str
+) -> None:
     """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
     # Wide enough that products of few rows could take another path: K above 320.
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
@@ -48,11 +52,21 @@ def test_rows_have_equal_bits(tiny: Callable[..., Path], variant: str, dtype: st
             for begin, end in ((0, 64), (64, LENGTH)):
                 part = PromptPart(0, ids, begin, end, SlotView(end, pages), begin == 0)
                 runner.forward_prompt(part)
-        plain = torch.stack([row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)])
+        plain = torch.stack(
+            [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]
+        )
         starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20]
         strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
-        for slots, width in (*((1, width) for width in range(2, 9)), (2, 1), (3, 3), (4, 5), (4, 9)):
+        for slots, width in (
+            *((1, width) for width in range(2, 9)),
+            (2, 1),
+            (3, 3),
+            (4, 5),
+            (4, 9),
+        ):
             if slots == 1:
                 assert torch.equal(row_hidden(runner, strangers, starts, width)[0, 0], plain[0])
-            found = row_hidden(runner, texts[:slots], starts, width)[0, :8]  # the rows behind are right again
+            found = row_hidden(runner, texts[:slots], starts, width)[
+                0, :8
+            ]  # the rows behind are right again
             assert torch.equal(found, plain[: len(found)]), (slots, width)

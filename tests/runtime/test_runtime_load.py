@@ -22,7 +22,14 @@ from spd.runtime.models.builder import LayerBuilder, Place
 from spd.runtime.models.destinations import Cut
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
-from tests.helpers import edit_config, edit_weights, make_engine, read_model_config, refused_weights, run_one
+from tests.helpers import (
+    edit_config,
+    edit_weights,
+    make_engine,
+    read_model_config,
+    refused_weights,
+    run_one,
+)
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_dense import write_mxfp4
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -39,16 +46,22 @@ def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
     edit_config(copied, lambda c: c.update(vocab_size=200, eos_token_id=1, bos_token_id=None))
     (copied / "generation_config.json").unlink()
     both = ("model.embed_tokens.weight", "lm_head.weight")
-    said = refused_weights(copied, lambda w: w.update({name: w[name][:200].clone() for name in both}))
+    said = refused_weights(
+        copied, lambda w: w.update({name: w[name][:200].clone() for name in both})
+    )
     assert "tokenizer.json" in said
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
     """80 rows beyond the tokenizer's 320: their logits are made the largest, and still no text has them."""
     gains = {"model.embed_tokens.weight": 1, "lm_head.weight": 50}
-    sampled = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
+    sampled = [
+        SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)
+    ]
     before = [run_one(copied, (7, 8, 9), params) for params in sampled]
-    edit_weights(copied, lambda w: w.update({n: torch.cat((w[n], w[n][:80] * g)) for n, g in gains.items()}))
+    edit_weights(
+        copied, lambda w: w.update({n: torch.cat((w[n], w[n][:80] * g)) for n, g in gains.items()})
+    )
     edit_config(copied, lambda config: config.update(vocab_size=400))
     after = [run_one(copied, (7, 8, 9), params) for params in sampled]
     assert all(max(run.tokens) < 320 for run in after)
@@ -56,22 +69,33 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
-def test_an_mtp_head_inside_the_checkpoint_is_fine(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_mtp_head_inside_the_checkpoint_is_fine(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = run_one(copied, (7, 8, 9), SamplingParams(max_tokens=9))
-    head = ("layers.3.eh_proj.weight", "layers.3.mlp.experts.0.up_proj.weight_scale_inv", "mtp_layers.0.x")
+    head = (
+        "layers.3.eh_proj.weight",
+        "layers.3.mlp.experts.0.up_proj.weight_scale_inv",
+        "mtp_layers.0.x",
+    )
     edit_weights(copied, lambda w: w.update({f"model.{name}": torch.zeros(2) for name in head}))
     after = run_one(copied, (7, 8, 9), SamplingParams(max_tokens=9))
     assert after.output == before.output and not caplog.messages
     edit_weights(copied, lambda w: w.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
     make_engine(copied)
-    assert "model.layers.2.eh_proj.weight" in caplog.text, "a layer of the target has no such tensor"
+    assert "model.layers.2.eh_proj.weight" in caplog.text, (
+        "a layer of the target has no such tensor"
+    )
 
 
 @pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
 def test_faults_of_blocks_in_one_message(copied: Path) -> None:
     gone = [
         *("layers.1.mlp.experts.7.down_proj.weight", "layers.2.mlp.gate.e_score_correction_bias"),
-        *("layers.2.mlp.shared_experts.gate_proj.weight", "layers.0.self_attn.kv_a_layernorm.weight"),
+        *(
+            "layers.2.mlp.shared_experts.gate_proj.weight",
+            "layers.0.self_attn.kv_a_layernorm.weight",
+        ),
         "layers.1.self_attn.q_b_proj.weight",
     ]
     edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in gone])
@@ -87,7 +111,9 @@ def test_a_file_that_is_cut_short_while_it_is_read(
 ) -> None:
     """A download or a copy that still runs; to touch a map of such a file would end the process."""
     model = victim = tmp_path / "model"
-    wishes: dict[str, Any] = {"dtype": "bfloat16"} if way in ("as stored", "sharded", "rank") else {}
+    wishes: dict[str, Any] = (
+        {"dtype": "bfloat16"} if way in ("as stored", "sharded", "rank") else {}
+    )
     if way == "eagle3":
         victim = write_tiny_pair(model, tmp_path / "head")
         wishes = {"spec": "eagle3", "draft_model": victim, "draft_max": 3}
@@ -97,7 +123,9 @@ def test_a_file_that_is_cut_short_while_it_is_read(
         shutil.copytree(tiny("sharded" if way == "sharded" else "qwen3", dtype="bfloat16"), victim)
     file = max(victim.glob("*.safetensors"))
     helpers.cut_when_read(monkeypatch, file)
-    with pytest.raises(CheckpointError, match=r"truncated while it was read|changed while in use") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"truncated while it was read|changed while in use"
+    ) as caught:
         if way == "rank":
             with Checkpoint.open(victim) as checkpoint:
                 for name in checkpoint.tensors:
@@ -123,7 +151,9 @@ def held(
     """What a decoder holds in float16, which nothing packs, by the names of the parts it was fused from."""
     config, meter = read_model_config(folder), meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
-        builder = LayerBuilder(Place(torch.float16, "cpu", load_kernels("torch")), config.rms_norm_eps)
+        builder = LayerBuilder(
+            Place(torch.float16, "cpu", load_kernels("torch")), config.rms_norm_eps
+        )
         builder.fold_norms |= fold
         fill: Any = loader.direct_fill(checkpoint, meter, {})
         if way == "threaded":
@@ -135,16 +165,28 @@ def held(
     found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
     for i, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.mlp
-        linears = {"q+k+v": attention.qkv, "o": attention.output, "gate+up": mlp.gate_up, "down": mlp.down}
+        linears = {
+            "q+k+v": attention.qkv,
+            "o": attention.output,
+            "gate+up": mlp.gate_up,
+            "down": mlp.down,
+        }
         for name, linear in linears.items():
             found |= {f"{i}.{name}": linear.weight, f"{i}.{name}.bias": linear.bias}
-        found |= {f"{i}.input_norm": attention.qkv.around.norm, f"{i}.post_norm": mlp.gate_up.around.norm}
+        found |= {
+            f"{i}.input_norm": attention.qkv.around.norm,
+            f"{i}.post_norm": mlp.gate_up.around.norm,
+        }
         found[f"{i}.qk_norm"] = attention.qk_weight
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "biases", "qwen3_bias", "mlp_bias", "tied", "sharded", "gqa4"])
-def test_weights_are_the_same_whichever_way_they_are_read(variant: str, tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    "variant", ["qwen3", "biases", "qwen3_bias", "mlp_bias", "tied", "sharded", "gqa4"]
+)
+def test_weights_are_the_same_whichever_way_they_are_read(
+    variant: str, tiny: Callable[..., Path]
+) -> None:
     """Golden tests hold the first way against `transformers`."""
     folder = tiny("llama2", mlp_bias=True) if variant == "mlp_bias" else tiny(variant)
     direct, threaded = (held(folder, way) for way in WAYS)
@@ -171,25 +213,37 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
     wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
     Engine(EngineConfig(model=model, draft_model=draft, **wishes), told.append)
     assert told[-1].done == told[-1].total and told[0].done < told[0].total
-    assert told[-1].total == sum(tensor_bytes(read_model_config(f), "float32") for f in (model, draft))
+    assert told[-1].total == sum(
+        tensor_bytes(read_model_config(f), "float32") for f in (model, draft)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Callable[..., Path]) -> None:
+def test_norms_are_folded_into_the_matrices_behind_them_only(
+    way: str, tiny: Callable[..., Path]
+) -> None:
     plain, folded = held(tiny("qwen3"), way), held(tiny("qwen3"), way, fold=True)
     for name, tensor in plain.items():
         layer, _, part = name.partition(".")
         norm = {"q+k+v": "input_norm", "gate+up": "post_norm"}.get(part)
-        expected = tensor if norm is None else (tensor.float() * plain[f"{layer}.{norm}"].float()).half()
-        assert torch.equal(folded[name], expected) and torch.equal(expected, tensor) == (norm is None), name
+        expected = (
+            tensor if norm is None else (tensor.float() * plain[f"{layer}.{norm}"].float()).half()
+        )
+        assert torch.equal(folded[name], expected) and torch.equal(expected, tensor) == (
+            norm is None
+        ), name
 
 
 @pytest.mark.parametrize("variant", ["tied", "glm4_moe"])
-def test_dummy_models_say_different_things(variant: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_dummy_models_say_different_things(
+    variant: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
     size = {"hidden": 128, "vocab": 2000, "layers": 6} if variant == "tied" else {"vocab": 2000}
     (tmp_path / "config.json").write_bytes((tiny(variant, **size) / "config.json").read_bytes())
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)] * 3
-    runs = helpers.run_all(make_engine(tmp_path, load="dummy"), helpers.random_prompts(3, 20, 2000), params)
+    runs = helpers.run_all(
+        make_engine(tmp_path, load="dummy"), helpers.random_prompts(3, 20, 2000), params
+    )
     for run in runs:
         assert len(run.tokens) == 40 and len(set(run.tokens)) >= 20
         assert all(-9 < logprob < -0.01 for logprob in run.logprobs), "neither uniform nor certain"

@@ -25,7 +25,14 @@ from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import WeightForm, expected_tensors
 from spd.runtime.plan import machine, memory
-from spd.runtime.plan.memory import EngineShape, at_context, measure, refusal, show_size, tensor_bytes
+from spd.runtime.plan.memory import (
+    EngineShape,
+    at_context,
+    measure,
+    refusal,
+    show_size,
+    tensor_bytes,
+)
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
@@ -33,7 +40,15 @@ from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round import Round
-from tests.helpers import Patch, Tiny, make_engine, outputs, random_prompts, read_model_config, run_all
+from tests.helpers import (
+    Patch,
+    Tiny,
+    make_engine,
+    outputs,
+    random_prompts,
+    read_model_config,
+    run_all,
+)
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -55,19 +70,36 @@ RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)
 def config_8b(**changes: Any) -> ModelConfig:
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32}
     sizes |= {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_positions": 40960}
-    other = {"architecture": "Qwen3ForCausalLM", "rope": RopeConfig("default", 1e6), "rms_norm_eps": 1e-6}
-    other |= {"tie_embeddings": False, "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
+    other = {
+        "architecture": "Qwen3ForCausalLM",
+        "rope": RopeConfig("default", 1e6),
+        "rms_norm_eps": 1e-6,
+    }
+    other |= {
+        "tie_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "bfloat16",
+    }
     return ModelConfig(**{**sizes, **other, "bos_token_id": None, "eos_token_ids": (), **changes})
 
 
-SMALL = config_8b(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True)
+SMALL = config_8b(
+    hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
+)
 HEAD = Eagle3Config(4096, 32000, None, 3, False, False, False, False)
 EAGLE = config_8b(num_layers=1, architecture="LlamaForCausalLMEagle3", eagle3=HEAD)
 
 
 def shape_8b(**changes: Any) -> EngineShape:
     wishes: dict[str, Any] = {"target": config_8b(), "draft": None, "dtype": "bfloat16", "slots": 1}
-    wishes |= {"ctx": 32768, "draft_ctx": 32768, "draft_max": 4, "kernels": "triton", "graphs": True}
+    wishes |= {
+        "ctx": 32768,
+        "draft_ctx": 32768,
+        "draft_max": 4,
+        "kernels": "triton",
+        "graphs": True,
+    }
     return EngineShape(**{**wishes, "on_cpu": False, **changes})
 
 
@@ -78,14 +110,18 @@ def test_weights_are_counted_to_the_byte(variant: str, tiny: Tiny) -> None:
     with Checkpoint.open(tiny(variant)) as checkpoint:
         stored = sum(checkpoint.tensors[name].nbytes for name in expected)
         # Routers stay float32 whatever the rest is.
-        routers = [name for name in expected if name.endswith((".mlp.gate.weight", "correction_bias"))]
+        routers = [
+            name for name in expected if name.endswith((".mlp.gate.weight", "correction_bias"))
+        ]
         exact = sum(checkpoint.tensors[name].nbytes for name in routers)
     assert (exact > 0) == (config.experts is not None)
     assert tensor_bytes(config, "float32") == stored == 2 * tensor_bytes(config, "bfloat16") - exact
 
 
 def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
-    engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
+    engine = make_engine(
+        tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500
+    )
     runner = engine._device.runner
     caches = [runner.cache, engine._device.proposer.runners[0].cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
@@ -120,7 +156,9 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
         stored = [t.nbytes for name, t in checkpoint.tensors.items() if name not in ("d2t", "t2d")]
     assert plan.need.draft_weights == sum(stored)
     assert shape.draft is not None
-    read = 2 * shape.chunk * 3 * read_model_config(target).hidden_size * 4  # streams, and side by side
+    read = (
+        2 * shape.chunk * 3 * read_model_config(target).hidden_size * 4
+    )  # streams, and side by side
     assert memory._aux_states(shape, shape.draft) == states + read
 
 
@@ -146,10 +184,15 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: 
 
 def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
-    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
+    wishes = EngineConfig(
+        model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4
+    )
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
     whole = make_plan(wishes)
-    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, NUM_RESERVED + 4 * memory.pages_a_slot(8192))
+    assert (whole.shape.ctx, whole.shape.num_pages) == (
+        8192,
+        NUM_RESERVED + 4 * memory.pages_a_slot(8192),
+    )
     monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
     fewer = make_plan(wishes)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
@@ -165,7 +208,10 @@ def refused(shape: EngineShape, free: int, **how: Any) -> list[str]:
     error = refusal(shape, "cuda:0", free, how.pop("fraction", 0.9), **how)
     assert error.exit_code == 5 and error.code == "resources"
     assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
-    assert error.reason[1] == measure(shape).words() and show_size(measure(shape).total) in error.reason[0]
+    assert (
+        error.reason[1] == measure(shape).words()
+        and show_size(measure(shape).total) in error.reason[0]
+    )
     return list(error.fix)
 
 
@@ -176,7 +222,9 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     for part in ("weights", "draft weights", "cache", "draft cache", "workspace", "graphs"):
         assert re.search(rf"(^|\+ ){part} \d", words), words
     context, ngram, *_ = fix
-    assert context.startswith("--ctx ") and ngram.startswith("--spec ngram "), "the smallest sacrifice first"
+    assert context.startswith("--ctx ") and ngram.startswith("--spec ngram "), (
+        "the smallest sacrifice first"
+    )
     scarce = refused(shape_8b(draft=SMALL, slots=2, dtype="float32"), 24 * GIB)
     enough = ["not enough alone" not in line for line in scarce]
     assert enough == sorted(enough, reverse=True) and not all(enough), "what suffices comes first"
@@ -196,7 +244,10 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         wish = remedy.partition("  ")[0]
         flag, value = wish.split(",")[0].rsplit(" ", 1)
         form = WeightForm(value) if flag == "--quantize" else None
-        changes: dict[str, dict[str, Any]] = {"--dtype": {"dtype": value}, "--graphs": {"graphs": False}}
+        changes: dict[str, dict[str, Any]] = {
+            "--dtype": {"dtype": value},
+            "--graphs": {"graphs": False},
+        }
         changes["--spec"] = {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)}
         changes["--quantize"] = {"form": form, "draft_form": form}
         other = changes[flag] if flag in changes else {"slots": int(value)}
@@ -211,7 +262,9 @@ def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
     asked = refused(shape_8b(draft=SMALL), 24 * GIB, draft_flag=True)
     assert any(line.startswith("--spec ngram, without --draft-model ") for line in asked)
     assert not any("--draft-model" in line for line in refused(shape_8b(draft=SMALL), 24 * GIB))
-    assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), "nothing is freed by it"
+    assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), (
+        "nothing is freed by it"
+    )
     total = measure(shape_8b()).total
     fix = refused(shape_8b(), int(total * 1.05))
     fraction = float(next(line for line in fix if line.startswith("--memory-fraction ")).split()[1])
@@ -231,11 +284,17 @@ def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_every_way_of_saying_it_is_understood() -> None:
-    others = [RuntimeError("illegal memory access"), OSError(errno.ENOSPC, "No space"), ValueError("memory")]
+    others = [
+        RuntimeError("illegal memory access"),
+        OSError(errno.ENOSPC, "No space"),
+        ValueError("memory"),
+    ]
     assert all(map(is_out_of_memory, NO_MEMORY)) and not any(map(is_out_of_memory, others))
 
 
-def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def fail(
+    error: BaseException, after: int = 0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a function so that one call, after `after` good ones, raises; later ones are good again."""
     calls = iter([*[None] * after, error])
 
@@ -280,7 +339,10 @@ def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_no_memory_while_capturing(tiny: Tiny) -> None:
-    engine, capture = make_engine(tiny("qwen3"), spec="off", ctx=128), Mock(side_effect=NO_MEMORY[0])
+    engine, capture = (
+        make_engine(tiny("qwen3"), spec="off", ctx=128),
+        Mock(side_effect=NO_MEMORY[0]),
+    )
     engine._device.captured = CapturedRounds(engine._device.round, capture)
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
     with pytest.raises(ResourceError, match="out of memory on cpu while running"):
@@ -295,7 +357,9 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
     made: list[str] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made.append(func.name())
             return func(*args, **(kwargs or {}))
 
@@ -320,7 +384,9 @@ def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("place", RUNNING, ids=[entry[0] for entry in RUNNING])
-def test_no_memory_while_running(place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch) -> None:
+def test_no_memory_while_running(
+    place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch
+) -> None:
     folder, (where, owner, name, after) = tiny("qwen3"), place
     wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
     wishes |= {"draft_model": folder} if spec == "draft" else {}
@@ -339,7 +405,9 @@ def test_no_memory_while_running(place: Any, spec: str, lag: int, tiny: Tiny, mo
             events = engine.step()
         except ResourceError as refusal:
             assert refusal.message == "out of memory on cpu while running"
-            assert refusal.exit_code == 5 and any("--dtype bfloat16" in line for line in refusal.fix)
+            assert refusal.exit_code == 5 and any(
+                "--dtype bfloat16" in line for line in refusal.fix
+            )
             failed += 1
             assert not engine._scheduler.in_flight
             continue
@@ -349,13 +417,17 @@ def test_no_memory_while_running(place: Any, spec: str, lag: int, tiny: Tiny, mo
             last += event.token_ids if event.request_id == "r2" else ()
     assert failed == 1 and len(ends) == 3 and (ends["r0"], ends["r2"]) == ("error", "length"), ends
     monkeypatch.setattr(owner, name, real)
-    assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, "what waited is not harmed"
+    assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, (
+        "what waited is not harmed"
+    )
     assert_still_right(engine, folder, **wishes)
     engine.close()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError()])
-def test_an_engine_whose_round_failed_can_be_closed(error: Exception, tiny: Tiny, monkeypatch: Patch) -> None:
+def test_an_engine_whose_round_failed_can_be_closed(
+    error: Exception, tiny: Tiny, monkeypatch: Patch
+) -> None:
     """Where memory ran out and for any other reason, which keeps its own error."""
     engine = make_engine(tiny("qwen3"), slots=2)
     monkeypatch.setattr(Round, "run", fail(error)(Round.run))

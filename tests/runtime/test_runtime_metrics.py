@@ -16,7 +16,9 @@ from tests.runtime.test_runtime_scheduler import sequence_of
 PROMPTS = random_prompts(5, 20, 256)
 
 
-def event_of(sequence: Sequence, drafts: int, accepted: int, now: float, reason: int = GOING_ON) -> Event:
+def event_of(
+    sequence: Sequence, drafts: int, accepted: int, now: float, reason: int = GOING_ON
+) -> Event:
     """What a round of 4 drafts at most brought, as the engine reads it of the ring's row."""
     kept = 0 if reason == FAILED else accepted + 1
     row = [9, drafts, accepted, kept, reason, 4, 0, *range(5), *[7] * 4]
@@ -60,7 +62,9 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     assert m.rounds == 1
 
 
-def test_the_engine_counts_its_rounds_and_forgets_old_requests(tiny: Tiny, monkeypatch: Patch) -> None:
+def test_the_engine_counts_its_rounds_and_forgets_old_requests(
+    tiny: Tiny, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("spd.runtime.engine.engine.KEPT", 5)
     engine = make_engine(
         tiny("qwen3", layers=2, seed=3), slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1
@@ -68,7 +72,10 @@ def test_the_engine_counts_its_rounds_and_forgets_old_requests(tiny: Tiny, monke
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))
     engine.abort("gone")
     engine.step()
-    each = [m.metrics for m in run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])]
+    each = [
+        m.metrics
+        for m in run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])
+    ]
     assert max(m.rounds for m in each) <= engine.rounds <= sum(m.rounds for m in each) + 4
     assert each[4].queue_ms > each[0].queue_ms, "two slots: the fifth had to wait"
     with pytest.raises(KeyError):
@@ -76,13 +83,17 @@ def test_the_engine_counts_its_rounds_and_forgets_old_requests(tiny: Tiny, monke
 
 
 @pytest.mark.parametrize(("spec", "lag"), [("ngram", 0), ("draft", 2)])
-def test_logprobs_are_the_models_own_at_every_kind_of_token(tiny: Tiny, spec: str, lag: int) -> None:
+def test_logprobs_are_the_models_own_at_every_kind_of_token(
+    tiny: Tiny, spec: str, lag: int
+) -> None:
     """Accepted, recovered and bonus tokens: each as a pass over the finished text gives it, within 1e-5."""
     target = tiny("qwen3", layers=2, seed=3)
     how: dict[str, Any] = {"draft_model": target} if spec == "draft" else {"ngram_min": 1}
     engine = make_engine(target, spec=spec, draft_max=3, lag=lag, slots=5, **how)
     params = [
-        SamplingParams(max_tokens=30, temperature=0.4 * i, seed=i, logprobs=4, presence_penalty=float(i > 2))
+        SamplingParams(
+            max_tokens=30, temperature=0.4 * i, seed=i, logprobs=4, presence_penalty=float(i > 2)
+        )
         for i in range(5)
     ]
     done = engine.generate(list(map(Request, "01234", PROMPTS, params)))

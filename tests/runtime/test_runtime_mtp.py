@@ -76,7 +76,8 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY]
+    ("name", "k"),
+    [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY],
 )
 def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
     family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
@@ -89,9 +90,13 @@ def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: i
         else:
             by_library = name in BY_LIBRARY
             own = (family, modules)
-            plain = LibraryMtp(folder, *own, tmp_path / kind) if by_library else PlainMtp(folder, *own)
+            plain = (
+                LibraryMtp(folder, *own, tmp_path / kind) if by_library else PlainMtp(folder, *own)
+            )
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
-        wrong, seen, rejected = compared(plain, texts(engine, 24 if short else 60), 6 if short else 1000)
+        wrong, seen, rejected = compared(
+            plain, texts(engine, 24 if short else 60), 6 if short else 1000
+        )
         assert wrong == 0, (kind, wrong, seen)
         assert rejected > (5 if short else 20)
         total += seen
@@ -138,7 +143,9 @@ def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
 def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
     honest = HeadProposer._window
-    monkeypatch.setattr(HeadProposer, "_window", lambda self, _, ahead, slots: honest(self, 1, ahead, slots))
+    monkeypatch.setattr(
+        HeadProposer, "_window", lambda self, _, ahead, slots: honest(self, 1, ahead, slots)
+    )
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:
@@ -160,7 +167,9 @@ def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) ->
     engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
     runs, plain = texts(engine, 16), texts(quick_engine(target), 16)
-    assert [run.output for _, run in runs] == [run.output for _, run in plain], "a drafter changed text"
+    assert [run.output for _, run in runs] == [run.output for _, run in plain], (
+        "a drafter changed text"
+    )
     return runs
 
 

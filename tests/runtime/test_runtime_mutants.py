@@ -18,12 +18,26 @@ from tests.helpers import Patch
 from tests.recipes.tiny import write_tiny
 from tests.runtime import round_law
 from tests.runtime import seeded_faults as fault
-from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, TRUNCATION, Case, check_law
+from tests.runtime.round_law import (
+    EVERYTHING,
+    MIN_TOKENS,
+    PENALTIES,
+    PLAIN,
+    TRUNCATION,
+    Case,
+    check_law,
+)
 from tests.runtime.target_law import DRAFT_LAWS
 from tests.runtime.test_runtime_ngram import search
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
-SHAPE: dict[str, Any] = {"vocab": 61, "tokenizer": False, "hidden": 32, "heads": 2, "intermediate": 64}
+SHAPE: dict[str, Any] = {
+    "vocab": 61,
+    "tokenizer": False,
+    "hidden": 32,
+    "heads": 2,
+    "intermediate": 64,
+}
 SHAPE |= {"max_positions": 1024}
 WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 256}
 WISHES |= {"adaptive": False, "ngram_min": 1}
@@ -45,11 +59,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(
-    models: Path, params: Params, draft: str, prompts: Texts = PROMPTS, *, lengths: Any = (), **config: Any
+    models: Path,
+    params: Params,
+    draft: str,
+    prompts: Texts = PROMPTS,
+    *,
+    lengths: Any = (),
+    **config: Any,
 ) -> tuple[Texts, list[RequestMetrics]]:
     """Texts and counters of a request for each of `params`; lengths: drafts of each round, over and over."""
     folder = models / draft
-    spec = {"spec": "draft", "draft_model": folder, "draft_max": 4} if folder.exists() else {"spec": draft}
+    spec = (
+        {"spec": "draft", "draft_model": folder, "draft_max": 4}
+        if folder.exists()
+        else {"spec": draft}
+    )
     wishes = {"slots": len(params), **WISHES, **spec, **config}
     trace = wishes.pop("trace", None)
     engine = Engine(EngineConfig(model=models / "target", **wishes))
@@ -65,7 +89,9 @@ def generate(
             texts[int(event.request_id)] += event.token_ids
     assert all(texts) and not engine.has_work, "a request did not end"
     counters = [engine.metrics(request.id) for request in requests]
-    for m in counters:  # each round commits its accepted drafts and one token, but for a draft that stops
+    for m in (
+        counters
+    ):  # each round commits its accepted drafts and one token, but for a draft that stops
         extra = m.rounds + m.draft_n_accepted - m.completion_tokens
         assert extra in (0, 1), "rounds do not add up to the text"
     return texts, counters
@@ -87,9 +113,15 @@ GREEDY = _four()
 SAMPLED = _four(temperature=0.9)
 MIXED = [
     SamplingParams(max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.25),
-    SamplingParams(max_tokens=24, seed=1, temperature=0.9, presence_penalty=1.0, top_k=20, top_p=0.9),
-    SamplingParams(max_tokens=24, seed=2, temperature=0.9, min_p=0.05, logit_bias=((7, 4.0), (9, -4.0))),
-    SamplingParams(max_tokens=24, seed=3, temperature=1.2, stop_token_ids=(*range(0, 60, 4),), min_tokens=9),
+    SamplingParams(
+        max_tokens=24, seed=1, temperature=0.9, presence_penalty=1.0, top_k=20, top_p=0.9
+    ),
+    SamplingParams(
+        max_tokens=24, seed=2, temperature=0.9, min_p=0.05, logit_bias=((7, 4.0), (9, -4.0))
+    ),
+    SamplingParams(
+        max_tokens=24, seed=3, temperature=1.2, stop_token_ids=(*range(0, 60, 4),), min_tokens=9
+    ),
 ]
 
 
@@ -141,8 +173,14 @@ def late_reading(models: Path) -> None:
     same_text(models, MIXED, "shallow", lag=2, adaptive=True, slots=2)
     # All but the last end at a stop id, which the host learns late: at a limit they would not run on.
     texts, _ = generate(models, GREEDY, "off")
-    stopping = [replace(p, stop_token_ids=(text[6],)) for p, text in zip(GREEDY, texts, strict=True)]
-    wishes = {"lag": 2, "cache_pages": 64, "trace": records.append}  # with pages to spare no request waits
+    stopping = [
+        replace(p, stop_token_ids=(text[6],)) for p, text in zip(GREEDY, texts, strict=True)
+    ]
+    wishes = {
+        "lag": 2,
+        "cache_pages": 64,
+        "trace": records.append,
+    }  # with pages to spare no request waits
     for slots in (1, 2):
         same_text(models, [*stopping[:3], GREEDY[3]], "shallow", slots=slots, **wishes)
     # A slot's last occupant may have run on for a while; those rounds belong to no request.
@@ -159,9 +197,13 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "law of truncation": lambda _: check_law(Case((2,), TRUNCATION), "random"),
     "law of stops": lambda _: check_law(Case((2,), STOPPING), "random"),
     "law of stops over rounds": lambda _: check_law(Case((1, 1), STOPPING), "random"),
-    "law of limits": lambda _: check_law(Case((3,), SamplingParams(temperature=1.0, max_tokens=2)), "equal"),
+    "law of limits": lambda _: check_law(
+        Case((3,), SamplingParams(temperature=1.0, max_tokens=2)), "equal"
+    ),
     "law of everything": lambda _: check_law(Case((3,), EVERYTHING), "random", "equal"),
-    "law of everything over rounds": lambda _: check_law(Case((1, 1), EVERYTHING), "random", "equal"),
+    "law of everything over rounds": lambda _: check_law(
+        Case((1, 1), EVERYTHING), "random", "equal"
+    ),
     "law of odd drafts": lambda _: check_law(Case((2,), odd_drafts=True), "equal"),
     "law of a head": lambda _: check_law(Case((2,), PLAIN, head=True), "random"),
     "law of a head, truncation": lambda _: check_law(Case((2,), TRUNCATION, head=True), "random"),
@@ -188,7 +230,9 @@ commit, window, step, missed = (partial(fault.operation, name) for name in OPERA
 verify, late = fault.verify, ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "law": {
-        "accepted drafts are summed": verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)),
+        "accepted drafts are summed": verify(
+            lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)
+        ),
         "num_drafts is ignored": verify(lambda d, s, real: fault.leading(d == s[:, :-1])),
         "one draft more is accepted": verify(fault.one_more),
         "the first draft is always accepted": verify(fault.first_is_free),
@@ -196,7 +240,9 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "the bonus token comes from row k - 1": commit(fault.bonus_of_row_before),
         "a rejected draft stays": commit(after=fault.rejected_draft_stays),
         "the window begins with the token before the last": window(after=fault.begins_one_early),
-        "rows go to the neighbour's pages": window(lambda a: {"page_table": a.page_table.roll(1, 0)}),
+        "rows go to the neighbour's pages": window(
+            lambda a: {"page_table": a.page_table.roll(1, 0)}
+        ),
     },
     "law of stops over rounds": {"silent slots commit": commit(fault.silent_slots_speak)},
     "law of stops": {"stop ids do not cut the accepted run": fault.stops_in_last_row_only},
@@ -206,21 +252,33 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     },
     "law of limits": {"no limit cuts": window(lambda a: {"length_limit": a.length_limit + 9})},
     "law of odd drafts": {"unknown ids are fed": window(after=fault.unknown_ids_are_fed)},
-    "text beside silent slots": {"silent rows are kept": window(after=fault.kept_whatever_they_are)},
-    "law of truncation": {"truncation for the first row only": fault.first_row_only(truncation=False)},
+    "text beside silent slots": {
+        "silent rows are kept": window(after=fault.kept_whatever_they_are)
+    },
+    "law of truncation": {
+        "truncation for the first row only": fault.first_row_only(truncation=False)
+    },
     "law of bias": {"bias for the first row only": fault.first_row_only(bias=None)},
     "law of penalties": {"penalties do not see the drafts": fault.counts(fault.without_drafts)},
     "law of penalties over rounds": {
         "committed tokens are not counted": commit(lambda a: {"generated": None}),
-        "rejected ones are": commit(lambda a: {"generated": None}, fault.rejected_samples_are_counted),
+        "rejected ones are": commit(
+            lambda a: {"generated": None}, fault.rejected_samples_are_counted
+        ),
     },
     "law of min_tokens": {
         "min_tokens treats every row as the first": fault.hide(torch.zeros_like),
         "min_tokens is one row late": fault.hide(lambda rows: (rows - 1).clamp(min=0)),
     },
-    "law of a head, truncation": {"a drawing head draws what is truncated": fault.head(truncation=False)},
-    "law of a head, penalties": {"a drawing head draws what is penalised": fault.head(penalties=False)},
-    "law of a head, min_tokens": {"a drawing head draws what is hidden": fault.head(min_length=False)},
+    "law of a head, truncation": {
+        "a drawing head draws what is truncated": fault.head(truncation=False)
+    },
+    "law of a head, penalties": {
+        "a drawing head draws what is penalised": fault.head(penalties=False)
+    },
+    "law of a head, min_tokens": {
+        "a drawing head draws what is hidden": fault.head(min_length=False)
+    },
     "law of a head, bias": {"a drawing head draws what is biased": fault.head(bias=False)},
     "law of a head": {"a drawing head is one position late": fault.head(late=1)},
     "text, sampled": {
@@ -261,8 +319,12 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "a long pause is not caught up": fault.catch_up(lambda r: r if r < CATCH_UP else None),
     },
     "drafts of prompt lookup": {
-        "it proposes one token further on": fault.operation("ngram_lookup", after=fault.one_further),
-        "it misses the last token": fault.operation("ngram_lookup", lambda a: {"length": a.length - 1}),
+        "it proposes one token further on": fault.operation(
+            "ngram_lookup", after=fault.one_further
+        ),
+        "it misses the last token": fault.operation(
+            "ngram_lookup", lambda a: {"length": a.length - 1}
+        ),
     },
 }
 WORDS_OF_A_CATCH = (
@@ -276,7 +338,9 @@ def test_the_program_passes(check: str, models: Path) -> None:
     CHECKS[check](models)
 
 
-@pytest.mark.parametrize(("check", "mutant"), [(check, name) for check in MUTANTS for name in MUTANTS[check]])
+@pytest.mark.parametrize(
+    ("check", "mutant"), [(check, name) for check in MUTANTS for name in MUTANTS[check]]
+)
 def test_the_fault_is_caught(check: str, mutant: str, models: Path, monkeypatch: Patch) -> None:
     MUTANTS[check][mutant](monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
@@ -299,16 +363,22 @@ def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...]) -> None:
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 @pytest.mark.parametrize("stops", [(), (2,), (0, 1)])
-def test_texts_cut_by_stop_ids_and_limits_have_the_cut_law(stops: tuple[int, ...], limit: int) -> None:
+def test_texts_cut_by_stop_ids_and_limits_have_the_cut_law(
+    stops: tuple[int, ...], limit: int
+) -> None:
     params = SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=limit)
     check_law(Case((3,), params, seed=limit), "random", "equal")
     check_law(Case((1, 1), params, seed=limit), "random", "equal")
 
 
 @pytest.mark.covers(2)
-@pytest.mark.parametrize("params", [PLAIN, round_law.STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
+@pytest.mark.parametrize(
+    "params", [PLAIN, round_law.STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"]
+)
 @pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_every_committed_token_is_the_targets_draw(masked: bool, odd_drafts: bool, params: Any) -> None:
+def test_every_committed_token_is_the_targets_draw(
+    masked: bool, odd_drafts: bool, params: Any
+) -> None:
     """With `masked` some samples have no finite logit, stop ids too: they end a text with an error."""
     round_law.check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))

@@ -21,7 +21,9 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
-def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int) -> Any:
+def propose(
+    texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int
+) -> Any:
     """Drafts of a batch; None is a silent slot. junk: lies behind texts; slack: of the host's bound."""
     state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
     state.tokens.fill_(junk)
@@ -43,11 +45,16 @@ def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int
 
 @settings(max_examples=400, deadline=None)
 @given(
-    **{"batch": st.lists(st.none() | texts, min_size=1, max_size=4), "k": st.integers(1, MAX_DRAFT)},
+    **{
+        "batch": st.lists(st.none() | texts, min_size=1, max_size=4),
+        "k": st.integers(1, MAX_DRAFT),
+    },
     **{"sizes": st.tuples(st.integers(1, 5), st.integers(0, 5)), "junk": st.integers(0, 2)},
     slack=st.integers(0, 9),
 )
-def test_drafts_equal_a_plain_search(batch: list[Any], k: int, sizes: Any, junk: int, slack: int) -> None:
+def test_drafts_equal_a_plain_search(
+    batch: list[Any], k: int, sizes: Any, junk: int, slack: int
+) -> None:
     shortest, longest = sizes[0], sizes[0] + sizes[1]
     expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
     assert propose(batch, k, shortest, longest, junk, slack) == expected

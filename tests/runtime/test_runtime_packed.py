@@ -18,7 +18,15 @@ from spd.runtime.load import packed_weights
 from spd.runtime.load.packed_weights import unpack, unpacked_words
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
-from tests.helpers import Tiny, accepted, edit_config, make_engine, random_prompts, refused_weights, run_all
+from tests.helpers import (
+    Tiny,
+    accepted,
+    edit_config,
+    make_engine,
+    random_prompts,
+    refused_weights,
+    run_all,
+)
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
@@ -36,7 +44,10 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.P
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
     stored: Stored = WAYS[way][1](weight)
-    save_file({f"a.b.{last}": each for last, each in stored.tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {f"a.b.{last}": each for last, each in stored.tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     read = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
     own = None if read is None else read.scheme_of("model.layers.0.mlp.up_proj")
     assert own is not None
@@ -44,18 +55,25 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.P
         found = unpack(checkpoint, "a.b", own, shape)
     assert torch.equal(found.plain(), stored.values)
     assert (found.group == 1) == (way == "gptq-order")
-    assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), "it stands for the weight"
+    assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), (
+        "it stands for the weight"
+    )
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 7, 33, 100])
 def test_words_of_every_width(bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (5, count), generator=torch.Generator().manual_seed(count))
-    assert torch.equal(unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8))
+    assert torch.equal(
+        unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8)
+    )
 
 
 def spoken(folder: Path, count: int = 6, vocab: int = 256, **wishes: Any) -> list[Any]:
-    params = [SamplingParams(max_tokens=count), SamplingParams(max_tokens=count, temperature=0.8, seed=1)]
+    params = [
+        SamplingParams(max_tokens=count),
+        SamplingParams(max_tokens=count, temperature=0.8, seed=1),
+    ]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
     return helpers.outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
 
@@ -79,7 +97,9 @@ def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_pat
 
 
 @pytest.mark.parametrize(("way", "beside"), [("w4-32", 2), ("gptq", 4), ("awq", 5)])
-def test_codes_stay_packed_and_are_counted(way: str, beside: int, tiny: Tiny, tmp_path: Path) -> None:
+def test_codes_stay_packed_and_are_counted(
+    way: str, beside: int, tiny: Tiny, tmp_path: Path
+) -> None:
     """beside: bytes of a group's scale, float32 where it was stored in float16, and of its zero point."""
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
     engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
@@ -88,7 +108,9 @@ def test_codes_stay_packed_and_are_counted(way: str, beside: int, tiny: Tiny, tm
     config, form = engine.plan.model.config, engine.plan.shape.form
     layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")
     stored = load_file(plain / "model.safetensors").items()
-    matrices = sum(tensor.numel() for name, tensor in stored if tensor.dim() == 2 and "proj" in name)
+    matrices = sum(
+        tensor.numel() for name, tensor in stored if tensor.dim() == 2 and "proj" in name
+    )
     assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * beside
 
 
@@ -98,7 +120,9 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
     twin, plain = write_twins(source, tmp_path, way, keep=(*packed_twin.NEVER, "moe.gate."))
 
     def as_published(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if way == "fp8-block" and name.endswith("weight_scale")]:
+        for name in [
+            name for name in tensors if way == "fp8-block" and name.endswith("weight_scale")
+        ]:
             tensors[f"{name}_inv"] = tensors.pop(name)
         tensors["model.layers.1.moe.up_proj.input_scale"] = torch.ones(8)
 
@@ -109,7 +133,12 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("way", "last", "change", "words"),
     [
-        ("w4-32", "weight_packed", lambda t: t[:, 1:].contiguous(), "shape is [128, 7], expected [128, 8]"),
+        (
+            "w4-32",
+            "weight_packed",
+            lambda t: t[:, 1:].contiguous(),
+            "shape is [128, 7], expected [128, 8]",
+        ),
         ("w4-32", "weight_packed", lambda t: t.long(), "dtype I64 is not supported here (I32 are)"),
         ("w4-32", "weight_scale", None, "weight_scale': is missing"),
         ("w4-32-zeros", "weight_zero_point", None, "weight_zero_point': is missing"),
@@ -121,7 +150,9 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
         ("nvfp4", "weight_global_scale", None, "weight_global_scale': is missing"),
     ],
 )
-def test_wrong_tensors(way: str, last: str, change: Any, words: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_wrong_tensors(
+    way: str, last: str, change: Any, words: str, tiny: Tiny, tmp_path: Path
+) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensor = tensors.pop(UP + last)
         if change is not None:
@@ -138,7 +169,9 @@ def test_schemes_that_do_not_fit_what_is_stored(tiny: Tiny, tmp_path: Path) -> N
     said = refused_weights(twin, lambda tensors: tensors.update(zeros))
     assert "calls the weights symmetric" in said and "model.safetensors" in said
     own = {"targets": ["re:.*o_proj"]}
-    edit_config(twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own))
+    edit_config(
+        twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own)
+    )
     assert "holds codes, but quantization_config has no scheme for it" in refused_weights(twin)
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "gptq", "gptq")
     edit_config(twin, lambda config: config["quantization_config"].update(group_size=48))
@@ -150,7 +183,9 @@ def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path
     kept = ("lm_head", "embed", "o_proj")
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", keep=kept)
     for excluded in ({r"-:.*up_proj": {}}, {r"-:.*o_proj": {}}):
-        edit_config(twin, lambda config, own=excluded: config["quantization_config"].update(dynamic=own))
+        edit_config(
+            twin, lambda config, own=excluded: config["quantization_config"].update(dynamic=own)
+        )
         assert spoken(twin) == spoken(plain)
 
 
@@ -164,7 +199,9 @@ def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["weight_packed", "input_scale", "k_scale"])
-def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: Path, caplog: Any) -> None:
+def test_scales_of_activations_are_not_needed(
+    name: str, tiny: Tiny, tmp_path: Path, caplog: Any
+) -> None:
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
     helpers.edit_weights(twin, lambda t: t.update({f"model.layers.0.other.{name}": torch.ones(1)}))
     make_engine(twin)
@@ -199,10 +236,14 @@ def test_triton_kernels_speak_alike(way: str, tiny: Tiny, tmp_path: Path, monkey
 @pytest.mark.parametrize("kept", [(), ("mtp_layers",)])
 def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_path: Path) -> None:
     """The projection is unpacked; that modules of a head are not quantized no ignore list needs to say."""
-    source = write_tiny_mtp(tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES)
+    source = write_tiny_mtp(
+        tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
+    )
     twin, plain = write_twins(source, tmp_path, "w4-32", keep=(*packed_twin.NEVER, *kept))
     names = load_file(twin / "model.safetensors")
-    assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (not kept)
+    assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (
+        not kept
+    )
     params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)]
     work = random_prompts(3, 30, 256), params
     wishes = {"kernels": "native", "dtype": "float32"}
@@ -214,14 +255,20 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
 
 
 def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
-    source = write_tiny_mtp(tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES)
+    source = write_tiny_mtp(
+        tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
+    )
     twin, _ = write_twins(source, tmp_path, "w4-32")
     head = tmp_path / "head"
-    subprocess.run([sys.executable, "-m", "spd", "convert-mtp", str(twin), str(head), "-q"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "spd", "convert-mtp", str(twin), str(head), "-q"], check=True
+    )
     config = json.loads((head / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
-    engines = (make_engine(twin, **more, **helpers.PROPOSERS["mtp"]) for more in ({}, {"mtp": head}))
+    engines = (
+        make_engine(twin, **more, **helpers.PROPOSERS["mtp"]) for more in ({}, {"mtp": head})
+    )
     own, apart = (run_all(engine, *work) for engine in engines)
     helpers.assert_same(apart, own)
     assert accepted(apart) == accepted(own)

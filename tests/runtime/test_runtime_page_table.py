@@ -16,9 +16,13 @@ from spd.runtime.round.spans import Run, kinds_in, program_runs, reusable_prefix
 from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
-spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
+spans_lists = st.lists(
+    st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5
+)
 Spans = list[tuple[str, int]]
-Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
+Position = tuple[
+    str, int
+]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
 
 
 class PageTableModel(RuleBasedStateMachine):
@@ -82,7 +86,9 @@ class PageTableModel(RuleBasedStateMachine):
     def take_tail(self, before: bytes) -> None:
         text: Any = SimpleNamespace(before=lambda end: before)
         found = self.table.take_tail(text, 0, 99)
-        expected = [page for page, digest in self.tails.items() if digest == before and page in self.idle]
+        expected = [
+            page for page, digest in self.tails.items() if digest == before and page in self.idle
+        ]
         assert ([] if found is None else [found.page]) == expected
         if found is not None:
             assert found == (found.page, found.page, before)

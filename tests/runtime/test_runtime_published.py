@@ -21,14 +21,26 @@ from spd.runtime.round.limits import PAGE_SIZE, ring_depth
 from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES
-from tests.recipes.published_hybrids import COUNTED, DELTA_HEAD, KEY_HEADS, RELEASES, Release, mtp_tensors
+from tests.recipes.published_hybrids import (
+    COUNTED,
+    DELTA_HEAD,
+    KEY_HEADS,
+    RELEASES,
+    Release,
+    mtp_tensors,
+)
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
-RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
+RANKS = {
+    "Qwen3.5-0.8B": 8,
+    "Qwen3.5-27B": 8,
+    "Qwen3.5-397B-A17B": 16,
+    "Qwen3-Next-80B-A3B-Instruct": 16,
+}
 OTHERS = {
     "a Nemotron 3 Super of 5 layers": (others.NEMOTRON_SUPER, others.nemotron, "mtp"),
     "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
@@ -40,7 +52,11 @@ OTHERS = {
     "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
 }
 FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
-DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
+DEEP = {
+    "num_hidden_layers": 48,
+    "hybrid_layer_pattern": [0, *[1] * 5] * 8,
+    "moe_layer_freq": [0, *[1] * 47],
+}
 WHOLE = {
     "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
     "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
@@ -60,7 +76,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     @cache
     def get(name: str) -> tuple[ModelFolder, Release]:
         row = replace(RELEASES[name], layers=request.param or RELEASES[name].layers)
-        return ModelFolder(published_hybrids.write_published(tmp_path_factory.mktemp("published"), row)), row
+        return ModelFolder(
+            published_hybrids.write_published(tmp_path_factory.mktemp("published"), row)
+        ), row
 
     return get
 
@@ -83,10 +101,16 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
     layers = family_layout(folder.config)
     assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
     source = folder.mtp_source()
-    assert source is not None and source.layout.family.name == "qwen3_next" and source.layout.modules == 1
+    assert (
+        source is not None
+        and source.layout.family.name == "qwen3_next"
+        and source.layout.modules == 1
+    )
     assert source.layout.family.centred_norms
     found, names = check_source(source, folder.checkpoint), {n for n, _, _ in mtp_tensors(row)}
-    assert found and (row.experts[0] or found.keys() == {name.removesuffix("_inv") for name in names})
+    assert found and (
+        row.experts[0] or found.keys() == {name.removesuffix("_inv") for name in names}
+    )
     plan = planned(folder)
     assert plan.spec.split("+")[0] == "mtp" and plan.shape.mtp_modules == 1
 
@@ -108,7 +132,9 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     kept = tensor_bytes(config, "bfloat16", plan.shape.form)
     text = published_hybrids.text_tensors(row)
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
-    assert stored <= kept < (1.04 if row.fp8 else 1.01) * stored  # each row of a block has its scale
+    assert (
+        stored <= kept < (1.04 if row.fp8 else 1.01) * stored
+    )  # each row of a block has its scale
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = folder.mtp_source()
     assert source is not None
@@ -150,7 +176,9 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
 def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     folder, _ = shelf(name)
     config = folder.config
-    assert possible_sizes(config, (1, 2, 4, 8, 16)) == [n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]]
+    assert possible_sizes(config, (1, 2, 4, 8, 16)) == [
+        n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]
+    ]
     plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
@@ -193,12 +221,18 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     config = {**text, "architectures": ["Gemma4ForCausalLM"]}
     table = list(others.gemma4(config))
     folder = ModelFolder(others.write_release(tmp_path, config, others.gemma4))
-    shares = range(config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"])
+    shares = range(
+        config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]
+    )
     own = ("k_proj", "v_proj", "k_norm")
     unused = {f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in own}
-    assert set(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == unused
+    assert (
+        set(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == unused
+    )
     assert elements(table) == pytest.approx(size, rel=0.01)
-    assert name != "E2B" or len(table) == 600, "as its header at 9dbdf8a has below model.language_model"
+    assert name != "E2B" or len(table) == 600, (
+        "as its header at 9dbdf8a has below model.language_model"
+    )
     stored = (tmp_path / "model.safetensors").stat().st_size
     assert 0.98 * stored < planned(folder).need.weights < 1.001 * stored
 
@@ -210,8 +244,16 @@ def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
     names = [name for name, _, _ in others.step3(others.STEP3_WHOLE) if "vision" not in name]
     assert (len(names), sum(name.endswith("_inv") for name in names)) == (804 + 126, 126)
     for name, row in ((name, RELEASES[name]) for name in COUNTED):
-        parts = published_hybrids.text_tensors(row), mtp_tensors(row), published_hybrids.vision_tensors(row)
+        parts = (
+            published_hybrids.text_tensors(row),
+            mtp_tensors(row),
+            published_hybrids.vision_tensors(row),
+        )
         assert tuple(len(list(part)) for part in parts) == COUNTED[name], name
     for name, (config, tensors, size) in WHOLE.items():
-        own = (entry for entry in tensors(config) if "scale" not in entry[0] and "vision" not in entry[0])
+        own = (
+            entry
+            for entry in tensors(config)
+            if "scale" not in entry[0] and "vision" not in entry[0]
+        )
         assert elements(own) / 1e9 == pytest.approx(size, rel=0.005), name

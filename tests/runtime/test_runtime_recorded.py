@@ -72,7 +72,9 @@ def test_another_number_of_threads_is_another_recording(pairs: Pairs) -> None:
     assert {shape.threads for shape in rounds.captured} == {1, 2}
 
 
-def test_a_shape_that_comes_again_is_recorded_up_to_so_many(pairs: Pairs, monkeypatch: Patch) -> None:
+def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
+    pairs: Pairs, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(graphs, "MOST_RECORDED", 1)
     pair = pairs.get("draft")
     engine, written = pair.changing(graphs=None), pair.changing(graphs=False)

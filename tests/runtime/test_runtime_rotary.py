@@ -42,7 +42,10 @@ def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> 
 
 def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
     """YaRN scales cos and sin; what does not turn keeps its size."""
-    scaled, still = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5), [2, 3, 4, 5, 8, 9, 10, 11]
+    scaled, still = (
+        RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5),
+        [2, 3, 4, 5, 8, 9, 10, 11],
+    )
     table = RotaryTable(scaled, RotaryDims(12, 4), 5, torch.float32, "cpu")
     assert (table.cos[:, still] == 1).all() and (table.sin[:, still] == 0).all()
     assert (table.cos[0, [0, 1, 6, 7]] == 1.5).all()

@@ -64,13 +64,19 @@ class Sums:
 
 
 @pytest.mark.parametrize("odd", [(), (5,), (2, 16)])
-def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(odd: tuple[int, ...]) -> None:
+def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
+    odd: tuple[int, ...],
+) -> None:
     widths = (*CANDIDATES, WIDEST)
     product = Sums(odd)
     x = product.example(WIDEST)
-    shown = [w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])]
+    shown = [
+        w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
+    ]
     assert shown == [], "in no result of these"
-    assert arithmetic_probe.summed_alike(product, widths) == tuple(w for w in widths if w not in odd)
+    assert arithmetic_probe.summed_alike(product, widths) == tuple(
+        w for w in widths if w not in odd
+    )
 
 
 def test_products_say_what_rounding_took() -> None:
@@ -82,11 +88,18 @@ def test_products_say_what_rounding_took() -> None:
     if lost is None:
         pytest.skip("no bfloat16 products on this processor")
     exact = x.double() @ plain.double().T
-    assert ((y.double() + lost.double()) - exact).abs().max() < 1e-3 < 1e-2 < (y.double() - exact).abs().max()
+    assert (
+        ((y.double() + lost.double()) - exact).abs().max()
+        < 1e-3
+        < 1e-2
+        < (y.double() - exact).abs().max()
+    )
 
 
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
-def test_rows_of_empty_slots_are_not_run(tiny: Tiny, spec: str, width: int, monkeypatch: Patch) -> None:
+def test_rows_of_empty_slots_are_not_run(
+    tiny: Tiny, spec: str, width: int, monkeypatch: Patch
+) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
     runner, seen = engine._device.runner, []
@@ -112,11 +125,15 @@ def test_rows_of_empty_slots_are_not_run(tiny: Tiny, spec: str, width: int, monk
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
-def test_texts_depend_on_no_row_counts_nor_slots(tiny: Tiny, spec: str, draft_max: int, lag: int) -> None:
+def test_texts_depend_on_no_row_counts_nor_slots(
+    tiny: Tiny, spec: str, draft_max: int, lag: int
+) -> None:
     """Two requests in six slots, by all row counts and by the widest alone: each as alone and plain."""
     target = demo_folder() if spec == "mtp" else tiny("qwen3")
     prompts = [tuple(range(40 + i, 60 + i)) for i in range(2)]
-    params = [SamplingParams(temperature=t, seed=5, max_tokens=12, ignore_eos=True) for t in (0.0, 0.8)]
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=12, ignore_eos=True) for t in (0.0, 0.8)
+    ]
     plain = make_engine(target, spec="off")
     alone = [run_all(plain, [prompts[i]], [params[i]])[0].tokens for i in range(2)]
     wishes: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}

@@ -15,7 +15,14 @@ from spd.kernels.sampling.philox import random_bits, uniform
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingParams
 from tests.runtime import seeded_faults as fault
-from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, STOPS_AND_LIMIT, TRUNCATION
+from tests.runtime.round_law import (
+    EVERYTHING,
+    MIN_TOKENS,
+    PENALTIES,
+    PLAIN,
+    STOPS_AND_LIMIT,
+    TRUNCATION,
+)
 from tests.runtime.rule_law import RULES, Passing, RuleCase, check_rule, drawn_texts
 from tests.runtime.seeded_faults import Mutation, Patch
 from tests.runtime.target_law import PROMPT
@@ -100,7 +107,9 @@ def kept_of_the_first_drafting(patch: Patch) -> None:
 def last_token(change: Callable[..., Tensor]) -> Mutation:
     """Another law of the last token, given the right one and its arguments."""
     right = draft_verify.last_token_weights
-    return lambda patch: patch.setattr(draft_verify, "last_token_weights", lambda *a: change(right, *a))
+    return lambda patch: patch.setattr(
+        draft_verify, "last_token_weights", lambda *a: change(right, *a)
+    )
 
 
 def block_chances(change: Callable[..., tuple[Tensor, Tensor]]) -> Mutation:
@@ -112,16 +121,22 @@ def block_chances(change: Callable[..., tuple[Tensor, Tensor]]) -> Mutation:
 def passed(change: Callable[[Tensor], Tensor]) -> Mutation:
     """Other tests than the comparison says passed."""
     right = Passing.__lt__
-    return lambda patch: patch.setattr(Passing, "__lt__", lambda self, chances: change(right(self, chances)))
+    return lambda patch: patch.setattr(
+        Passing, "__lt__", lambda self, chances: change(right(self, chances))
+    )
 
 
-def uncapped(right: Callable[..., tuple[Tensor, Tensor]], *arguments: Tensor) -> tuple[Tensor, Tensor]:
+def uncapped(
+    right: Callable[..., tuple[Tensor, Tensor]], *arguments: Tensor
+) -> tuple[Tensor, Tensor]:
     joint = draft_verify.draft_ratios(*arguments[:3]).cumprod(dim=-1)
     joint = torch.cat((torch.ones_like(joint[:, :1]), joint), dim=1).clamp(max=1)
     return right(*arguments)[0], joint
 
 
-def unclamped(right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+def unclamped(
+    right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *rest: Tensor
+) -> Tensor:
     n, a, _ = rest
     at = a.clamp(max=1)[:, None, None].expand(-1, 1, 3)
     residual = (p[:, :-1] - q).abs().gather(1, at)[:, 0]
@@ -137,7 +152,9 @@ def one_by_one(_: object, p: Tensor, q: Tensor, x: Tensor, n: Tensor) -> tuple[T
     return draft_verify.draft_ratios(p, q, x).clamp(max=1), torch.ones_like(p[..., 0])
 
 
-def last_row(right: Any, p: Tensor, q: Tensor, x: Tensor, n: Tensor, a: Tensor, s: Tensor) -> Tensor:
+def last_row(
+    right: Any, p: Tensor, q: Tensor, x: Tensor, n: Tensor, a: Tensor, s: Tensor
+) -> Tensor:
     return torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
 
 
@@ -148,39 +165,65 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     "the rule sees no penalties": (target_rows(generated=None), PENALISED),
     "the rule sees no truncation": (target_rows(truncation=False), replace(TWO, params=TRUNCATION)),
     "the rule sees no bias": (target_rows(bias=None), replace(TWO, params=BIASED)),
-    "the rule sees no minimum length": (target_rows(min_length=None), replace(TWO, params=MIN_TOKENS)),
+    "the rule sees no minimum length": (
+        target_rows(min_length=None),
+        replace(TWO, params=MIN_TOKENS),
+    ),
     "penalties see other drafts": (laws(lambda a: {"draft": a.draft.roll(1, 1)}), PENALISED),
     "what is kept knows no temperature": (
         draft_row(lambda t: {"temperature": torch.ones_like(t.temperature)}),
         replace(TWO, params=COOL),
     ),
-    "what is kept knows no bias": (draft_row(lambda t: {"bias": None}), replace(TWO, params=BIASED)),
+    "what is kept knows no bias": (
+        draft_row(lambda t: {"bias": None}),
+        replace(TWO, params=BIASED),
+    ),
     "what is kept is of another step": (kept(lambda a: a.draft_probs.roll(1, 1)), TWO),
     "what is kept is a neighbour's": (kept(lambda a: a.draft_probs.roll(7, 0)), TWO),
     "what is kept is of an earlier round": (kept_of_the_first_drafting, ROUNDS),
     "a certain draft is drawn": (kept(lambda a: torch.full_like(a.target[:, 1:], 1 / 3)), CERTAIN),
     "drafts that do not count are tested": (
-        fault.operation("verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
+        fault.operation(
+            "verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}
+        ),
         replace(CERTAIN, rule="rejection"),
     ),
     "a block is tested one by one": (block_chances(one_by_one), TWO),
-    "the residual of the target": (last_token(lambda f, p, q, x, n, a, s: f(p, q, x, a, a, s)), SINGLY),
+    "the residual of the target": (
+        last_token(lambda f, p, q, x, n, a, s: f(p, q, x, a, a, s)),
+        SINGLY,
+    ),
     "the residual is not clamped": (last_token(unclamped), SINGLY),
-    "the residual comes from the next row": (last_token(lambda f, p, *r: f(p.roll(-1, 1), *r)), SINGLY),
+    "the residual comes from the next row": (
+        last_token(lambda f, p, *r: f(p.roll(-1, 1), *r)),
+        SINGLY,
+    ),
     "the bonus comes from the last row": (last_token(last_row), SINGLY),
-    "one after a rejected one counts": (passed(lambda t: t.flip(-1).cumsum(dim=-1).flip(-1) > 0), SINGLY),
-    "a block ends at its first failure": (passed(lambda tests: tests.long().cumprod(dim=-1) > 0), THREE),
+    "one after a rejected one counts": (
+        passed(lambda t: t.flip(-1).cumsum(dim=-1).flip(-1) > 0),
+        SINGLY,
+    ),
+    "a block ends at its first failure": (
+        passed(lambda tests: tests.long().cumprod(dim=-1) > 0),
+        THREE,
+    ),
     "a block's residual is not scaled": (
         last_token(lambda right, *given: right(*given[:-1], torch.ones_like(given[-1]))),
         THREE,
     ),
     "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
-    "inner prefixes use the joint ratio": (block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])), THREE),
+    "inner prefixes use the joint ratio": (
+        block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])),
+        THREE,
+    ),
     "a shorter block is taken for a whole one": (
         block_chances(lambda right, p, q, x, n: right(p, q, x, torch.full_like(n, x.shape[1]))),
         THREE,
     ),
-    "nothing is counted": (commit(lambda a: {"generated": None}), replace(ROUNDS, params=PENALTIES)),
+    "nothing is counted": (
+        commit(lambda a: {"generated": None}),
+        replace(ROUNDS, params=PENALTIES),
+    ),
     "one draft more is committed": (
         commit(lambda a: {"accepted": torch.minimum(a.accepted + 1, a.num_drafts)}),
         SINGLY,
@@ -199,7 +242,9 @@ def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
         check_rule(case)
 
 
-@pytest.mark.parametrize(("rule", "drawn"), [("rejection", True), ("block", True), ("block", False)])
+@pytest.mark.parametrize(
+    ("rule", "drawn"), [("rejection", True), ("block", True), ("block", False)]
+)
 def test_drawn_texts_follow_the_target(rule: str, drawn: bool) -> None:
     """20,000 texts of four tokens, 81 kinds: a chi-square of 80 degrees, false alarm 1e-6."""
     assert FALSE_ALARM == 1e-6
@@ -219,7 +264,10 @@ NOISE_MUTANTS: dict[str, tuple[tuple[Any, ...], str]] = {
     # A block that fails early has looked at the tests and drafts behind; rejection stops at the first.
     "a position's test is one": ((draft_verify, "acceptance_uniforms", keyed_by_position), "block"),
     "its draft is": ((f"{SAMPLER}.row_stream", lambda stream, row: stream), "block"),
-    "a block's drafts share the target's": ((f"{SAMPLER}.row_stream", lambda stream, row: 0), "block"),
+    "a block's drafts share the target's": (
+        (f"{SAMPLER}.row_stream", lambda stream, row: 0),
+        "block",
+    ),
     "drafts share the residual's": ((f"{SAMPLER}.STREAM_DRAFT", STREAM_RESIDUAL), "rejection"),
     "tests share the drafts'": ((draft_verify, "STREAM_ACCEPTANCE", STREAM_DRAFT), "rejection"),
 }

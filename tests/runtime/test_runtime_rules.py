@@ -22,9 +22,16 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9},
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 1.2, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
-    {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": tuple(range(0, 256, 16)), "logprobs": 2},
+    {
+        "temperature": 1.0,
+        "min_tokens": 6,
+        "stop_token_ids": tuple(range(0, 256, 16)),
+        "logprobs": 2,
+    },
 ]
-SAMPLED = [SamplingParams(max_tokens=6 + 5 * i, seed=40 + i, **kind) for i, kind in enumerate(KINDS)]
+SAMPLED = [
+    SamplingParams(max_tokens=6 + 5 * i, seed=40 + i, **kind) for i, kind in enumerate(KINDS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,9 @@ def story(runs: list[Run]) -> list[object]:
 @pytest.mark.covers(1)
 @by_rule
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_a_request_is_itself_among_others(target: Path, methods: Methods, method: str, rule: str) -> None:
+def test_a_request_is_itself_among_others(
+    target: Path, methods: Methods, method: str, rule: str
+) -> None:
     """k is fixed and noise keyed by the request's own seed and position; so is it for every lag."""
     alone = run_all(engine_of(target, rule, slots=1, **methods[method]), PROMPTS, SAMPLED)
     for slots, lag in ((2, 1), (4, 2)):
@@ -69,7 +78,9 @@ def test_a_request_is_itself_among_others(target: Path, methods: Methods, method
 @pytest.mark.covers(1)
 @by_rule
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_greedy_texts_are_the_plain_ones(target: Path, methods: Methods, method: str, rule: str) -> None:
+def test_greedy_texts_are_the_plain_ones(
+    target: Path, methods: Methods, method: str, rule: str
+) -> None:
     """Alone, where nothing is drawn at all, and beside requests that draw."""
     greedy = SamplingParams(max_tokens=24, repetition_penalty=1.1)
     plain = run_all(make_engine(target), PROMPTS, [greedy] * 4)
@@ -83,7 +94,9 @@ def test_greedy_texts_are_the_plain_ones(target: Path, methods: Methods, method:
 
 
 @by_rule
-def test_a_drafter_of_the_targets_law_is_never_rejected(target: Path, methods: Methods, rule: str) -> None:
+def test_a_drafter_of_the_targets_law_is_never_rejected(
+    target: Path, methods: Methods, rule: str
+) -> None:
     ts = enumerate((0.0, 0.6, 1.0, 2.0))
     params = [SamplingParams(temperature=t, max_tokens=30, seed=i) for i, t in ts]
     runs = run_all(engine_of(target, rule, **methods["self"]), PROMPTS, params)
@@ -97,7 +110,9 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
         patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
         never(target, methods, "rejection")
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(Sampler, "draw_draft", lambda self, *a: (draw(self, *a) + 1) % self.usable_vocab)
+        patch.setattr(
+            Sampler, "draw_draft", lambda self, *a: (draw(self, *a) + 1) % self.usable_vocab
+        )
         never(target, methods, "block")
     warm = lambda t: dataclasses.replace(t, temperature=t.temperature.where(t.temperature > 0, 1.0))  # noqa: E731
     fault.operation("row_laws", lambda a: {"tensors": warm(a.tensors)})(monkeypatch)
@@ -109,7 +124,9 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
 @pytest.mark.parametrize("who", ["runner", "draft"])
 def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, who: str) -> None:
     """The target's end one request with an error, and no later one; the drafter's cost it that draft."""
-    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)]
+    params = [
+        SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)
+    ]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
     runner = engine._device.runner if who == "runner" else engine._device.proposer.runners[0]  # type: ignore[union-attr]
@@ -129,7 +146,9 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     assert len(kept) >= 7 and kept == alone[1].tokens[: len(kept)]
     if who == "draft":
         assert len(runs[1].tokens) == 16
-        assert not any(record.accepted for record in runs[1].rounds if record.position > len(PROMPTS[1]) + 11)
+        assert not any(
+            record.accepted for record in runs[1].rounds if record.position > len(PROMPTS[1]) + 11
+        )
     runner.logits = honest  # type: ignore[method-assign]
     assert run_all(engine, PROMPTS[1:2], params[1:2])[0].output == alone[1].output
 
@@ -138,7 +157,11 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
     """k does not adapt, nothing is kept for drafts that are certain, and the plan counts what is kept."""
     coupled = make_engine(target, adaptive=None, **methods["draft"])
     block = engine_of(target, "block", slots=1, **methods["draft"])
-    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.wishes.verify) == (True, False, "block")
+    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.wishes.verify) == (
+        True,
+        False,
+        "block",
+    )
     kept = block._device.sampler.draft_laws
     assert kept is not None and kept.shape == (1, 3, 320)
     assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4

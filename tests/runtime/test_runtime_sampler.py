@@ -20,10 +20,16 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 
 VOCAB = 37
-FALSE_ALARM = 1e-6  # Chance that a chi-square test below fails on a right sampler, for a random seed.
+FALSE_ALARM = (
+    1e-6  # Chance that a chi-square test below fails on a right sampler, for a random seed.
+)
 Slots = Sequence[tuple[Sequence[int], SamplingParams]]
 token = st.integers(0, VOCAB - 1)
-CHOICES = {"temperature": [0.0, 0.3, 0.9, 1.0, 1.7], "top_k": [0, 1, 3, 20, 100], "min_p": [0.0, 0.02, 0.3]}
+CHOICES = {
+    "temperature": [0.0, 0.3, 0.9, 1.0, 1.7],
+    "top_k": [0, 1, 3, 20, 100],
+    "min_p": [0.0, 0.02, 0.3],
+}
 CHOICES |= {"top_p": [0.05, 0.5, 0.9, 1.0], "repetition_penalty": [1.0, 0.7, 1.3]}
 CHOICES |= {"presence_penalty": [0.0, 0.6, -1.1], "frequency_penalty": [0.0, 0.35, -0.2]}
 parameters = st.builds(
@@ -38,22 +44,38 @@ slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
 FOUR, TIED, LAST = [5.0] * 4, [2.0, 2.0, 1.0, -1.0], [1.0, 3.0, 3.0]
 KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
     # Exactly k, and ties go to the lowest ids.
-    *(([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]), ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3])),
+    *(
+        ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
+        ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
+    ),
     *((LAST, {"top_k": 1}, [1]), (LAST, {"top_k": 50}, [0, 1, 2]), (LAST, {"top_k": 0}, [0, 1, 2])),
     # Of probabilities of exactly 1/4 the token that crosses top-p, and no more.
-    *((FOUR, {"top_p": 0.25}, [0]), (FOUR, {"top_p": 0.26}, [0, 1]), (FOUR, {"top_p": 0.5}, [0, 1])),
+    *(
+        (FOUR, {"top_p": 0.25}, [0]),
+        (FOUR, {"top_p": 0.26}, [0, 1]),
+        (FOUR, {"top_p": 0.5}, [0, 1]),
+    ),
     *((FOUR, {"top_p": 0.75001}, [0, 1, 2, 3]), (FOUR, {"top_p": 1e-6}, [0])),
     # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
     ([40.0, 0.0, -60.0, 10.0], {"top_p": 1.0}, [0, 1, 2, 3]),
     # Relative to the likeliest.
-    *((TIED, {"min_p": 1.0}, [0, 1]), (TIED, {"min_p": 0.36}, [0, 1, 2]), (TIED, {"min_p": 0.37}, [0, 1])),
+    *(
+        (TIED, {"min_p": 1.0}, [0, 1]),
+        (TIED, {"min_p": 0.36}, [0, 1, 2]),
+        (TIED, {"min_p": 0.37}, [0, 1]),
+    ),
     ([-90.0, -95.0], {"min_p": 0.0}, [0, 1]),
     # What is hidden already stays so.
-    *(([-math.inf, 0.0, -math.inf, 1.0], cut, [1, 3]) for cut in ({}, {"top_k": 3}, {"top_p": 0.99})),
+    *(
+        ([-math.inf, 0.0, -math.inf, 1.0], cut, [1, 3])
+        for cut in ({}, {"top_k": 3}, {"top_p": 0.99})
+    ),
 ]
 
 
-def sampler_of(slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch") -> Sampler:
+def sampler_of(
+    slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch"
+) -> Sampler:
     """A sampler whose slots hold these (prompt, parameters)."""
     state = RoundState(len(slots), 64, 8, 1, "cpu")
     sampler = Sampler(state, vocab, usable or vocab, load_kernels(kernels))
@@ -79,7 +101,9 @@ def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerC
 
 def count(sampler: Sampler, tokens: Tensor) -> None:
     assert sampler.generated is not None
-    sampler.generated.scatter_add_(1, tokens[:, None], torch.ones(len(tokens), 1, dtype=torch.int32))
+    sampler.generated.scatter_add_(
+        1, tokens[:, None], torch.ones(len(tokens), 1, dtype=torch.int32)
+    )
 
 
 def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
@@ -92,11 +116,15 @@ def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
     drafts=st.lists(st.lists(token, min_size=3, max_size=3), max_size=5),
     seed=st.integers(0, 2**32),
 )
-def test_a_window_equals_its_rows_one_by_one(slots: Slots, drafts: list[list[int]], seed: int) -> None:
+def test_a_window_equals_its_rows_one_by_one(
+    slots: Slots, drafts: list[list[int]], seed: int
+) -> None:
     """Every row of a verify window, bitwise, against single rows with the drafts committed before them."""
     draft = torch.tensor(drafts, dtype=torch.long).view(-1, 3).T[: len(slots)]
     logits, needs = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed), needs_of(slots)
-    positions = torch.tensor([[len(prompt)] for prompt, _ in slots]) + torch.arange(draft.shape[1] + 1)
+    positions = torch.tensor([[len(prompt)] for prompt, _ in slots]) + torch.arange(
+        draft.shape[1] + 1
+    )
     window = sampler_of(slots)
     processed = process(window, logits, draft, needs)
     drawn = draw(window, processed, positions, needs)
@@ -112,7 +140,10 @@ def test_a_window_equals_its_rows_one_by_one(slots: Slots, drafts: list[list[int
             token_alone = draw(sampler, single, positions[s : s + 1, row : row + 1], own)
             assert token_alone[0, 0] == drawn[s, row]  # other slots' needs change no token
         if row < draft.shape[1]:
-            for sampler, tokens in [(together, draft), *((a, draft[s : s + 1]) for s, a in enumerate(alone))]:
+            for sampler, tokens in [
+                (together, draft),
+                *((a, draft[s : s + 1]) for s, a in enumerate(alone)),
+            ]:
                 if sampler.generated is not None:
                     count(sampler, tokens[:, row])
                 sampler.state.length += 1
@@ -126,17 +157,23 @@ def defined(logits: list[float], top_k: int, top_p: float, min_p: float) -> tupl
     kept, margin, before = {order[0]}, math.inf, 0.0
     for v, weight in zip(order, weights, strict=True):
         if v != order[0]:
-            margin = min(margin, abs(before - top_p) if top_p < 1 else math.inf, abs(weight - min_p))
+            margin = min(
+                margin, abs(before - top_p) if top_p < 1 else math.inf, abs(weight - min_p)
+            )
             if (top_p >= 1 or before < top_p) and weight >= min_p:
                 kept.add(v)
         before += weight / total
     return kept, margin
 
 
-def kept_ids(logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+def kept_ids(
+    logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
     """What `truncate` keeps of one row; the kept logits are unchanged."""
     row = torch.tensor(logits, dtype=torch.float32)
-    result = truncate(row.view(1, 1, -1), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    result = truncate(
+        row.view(1, 1, -1), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )
     kept = result[0, 0] > float("-inf")
     assert torch.equal(result[0, 0][kept], row[kept])
     return kept.nonzero().flatten().tolist()
@@ -148,7 +185,9 @@ def kept_ids(logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p:
     min_p=st.sampled_from([0.0, 0.011, 0.11, 0.61, 0.93]),
     **{"top_k": st.integers(0, 30), "top_p": st.floats(0.01, 1.0)},
 )
-def test_truncation_by_its_definition(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_by_its_definition(
+    logits: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
     """Values on a coarse grid: most rows hold ties."""
     kept, margin = defined(logits, top_k, top_p, min_p)
     if margin > 1e-5:  # nearer to a threshold, float32 may differ from float64
@@ -179,7 +218,9 @@ def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
     logits = normal(2, 2, 5000, seed=1, scale=0.1).clamp(max=1)
     logits[0, :, list(ties)] = 1.5
     positions = torch.arange(2).expand(2, -1)
-    assert draw(sampler, logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
+    assert (
+        draw(sampler, logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
+    )
 
 
 def assert_fair(counts: Tensor, probabilities: Tensor) -> None:
@@ -212,7 +253,9 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafters_vocab", [VOCAB - 6, VOCAB + 6], ids=["narrower", "wider"])
-def test_a_drafter_s_own_ids_have_their_bias(drafters_vocab: int, temperature: float, kernels: str) -> None:
+def test_a_drafter_s_own_ids_have_their_bias(
+    drafters_vocab: int, temperature: float, kernels: str
+) -> None:
     """Every slot's own bias, over embeddings that are padded otherwise than the target's."""
     if kernels == "triton":
         pytest.importorskip("triton")

@@ -20,7 +20,10 @@ PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
 
 
 def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
-    request, runs = Request(name, prompt, SamplingParams()), program_runs((("prompt", len(prompt)),), CHUNK)
+    request, runs = (
+        Request(name, prompt, SamplingParams()),
+        program_runs((("prompt", len(prompt)),), CHUNK),
+    )
     silent = Detokenizer(lambda _: b"", (), 0)
     return Sequence(request, min(CTX, limit), (), silent, needs=SamplerClass(), runs=runs)
 
@@ -39,14 +42,22 @@ class SchedulerModel(RuleBasedStateMachine):
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
         kept = Checkpoints(places) if places and sharing else None
-        self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept)
-        self.saved = dict[int, list[int]]()  # of each checkpoint's place, the tokens that its states took in
+        self.scheduler = Scheduler(
+            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept
+        )
+        self.saved = dict[
+            int, list[int]
+        ]()  # of each checkpoint's place, the tokens that its states took in
         self.lag, self.added, self.ended = lag, 0, 0
-        self.rounds: list[list[tuple[Sequence, int]]] = []  # (who took part, its epoch) of each on its way
+        self.rounds: list[
+            list[tuple[Sequence, int]]
+        ] = []  # (who took part, its epoch) of each on its way
         self.arrivals, self.widths = dict[Sequence, int](), dict[Sequence, list[int]]()
 
     # Texts of two letters share prefixes often.
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX))
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX)
+    )
     def add(self, prompt: list[int], more: int) -> None:
         sequence = sequence_of(f"r{self.added}", tuple(prompt), len(prompt) + more)
         self.scheduler.add(sequence)
@@ -115,7 +126,9 @@ class SchedulerModel(RuleBasedStateMachine):
                     self.read(data)
                     continue
                 last = max(self.scheduler.running(), key=lambda s: s.epoch)
-                assert self.arrivals[last] == max(self.arrivals[s] for s in self.scheduler.running())
+                assert self.arrivals[last] == max(
+                    self.arrivals[s] for s in self.scheduler.running()
+                )
                 kept = list(last.generated)
                 self.save_all(last)
                 self.scheduler.preempt(last)
@@ -128,7 +141,9 @@ class SchedulerModel(RuleBasedStateMachine):
         live = self.scheduler.decoding()
         launched = any(s.bound < s.length_limit or not s.in_flight for s in live)
         if launched:
-            assert oldest in live or oldest is None or oldest.finish_reason, "who came first gave way"
+            assert oldest in live or oldest is None or oldest.finish_reason, (
+                "who came first gave way"
+            )
             for sequence in live:
                 sequence.in_flight += k + 1
                 self.widths.setdefault(sequence, []).append(k + 1)
@@ -157,7 +172,9 @@ class SchedulerModel(RuleBasedStateMachine):
         assert self.added == self.ended + len(self.scheduler.by_id)
         # A page that a round on its way may write to belongs to no other sequence.
         for sequence, epoch in (each for took_part in self.rounds for each in took_part):
-            assert sequence.epoch == epoch or sequence.finish_reason, "preempted under a running round"
+            assert sequence.epoch == epoch or sequence.finish_reason, (
+                "preempted under a running round"
+            )
 
     def teardown(self) -> None:
         """Left alone, every request ends, and every page comes back."""
@@ -195,7 +212,9 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
     one.finish_reason = "stop"
     scheduler.retire(one)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
-    scheduler.in_flight.append(EnqueuedRound(None, (), []))  # enqueued after the end: its rows are masked
+    scheduler.in_flight.append(
+        EnqueuedRound(None, (), [])
+    )  # enqueued after the end: its rows are masked
     scheduler.round_over()
     assert scheduler.pages.num_available == 12
 

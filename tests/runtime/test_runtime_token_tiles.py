@@ -18,7 +18,15 @@ from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
 from tests import helpers
-from tests.helpers import INTERPRETED, Patch, Tiny, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import (
+    INTERPRETED,
+    Patch,
+    Tiny,
+    few_programs,
+    make_engine,
+    random_prompts,
+    run_all,
+)
 
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
@@ -27,8 +35,18 @@ ANSWER: Widest = {"bfloat16": 32, "int8": 16}
 
 def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
     bf16, f16, int8 = torch.bfloat16, torch.float16, torch.int8
-    assert [token_tile(rows, bf16, bf16, {bf16: 64}) for rows in (1, 16, 17, 33, 500)] == [16, 16, 32, 64, 64]
-    assert [token_tile(rows, bf16, int8, {bf16: 64, int8: 32}) for rows in (1, 17, 500)] == [16, 32, 32]
+    assert [token_tile(rows, bf16, bf16, {bf16: 64}) for rows in (1, 16, 17, 33, 500)] == [
+        16,
+        16,
+        32,
+        64,
+        64,
+    ]
+    assert [token_tile(rows, bf16, int8, {bf16: 64, int8: 32}) for rows in (1, 17, 500)] == [
+        16,
+        32,
+        32,
+    ]
     assert {token_tile(64, f16, int8, {int8: 64}), token_tile(64, bf16, bf16, {})} == {16}
 
 
@@ -103,8 +121,12 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
     params = [SamplingParams(max_tokens=2, seed=3)]
     runs = []
     for widest in ({}, {"float16": 64}):
-        monkeypatch.setattr(token_tiles, "widest_tiles", lambda device, cache, w=widest: (w, "asked"))
-        engine = make_engine(tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128)
+        monkeypatch.setattr(
+            token_tiles, "widest_tiles", lambda device, cache, w=widest: (w, "asked")
+        )
+        engine = make_engine(
+            tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128
+        )
         kernels = engine._device.runner.kernels
         assert widest == engine.plan.as_dict()["token_tiles"]
         assert engine.plan.token_tiles_reason == "asked"
@@ -128,7 +150,9 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patc
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         (tmp_path / "file").write_text("")
         finding = diagnostics.token_tiles()
-        assert finding.status == status and "bfloat16 32 int8 32; bfloat16 32 int8 32" in finding.line
+        assert (
+            finding.status == status and "bfloat16 32 int8 32; bfloat16 32 int8 32" in finding.line
+        )
         kept = [each["file"] for each in finding.facts["asked"]]
         assert len(kept) == 2 and all(bool(file) == (status == "ok") for file in kept)
     assert len(list((tmp_path / "spd").iterdir())) == 2

@@ -12,7 +12,16 @@ from spd import kernels
 from spd.runtime import SamplingParams
 from spd.runtime.plan import memory
 from tests import helpers
-from tests.helpers import INTERPRETED, Patch, Tiny, accepted, drafted, drafts, outputs, random_prompts
+from tests.helpers import (
+    INTERPRETED,
+    Patch,
+    Tiny,
+    accepted,
+    drafted,
+    drafts,
+    outputs,
+    random_prompts,
+)
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import write_tiny
 from tests.recipes.tiny_assistant import write_assistant
@@ -25,16 +34,27 @@ from tests.runtime.host_watch import HostWatch
 Methods = dict[str, dict[str, Any]]
 pytest.importorskip("triton")
 pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
-SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48}
+SHAPE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate": 48,
+}
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
 damped = helpers.Damped(loud=1, soft=0.15)
-RAN, LAUNCHED = set[str](), set[tuple[str, str]]()  # Tests of this file and kernels, in this process.
+RAN, LAUNCHED = (
+    set[str](),
+    set[tuple[str, str]](),
+)  # Tests of this file and kernels, in this process.
 PROMPT = random_prompts(1, 14, 97, seed=2)
 SLOW = pytest.mark.slow
 LONG = [pytest.param(method, 16, marks=SLOW) for method in ("off", "ngram", "draft", "draft+ngram")]
 Made = tuple[Path, dict[str, Any]]  # A target, and what asks for drafts for it.
 LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
-MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
+MAMBA: dict[str, Any] = {
+    name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")
+}
 MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
 NORMED = {"fc_norm": True, "norm_output": True, "own_embedding": True}
 EAGLES: dict[str, dict[str, Any]] = {
@@ -83,7 +103,9 @@ def no_host_reads(monkeypatch: Patch) -> HostWatch:
     return watch
 
 
-def both(target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **wishes: Any) -> Any:
+def both(
+    target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **wishes: Any
+) -> Any:
     """The runs of both forms, torch's first: float32, logits well apart, so that even drafts are the same."""
     wishes = {"ctx": 128, "device": "cpu", **wishes}
     engines = (helpers.make_engine(target, kernels=form, **wishes) for form in ("torch", "triton"))
@@ -93,11 +115,16 @@ def both(target: Path, prompts: list[helpers.Prompt], params: list[SamplingParam
 
 
 def greedy_and_drawn(count: int) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
+    return [
+        SamplingParams(max_tokens=count, temperature=temperature, seed=3)
+        for temperature in (0.0, 0.8)
+    ]
 
 
 @pytest.mark.parametrize(("method", "count"), [("draft", 4), *LONG])
-def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method: str, count: int) -> None:
+def test_every_method(
+    target: Path, methods: Methods, no_host_reads: Any, method: str, count: int
+) -> None:
     """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
     first, _ = both(target, PROMPT * 2, greedy_and_drawn(count), slots=2, **methods[method])
     assert all(len(run.tokens) == count for run in first) and first[0].tokens != first[1].tokens
@@ -110,10 +137,15 @@ def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method
     [
         *(("ngram", "rejection", 4), ("draft+ngram", "block", 4)),
         pytest.param("draft", "block", 5, marks=SLOW),
-        *(pytest.param(*each, 16, marks=SLOW) for each in (("ngram", "block"), ("draft", "rejection"))),
+        *(
+            pytest.param(*each, 16, marks=SLOW)
+            for each in (("ngram", "block"), ("draft", "rejection"))
+        ),
     ],
 )
-def test_rules_that_test_a_draft(target: Path, methods: Methods, method: str, rule: str, count: int) -> None:
+def test_rules_that_test_a_draft(
+    target: Path, methods: Methods, method: str, rule: str, count: int
+) -> None:
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
     assert drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
 
@@ -122,7 +154,9 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
     stops = {"min_tokens": 3, "stop_token_ids": (5, 7, 11), "logit_bias": ((5, 3.0), (6, -50.0))}
     params = [
-        SamplingParams(max_tokens=4, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
+        SamplingParams(
+            max_tokens=4, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3
+        ),
         SamplingParams(max_tokens=4, repetition_penalty=1.3, logprobs=2, **stops),  # type: ignore[arg-type]
     ]
     prompts = [PROMPT[0], random_prompts(1, 5, 97)[0]]
@@ -153,7 +187,9 @@ def assisted(folder: Path) -> Made:
 
 
 def in_int8(folder: Path) -> Made:
-    target = write_tiny(folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped, **SHAPE)
+    target = write_tiny(
+        folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped, **SHAPE
+    )
     return target, {"spec": "draft", "draft_model": target, "quantize": "int8"}
 
 
@@ -171,18 +207,25 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     "recurrent layers and a head": (hybrid, 18, 6),
     "Mamba layers": (lambda folder: dense(folder, "granite_hybrid", **MAMBA), 18, 3),
     "short convolutions": (
-        lambda folder: dense(folder, "lfm2", **SHAPE | {"layers": 3, "config": {"block_ff_dim": 72}}),
+        lambda folder: dense(
+            folder, "lfm2", **SHAPE | {"layers": 3, "config": {"block_ff_dim": 72}}
+        ),
         *(18, 3),
     ),
     "int8": (in_int8, 18, 4),
     "FP8 in blocks": (in_blocks, 18, 4),
     "an assistant": (assisted, 34, 4),
-    **{name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3) for name in NEWER},
+    **{
+        name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3)
+        for name in NEWER
+    },
 }
 RARE = ("FP8 in blocks", "an assistant", *NEWER[1:])
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in RARE else ()) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n in RARE else ()) for n in FAMILIES]
+)
 def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
     make, length, count = FAMILIES[name]
@@ -195,7 +238,11 @@ def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "layers", "count"),
-    [("few", 1, 4), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
+    [
+        ("few", 1, 4),
+        pytest.param("some", 3, 16, marks=SLOW),
+        pytest.param("all", 2, 16, marks=SLOW),
+    ],
 )
 def test_an_eagle3_head(
     tmp_path: Path, no_host_reads: HostWatch, monkeypatch: Patch, ids: str, layers: int, count: int
@@ -231,7 +278,9 @@ def kernels_of_triton() -> set[tuple[str, str]]:
     for path in room.rglob("*_triton.py"):
         stem = ".".join(path.relative_to(room).with_suffix("").parts)
         module = importlib.import_module(f"spd.kernels.{stem}")
-        made = {name: it for name, it in vars(module).items() if isinstance(it, InterpretedFunction)}
+        made = {
+            name: it for name, it in vars(module).items() if isinstance(it, InterpretedFunction)
+        }
         named = (name for name, it in made.items() if it.fn.__module__ == module.__name__)
         found |= {(module.__name__, name) for name in named if name.endswith("_kernel")}
     return found

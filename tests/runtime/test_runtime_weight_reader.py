@@ -36,16 +36,23 @@ def write_shard(path: Path, tensors: Tensors) -> None:
         end += size
     text = json.dumps(header).encode()
     text += b" " * (1 - len(text) % 2)
-    data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values() if tensor.numel()]
+    data = [
+        tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values() if tensor.numel()
+    ]
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 MIXED = {"a": random(3, dtype=torch.bfloat16), "b": random(5, 7, seed=1)}
-MIXED |= {"c": random(1, dtype=torch.float16, seed=2), "unused": random(3, dtype=torch.bfloat16, seed=3)}
+MIXED |= {
+    "c": random(1, dtype=torch.float16, seed=2),
+    "unused": random(3, dtype=torch.bfloat16, seed=3),
+}
 MIXED |= {"d": random(11, 3, dtype=torch.float64, seed=4), "empty": torch.empty(0, 4)}
 MIXED |= {"e": random(1000, dtype=torch.bfloat16, seed=5)}
 
@@ -60,10 +67,15 @@ def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def destinations(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensors:
+def destinations(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensors:
     """Poisoned memory for everything but `unused`."""
     shapes = {name: meta.shape for name, meta in checkpoint.tensors.items() if name != "unused"}
-    return {name: torch.full(shape, torch.nan, dtype=dtype, device=device) for name, shape in shapes.items()}
+    return {
+        name: torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for name, shape in shapes.items()
+    }
 
 
 def reading_threads() -> list[threading.Thread]:
@@ -73,7 +85,9 @@ def reading_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk_bytes", [64, 100, 1000, 2**20])
 @pytest.mark.parametrize("dtype", [dtype for dtype in CODES if dtype.is_floating_point], ids=str)
-def test_every_dtype_arrives_as_cast(mixed: Checkpoint, dtype: Any, chunk_bytes: int, device: str) -> None:
+def test_every_dtype_arrives_as_cast(
+    mixed: Checkpoint, dtype: Any, chunk_bytes: int, device: str
+) -> None:
     views = destinations(mixed, dtype, device)
     read_tensors(mixed, views, threads=3, chunk_bytes=chunk_bytes)
     for name, view in views.items():
@@ -86,7 +100,9 @@ def test_parts_land_in_the_rows_of_a_fused_matrix(tmp_path: Path, device: str) -
     fused = torch.full((70, 33), float("nan"), dtype=torch.bfloat16, device=device)
     write_shard(tmp_path / "model.safetensors", parts)
     with Checkpoint.open(tmp_path) as checkpoint:
-        read_tensors(checkpoint, {"q": fused[:64], "k": fused[64:69], "v": fused[69:]}, chunk_bytes=1024)
+        read_tensors(
+            checkpoint, {"q": fused[:64], "k": fused[64:69], "v": fused[69:]}, chunk_bytes=1024
+        )
     wanted = torch.cat((parts["q"], parts["k"], parts["v"])).to(torch.bfloat16)
     assert torch.equal(fused.cpu(), wanted)
 
@@ -102,8 +118,12 @@ def test_chunks_cover_every_element_once_in_order(mixed: Checkpoint, chunk_bytes
     for chunk in chunks:
         assert 0 < chunk.nbytes == chunk.target.numel() * chunk.dtype.itemsize <= chunk_bytes
         chunk.target.add_(1)
-        following = [other for other in chunks if other.shard == chunk.shard and other.offset > chunk.offset]
-        assert not following or chunk.offset + chunk.nbytes <= min(other.offset for other in following)
+        following = [
+            other for other in chunks if other.shard == chunk.shard and other.offset > chunk.offset
+        ]
+        assert not following or chunk.offset + chunk.nbytes <= min(
+            other.offset for other in following
+        )
     assert all(bool((view == 1).all()) for view in views.values())
 
 
@@ -133,14 +153,18 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
 
 
 def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda file, views, offset: preadv(file, [views[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, offset: preadv(file, [views[0][:7]], offset)
+    )
     views = destinations(mixed)
     read_tensors(mixed, views, chunk_bytes=512)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
 
 
 @pytest.mark.parametrize(("threads", "failing"), [(1, 1), (1, 5), (3, 1)])
-def test_an_error_of_the_disk(mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int) -> None:
+def test_an_error_of_the_disk(
+    mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int
+) -> None:
     """It names the file and stops every thread."""
     calls = []
 
@@ -159,7 +183,9 @@ def test_an_error_of_the_disk(mixed: Checkpoint, monkeypatch: Patch, threads: in
 
 
 @pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
-def test_a_file_that_changes_while_it_is_read(mixed: Checkpoint, monkeypatch: Patch, how: str) -> None:
+def test_a_file_that_changes_while_it_is_read(
+    mixed: Checkpoint, monkeypatch: Patch, how: str
+) -> None:
     shard = mixed.shards[0]
 
     def disturb() -> None:
@@ -179,7 +205,9 @@ def test_a_file_that_changes_while_it_is_read(mixed: Checkpoint, monkeypatch: Pa
     assert str(shard) in caught.value.message and not reading_threads()
 
 
-def test_a_file_that_changed_since_its_header_was_read(mixed: Checkpoint, monkeypatch: Patch) -> None:
+def test_a_file_that_changed_since_its_header_was_read(
+    mixed: Checkpoint, monkeypatch: Patch
+) -> None:
     os.utime(mixed.shards[1], (1, 1))
     monkeypatch.delattr(os, "preadv")  # nothing is read of it
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors: changed while in use"):
@@ -187,8 +215,12 @@ def test_a_file_that_changed_since_its_header_was_read(mixed: Checkpoint, monkey
 
 
 @pytest.mark.parametrize("at", ["advance", "buffer"])
-def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(mixed: Checkpoint, at: str) -> None:
-    how: dict[str, Any] = {at: Mock(side_effect=KeyboardInterrupt if at == "advance" else MemoryError)}
+def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(
+    mixed: Checkpoint, at: str
+) -> None:
+    how: dict[str, Any] = {
+        at: Mock(side_effect=KeyboardInterrupt if at == "advance" else MemoryError)
+    }
     with pytest.raises((KeyboardInterrupt, MemoryError)):
         read_tensors(mixed, destinations(mixed), threads=3, chunk_bytes=64, **how)
     assert not reading_threads()

@@ -12,27 +12,55 @@ from tests.recipes.tiny import write_json, write_tokenizer
 
 SMALL = {
     **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 512},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+    },
     **{"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": False},
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-GROWING = {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2}}
-SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GROWING = {
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2}
+}
+SEES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 VISION = {**SEES, "head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
 GEMMA4 = {
     **{**SMALL, "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 24},
     **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 6},
-    **{"vocab_size_per_layer_input": 320, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{
+        "vocab_size_per_layer_input": 320,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 UNIFIED = {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 UNIFIED["model_type"] = "gemma4_unified_text"
 GEMMA4_VISION = {**SEES, "num_key_value_heads": 2, "head_dim": 8}
 QWEN_VISION = {
-    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48},
+    **{
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+    },
     **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
 }
 INTERN_VISION = {**SEES, "image_size": [28, 28]}
-BY_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
+BY_AXES = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+}
 
 
 def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[str, Any]:
@@ -40,7 +68,12 @@ def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[st
 
 
 STEP3 = {
-    **{"model_type": "step3p5", "sliding_window": 24, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{
+        "model_type": "step3p5",
+        "sliding_window": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     **{"num_sliding_attention_heads": 6, "moe_intermediate_size": 24, "share_expert_dim": 20},
     **{"layer_types": ["full_attention", *["sliding_attention"] * 2]},
     **{"mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -50,21 +83,39 @@ GLIMMER = {
     **{"model_type": "muse_glimmer_text", "sliding_window": 24, "num_hidden_layers": 5},
     **{"qk_scale_factor": 2.5, "output_multiplier": 1.7, "post_norm_eps": 1e-3},
 }
-GLIMMERS = {**SEES, "model_type": "muse_glimmer_vision"}, {"out_hidden_size": 64, "projector_hidden_size": 16}
+GLIMMERS = (
+    {**SEES, "model_type": "muse_glimmer_vision"},
+    {"out_hidden_size": 64, "projector_hidden_size": 16},
+)
 SIGLIP = {**SEES, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 TIED, DEAF = {"tie_word_embeddings": True}, {"audio_config": None, "tie_word_embeddings": True}
 OF_GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 24}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("Qwen3VLForConditionalGeneration", seeing(QWEN_VISION, {}, model_type="qwen3_vl_text", **BY_AXES)),
-    ("Qwen2_5_VLForConditionalGeneration", seeing(QWEN_VISION, {}, model_type="qwen2_5_vl_text", **BY_AXES)),
+    (
+        "Qwen3VLForConditionalGeneration",
+        seeing(QWEN_VISION, {}, model_type="qwen3_vl_text", **BY_AXES),
+    ),
+    (
+        "Qwen2_5_VLForConditionalGeneration",
+        seeing(QWEN_VISION, {}, model_type="qwen2_5_vl_text", **BY_AXES),
+    ),
     ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen2")),
     ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen3")),
     ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="mistral")),
     ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="ministral3", **GROWING)),
-    ("Step3p7ForConditionalGeneration", seeing({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3)),
+    (
+        "Step3p7ForConditionalGeneration",
+        seeing({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3),
+    ),
     ("MuseGlimmerForConditionalGeneration", seeing(*GLIMMERS, **GLIMMER)),
-    ("Gemma3ForConditionalGeneration", seeing(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **OF_GEMMA3)),
-    ("Gemma4ForConditionalGeneration", seeing(GEMMA4_VISION, DEAF, **GEMMA4, model_type="gemma4_text")),
+    (
+        "Gemma3ForConditionalGeneration",
+        seeing(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **OF_GEMMA3),
+    ),
+    (
+        "Gemma4ForConditionalGeneration",
+        seeing(GEMMA4_VISION, DEAF, **GEMMA4, model_type="gemma4_text"),
+    ),
     ("Gemma4UnifiedForConditionalGeneration", seeing({}, DEAF, **UNIFIED)),
     ("Gemma4UnifiedForCausalLM", UNIFIED),
 ]
@@ -91,7 +142,9 @@ def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
     for number, config in enumerate(({**outer, **text}, {**outer, "text_config": text})):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_json(folder / "config.json", {**config, "vision_config": {"depth": 1}, "image_token_id": 300})
+        write_json(
+            folder / "config.json", {**config, "vision_config": {"depth": 1}, "image_token_id": 300}
+        )
         found.append(read_model_config(folder))
     assert found[0] == found[1] and found[0].architecture == "Qwen2ForCausalLM"
     assert found[0].rope.theta == 1e6

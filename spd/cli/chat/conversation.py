@@ -145,12 +145,16 @@ class ChatEncoder:
         self._tokenizer.bounded(rendered.marked, self._context)
         return rendered
 
-    def _continued(self, before: Encoded | None, said: Sequence[Turn], rendered: RenderedChat) -> Encoded:
+    def _continued(
+        self, before: Encoded | None, said: Sequence[Turn], rendered: RenderedChat
+    ) -> Encoded:
         """The prompt as a continuation of the turn before it where the template leaves that as it was."""
         if before is not None and (generated := self._generated(said[-1])):
             rest = rendered.after(before.text + (said[-1].reply or ""))
             new = encode_rendered(self._tokenizer, rest) if rest else []
-            if new and new[0] in self._tokenizer.special_ids:  # else words could join across the border
+            if (
+                new and new[0] in self._tokenizer.special_ids
+            ):  # else words could join across the border
                 if said[-1].reply_ids[-1] == new[0]:
                     generated, new = said[-1].reply_ids, new[1:]
                 spans = (*before.spans, ("generated", len(generated)), ("prompt", len(new)))
@@ -183,7 +187,14 @@ SUFFIX = ".jsonl"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _integer = whole(-(2**64), 2**64)
 _header = some(
-    {"schema": TEXT, "model": TEXT, "seed": _integer, "system": TEXT, "vocabulary": TEXT, "draws": _integer},
+    {
+        "schema": TEXT,
+        "model": TEXT,
+        "seed": _integer,
+        "system": TEXT,
+        "vocabulary": TEXT,
+        "draws": _integer,
+    },
     *("model", "seed"),
 )
 _turn = some(
@@ -205,7 +216,10 @@ class SessionStore:
     def names(self) -> list[str]:
         """Every saved chat, the latest first."""
         found = [path for path in self.folder.glob("*" + SUFFIX) if _NAME.fullmatch(path.stem)]
-        return [path.stem for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
+        return [
+            path.stem
+            for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
+        ]
 
     def path(self, name: str) -> Path:
         """The path of a saved chat. Raises UsageError for an invalid name."""
@@ -230,11 +244,15 @@ class SessionStore:
                 if line:
                     turns.append(turn := Turn(**_turn(json.loads(line), "")))
                     if turn.answered:
-                        check_messages([json.loads(message) for message in turn.answered], "answered")
+                        check_messages(
+                            [json.loads(message) for message in turn.answered], "answered"
+                        )
             return Conversation(**header, turns=tuple(turns))
         except FileNotFoundError:
             why = [f"there is: {other}" for other in self.names()[:5]]
-            raise NotFoundError(f"no chat {name!r} is saved", reason=why, fix=["/load lists them"]) from None
+            raise NotFoundError(
+                f"no chat {name!r} is saved", reason=why, fix=["/load lists them"]
+            ) from None
         except (OSError, ValueError, RecursionError, UsageError, ApiError) as error:
             fix = ["edit the file or move it away; -c NAME begins another chat"]
             words = f"{path}: line {number}: {error}"

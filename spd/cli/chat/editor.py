@@ -71,7 +71,10 @@ class Editor:
 
     def read(self, draft: str = "") -> str | None:
         """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
-        for chip, pasted in self._pastes.items():  # a message that was refused comes back as it stood
+        for (
+            chip,
+            pasted,
+        ) in self._pastes.items():  # a message that was refused comes back as it stood
             draft = draft.replace(pasted, chip)
         try:
             return self.expand(self._session.prompt(default=draft, pre_run=self._watch_loading))
@@ -216,13 +219,17 @@ class _CommandCompleter(Completer):
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
         self._commands = commands
 
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
         command, blank, rest = document.text_before_cursor.partition(" ")
         word = rest.rsplit(" ", 1)[-1] if blank else command
         if not command.startswith("/") or (blank and command not in self._commands):
             return
         words = self._commands[command] if blank else self._commands.keys
         if words is None:
-            yield from PathCompleter(expanduser=True).get_completions(Document(word), complete_event)
+            yield from PathCompleter(expanduser=True).get_completions(
+                Document(word), complete_event
+            )
         else:
             yield from (Completion(each, -len(word)) for each in words() if each.startswith(word))

@@ -52,7 +52,12 @@ class ChatModel:
             tools = ChatTools(options.tools, settings.vocabulary)
             variables["tools"] = tools.shown
         self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
-        self.options, self.folder, self.settings, self.name = options, folder, settings, options.model
+        self.options, self.folder, self.settings, self.name = (
+            options,
+            folder,
+            settings,
+            options.model,
+        )
         prompt.note_thinking(self._console, options.think, settings.vocabulary)
 
     @property
@@ -92,9 +97,14 @@ class ChatModel:
 
     def reload(self, **changes: Any) -> None:
         """Load with changed options, or go back to the old ones if that fails."""
-        before, options = self.options, self._with_drafter(dataclasses.replace(self.options, **changes))
+        before, options = (
+            self.options,
+            self._with_drafter(dataclasses.replace(self.options, **changes)),
+        )
         folder = self.folder
-        self._use(options, folder if options.model == before.model else ModelFolder.named(options.model))
+        self._use(
+            options, folder if options.model == before.model else ModelFolder.named(options.model)
+        )
         self.close()
         self.start()
         try:
@@ -206,7 +216,9 @@ class Chat:
         seed = options.seed if saved is None or "seed" in options.typed else None
         if saved is not None and seed == saved.seed:
             seed = None  # the next reply's, not the first one's again
-        conversation = (saved or Conversation(self.model.name)).with_wishes(prompt.system_text(system), seed)
+        conversation = (saved or Conversation(self.model.name)).with_wishes(
+            prompt.system_text(system), seed
+        )
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
         self.attached = [(path, prompt.read_text(path)) for path in options.file or ()]
         self.draft = ""
@@ -214,7 +226,9 @@ class Chat:
         self.styled = sink.is_terminal and not session.dumb_terminal
         self.stats = sink.is_terminal if options.stats is None else options.stats
         if options.show_drafts and not self.styled:
-            session.console.note("--show-drafts marks tokens on a terminal only, and this output is not one")
+            session.console.note(
+                "--show-drafts marks tokens on a terminal only, and this output is not one"
+            )
         self.interactive = False
         self.source: PlainLines | Editor
         self._saving, self._warned = not options.no_save, False
@@ -236,9 +250,13 @@ class Chat:
                 commands=commands.completions(),
             )
         if interactive:
-            self.tell(f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving))
+            self.tell(
+                f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving)
+            )
             if self.model.name in DEMOS:
-                self.tell("The demo is a toy: spd pull Qwen/Qwen3-0.6B downloads a model that can talk.")
+                self.tell(
+                    "The demo is a toy: spd pull Qwen/Qwen3-0.6B downloads a model that can talk."
+                )
             self.tell("Type a message, /help for commands, Ctrl-D to quit.")
         self.go_on_with(self.conversation)
         self.model.start()
@@ -268,14 +286,19 @@ class Chat:
         if loading := self.model.loading_words():
             return f" {loading}"
         slow = ["slow: no C compiler"] * ("no C compiler" in self.model.plan.kernels_reason)
-        return " " + " · ".join((self._used(), out.as_line(self.model.name), self.model.spec_words(), *slow))
+        return " " + " · ".join(
+            (self._used(), out.as_line(self.model.name), self.model.spec_words(), *slow)
+        )
 
     # -- turns -------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """Send a message and show the reply. Raises what the message or the engine raises."""
         message = text.removeprefix("/") if text.startswith("//") else text
-        parts = [*(content for _, content in self.attached), *([message] if message.strip() else [])]
+        parts = [
+            *(content for _, content in self.attached),
+            *([message] if message.strip() else []),
+        ]
         turn = Turn(prompt.check_text("\n\n".join(parts), "the message"))
         turns = (*self.conversation.turns, turn)
         if self.reply(dataclasses.replace(self.conversation, turns=turns), text):
@@ -308,8 +331,13 @@ class Chat:
     def answer_calls(self) -> None:
         """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
         while (tools := self.model.tools) and self.conversation.turns:
-            turn, ids = self.conversation.turns[-1], self.model.encoder.encode(self.conversation).text
-            message = tools.called(turn, prompt.opens_thinking(ids)) if turn.finish == "stop" else None
+            turn, ids = (
+                self.conversation.turns[-1],
+                self.model.encoder.encode(self.conversation).text,
+            )
+            message = (
+                tools.called(turn, prompt.opens_thinking(ids)) if turn.finish == "stop" else None
+            )
             if message is None or turn.answered:
                 return
             results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
@@ -401,7 +429,9 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.wait(lambda: not stopped.is_set())
         if stopped.is_set():
             return conversation
-        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(model.encoder.encode(conversation).text))
+        splitter = prompt.ThinkingSplitter(
+            prompt.opens_thinking(model.encoder.encode(conversation).text)
+        )
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
         view = _view(chat, splitter)
@@ -421,7 +451,9 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         chat.tell("[interrupted]")
     if gathered.finish_reason == "error":
         why = ["What came before the fault was shown; it is not kept."]
-        raise EngineError("the model failed while replying", reason=why, fix=["/regen, or --dtype float32"])
+        raise EngineError(
+            "the model failed while replying", reason=why, fix=["/regen, or --dtype float32"]
+        )
     if stopped.is_set() and not gathered.token_ids:
         return conversation
     reply, ids = (turn.reply or "") + gathered.text, (*turn.reply_ids, *gathered.token_ids)
@@ -432,7 +464,11 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
 
 def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Request:
     """The order for the engine; `inside` says whether what comes next is thinking."""
-    turn, encoded, context = conversation.turns[-1], model.encoder.encode(conversation), model.plan.shape.ctx
+    turn, encoded, context = (
+        conversation.turns[-1],
+        model.encoder.encode(conversation),
+        model.plan.shape.ctx,
+    )
     ids, spans = (*encoded.ids, *turn.reply_ids), encoded.spans
     if turn.reply_ids:
         spans = (*spans, ("generated", len(turn.reply_ids)))
@@ -441,7 +477,9 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
         fix = ["/undo or /clear", "/file none", "spd chat -c --ctx N"]
         raise IncompatibleError(words, fix=fix, code="context_overflow")
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
-    thinking = prompt.thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
+    thinking = prompt.thinking_budget(
+        model.options.think, model.settings.vocabulary, inside, turn.reply_ids
+    )
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 

@@ -40,7 +40,9 @@ class _Unwrapped(CodeBlock):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip("\n")
-        text = Syntax(code, self.lexer_name, theme="ansi_dark", background_color="default").highlight(code)
+        text = Syntax(
+            code, self.lexer_name, theme="ansi_dark", background_color="default"
+        ).highlight(code)
         text.rstrip()
         inside = options.max_width < console.width  # a list's item, which would be cut
         text.no_wrap, text.overflow = not inside, "fold" if inside else "ignore"
@@ -90,7 +92,11 @@ class MarkdownStream:
         """Draw the blocks of so much of the text, and keep what may change."""
         lines = self._open[:decided].split("\n")
         tokens = self._parser.parse("\n".join(lines))
-        starts = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+        starts = [
+            token.map[0]
+            for token in tokens
+            if token.level == 0 and token.nesting >= 0 and token.map
+        ]
         written, begin = "", 0
         for end in starts[1:]:
             written += self._draw("\n".join(lines[begin:end]))
@@ -125,7 +131,9 @@ class MarkdownStream:
         reply.parsed = self._parser.parse(block)
         for token in reply.parsed:
             for child in token.children or ():
-                child.type = child.type.replace("softbreak", "hardbreak")  # lines stay as they are written
+                child.type = child.type.replace(
+                    "softbreak", "hardbreak"
+                )  # lines stay as they are written
         console = Console(
             file=StringIO(),
             width=max(columns - 1, 10),

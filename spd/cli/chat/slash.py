@@ -47,7 +47,11 @@ class Commands:
     def completions(self) -> dict[str, Callable[[], Iterable[str]] | None]:
         """Every command, and what TAB offers behind it; None for paths."""
         words: dict[str, Callable[[], Iterable[str]] | None] = dict.fromkeys(self.names(), tuple)
-        words |= {"/file": None, "/load": self._chat.store.names, "/think": lambda: ["on", "off", "hide"]}
+        words |= {
+            "/file": None,
+            "/load": self._chat.store.names,
+            "/think": lambda: ["on", "off", "hide"],
+        }
         return words | {"/model": lambda: model_names(""), "/spec": lambda: spec_names("")}
 
     def do_help(self, rest: str) -> None:
@@ -136,7 +140,9 @@ class Commands:
         if rest == "none":
             self._chat.attached = []
         else:
-            self._chat.attached += [(path, read_text(str(Path(path).expanduser()))) for path in _words(rest)]
+            self._chat.attached += [
+                (path, read_text(str(Path(path).expanduser()))) for path in _words(rest)
+            ]
         sizes = ", ".join(f"{path}: {len(text):,} characters" for path, text in self._chat.attached)
         self._chat.tell(f"goes with the next message: {sizes or 'no file'}")
 

@@ -58,14 +58,19 @@ class ChatTools:
 
     def __init__(self, file: str, vocabulary: Vocabulary) -> None:
         template = vocabulary.need_template()
-        self._template, self._tokenizer = template.tool_use or template.default, vocabulary.need_tokenizer()
+        self._template, self._tokenizer = (
+            template.tool_use or template.default,
+            vocabulary.need_tokenizer(),
+        )
         if "tools" not in self._template:
             words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
             fix = ["a model that knows tools", "leave --tools out"]
             raise IncompatibleError(words, fix=fix, code="no_tools")
         try:
             found = _tools(read_json(file, EXAMPLE), "tools")
-            self._commands = {tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)}
+            self._commands = {
+                tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)
+            }
             self.shown = [function(tool) for tool in found]
             """As chat templates are told of them."""
             self._tools = tools_of({"tools": self.shown}, self._template, self._tokenizer)
@@ -87,13 +92,22 @@ class ChatTools:
         text, may_go_on = f"there is no tool {name}", True
         if name in self._commands:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
-            values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()}
-            there = (each for each in self._commands[name] if values.keys() >= {*PLACE.findall(each)})
+            values = {
+                key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()
+            }
+            there = (
+                each for each in self._commands[name] if values.keys() >= {*PLACE.findall(each)}
+            )
             words = [PLACE.sub(lambda place: values[place[1]], each) for each in there]
             may_go_on = consents(words, guard)
             text = run(words, guard) if may_go_on else "the user did not allow this call"
         tell(f"     {shortened(text, 200)}")
-        return {"role": "tool", "content": text, "tool_call_id": call["id"], "name": name}, may_go_on
+        return {
+            "role": "tool",
+            "content": text,
+            "tool_call_id": call["id"],
+            "name": name,
+        }, may_go_on
 
 
 def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
@@ -102,7 +116,11 @@ def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
     for at, word in enumerate(tool["command"]):
         for place in PLACE.findall(word):
             if not at or place not in known:
-                why = f"{{{place}}} is not among its parameters" if at else "the program has to be fixed"
+                why = (
+                    f"{{{place}}} is not among its parameters"
+                    if at
+                    else "the program has to be fixed"
+                )
                 refuse(f"{name}.command[{at}]", why)
     words: Sequence[str] = tool["command"]
     return words or refuse(f"{name}.command", "expected a program and its arguments")

@@ -121,11 +121,17 @@ def load_command(name: str) -> Callable[..., int | None]:
         if names is None:
             kind = typer.Argument(**shown)
         else:
-            long = [] if any(n.startswith("--") for n in names) else [f"--{field.name.replace('_', '-')}"]
+            long = (
+                []
+                if any(n.startswith("--") for n in names)
+                else [f"--{field.name.replace('_', '-')}"]
+            )
             kind = typer.Option(*names, *long, **shown)
         default = Parameter.empty if field.default is dataclasses.MISSING else field.default
         hint = form[hints[field.name], kind]
-        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        parameters.append(
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        )
     run.__doc__ = body.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = Signature(parameters)
@@ -140,7 +146,12 @@ def _show_version(wanted: bool) -> None:
 
 def root(
     version: bool = typer.Option(
-        False, "--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit."
+        False,
+        "--version",
+        "-V",
+        callback=_show_version,
+        is_eager=True,
+        help="Print the version and exit.",
     ),
 ) -> None:
     """Holds the options that stand before a command."""

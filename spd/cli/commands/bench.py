@@ -12,10 +12,26 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import JsonOptions, ModelArgument, ModelOptions, advanced, argument, first, option
+from spd.cli.options import (
+    JsonOptions,
+    ModelArgument,
+    ModelOptions,
+    advanced,
+    argument,
+    first,
+    option,
+)
 from spd.cli.parser import in_order, parse_as, parse_size
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
+from spd.cli.text.output import (
+    Session,
+    Sink,
+    Ticker,
+    check_writable,
+    fact_lines,
+    table_lines,
+    to_json,
+)
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 from spd.runtime.lab import DRAFTING, MACHINE, compare_results, verdict
@@ -33,12 +49,16 @@ def split(text: str, flag: str) -> list[str]:
     return list(dict.fromkeys(members))
 
 
-def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, high: float) -> list[float]:
+def numbers(
+    text: str, flag: str, kind: Literal["int", "float"], low: float, high: float
+) -> list[float]:
     """A comma list of numbers within bounds. Raises UsageError naming the one that is not."""
     found = [float(parse_as(flag, kind, member)) for member in split(text, flag)]
     for value in found:
         if not low <= value <= high:
-            raise UsageError(f"{flag} {value:g} is out of range", reason=[f"valid: {low:g} to {high:g}"])
+            raise UsageError(
+                f"{flag} {value:g} is out of range", reason=[f"valid: {low:g} to {high:g}"]
+            )
     return list(dict.fromkeys(found))
 
 
@@ -62,8 +82,12 @@ _sweep, _work = partial(option, "What is compared"), partial(option, "What is as
 class BenchOptions(ModelArgument, ModelOptions):
     """Everything `spd bench` takes. The axes of the sweep are comma lists."""
 
-    spec: str = first("auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.")
-    draft_model: str | None = first(None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant.")
+    spec: str = first(
+        "auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured."
+    )
+    draft_model: str | None = first(
+        None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant."
+    )
     draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
@@ -71,21 +95,35 @@ class BenchOptions(ModelArgument, ModelOptions):
     json: bool = first(False, None, "One JSON object with every sample.")
     output: Path | None = first(None, "FILE", "Write the JSON object there too.", "-o")
     mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _sweep(None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive")
+    adaptive: bool | None = _sweep(
+        None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive"
+    )
     verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
-    synthetic_acceptance: float | None = _sweep(None, "LENGTH", "Impose so many tokens a round: speed only.")
+    synthetic_acceptance: float | None = _sweep(
+        None, "LENGTH", "Impose so many tokens a round: speed only."
+    )
     load: Literal["auto", "dummy"] = _sweep("auto", "HOW", "dummy: random weights, speed only.")
-    category: str | None = _work(None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all.")
-    prompts: Path | None = _work(None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.')
-    prompt_tokens: str | None = _work(None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k.")
+    category: str | None = _work(
+        None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all."
+    )
+    prompts: Path | None = _work(
+        None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.'
+    )
+    prompt_tokens: str | None = _work(
+        None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k."
+    )
     ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")
     rate: str | None = _work(None, "R,…", "Requests a second, Poisson arrivals (open loop).")
-    repetitions: int | None = _work(None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r", min=1)
+    repetitions: int | None = _work(
+        None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r", min=1
+    )
     lag: str = advanced("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
     graphs: str = advanced("auto", "MODES", "CUDA graphs: auto, on, off.")
     tp: str = advanced("1", "N,…", "Tensor parallel ranks. Default: 1.")
     draft_tp: str = advanced("auto", "N,…", "Ranks that share the drafter, or auto.")
-    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
+    memory_fraction: float = advanced(
+        0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
+    )
 
 
 def bench(session: Session, options: BenchOptions) -> None:
@@ -115,7 +153,9 @@ def bench(session: Session, options: BenchOptions) -> None:
     prompts = chosen_prompts(options.prompts, options.category)
     questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens)
     longest = max(len(question.ids) for question in questions)
-    configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]  # and no more cache
+    configs = [
+        replace(config, ctx=longest + settings.max_tokens) for config in configs
+    ]  # and no more cache
     sweep = Sweep(configs, questions, settings)
     sweep.watch = lambda ended: session.guard.check()
     try:
@@ -148,7 +188,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     machines = [replace(base, **wishes) for wishes in _combinations(options, MACHINE)]
     ranks = {machine.tp for machine in machines}
     alone = None if max(ranks) > 1 else options.rendezvous
-    machines = [replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines]
+    machines = [
+        replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines
+    ]
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
     configs = list(machines)
@@ -156,7 +198,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         method = wishes["spec"] = in_order(wishes["spec"])
         size, taken = wishes["draft_tp"], METHODS.get(split_spec(method)[0], METHODS["off"]).weights
         drafters = {name: folder for name, folder in folders.items() if name in taken}
-        dividing = [tp for tp in ranks if not size or tp % size == 0] or ranks  # what no --tp fits is refused
+        dividing = [
+            tp for tp in ranks if not size or tp % size == 0
+        ] or ranks  # what no --tp fits is refused
         if method in ("off", "plain", "none") or machine.tp not in dividing:
             continue
         fixed = options.synthetic_acceptance is not None or wishes["verify"] != "coupled"
@@ -175,7 +219,9 @@ def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[
     axes = []
     for name in names:
         flag = "--" + name.replace("_", "-")
-        axes.append([parse_as(flag, kinds[name], word) for word in split(getattr(options, name), flag)])
+        axes.append(
+            [parse_as(flag, kinds[name], word) for word in split(getattr(options, name), flag)]
+        )
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 
@@ -223,22 +269,30 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     """What was measured with what, whether texts are equal and rows complete, and what was fastest."""
     plan, versions, rows, equality = (result[n] for n in ("plans", "versions", "rows", "equality"))
     plan, differences = plan[0], equality["differences"]
-    machine = f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
+    machine = (
+        f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
+    )
     asked = {(each["config"], json.dumps(each["work"])) for each in result["samples"]}
     lost = len(asked) - sum(row["category"] != "all" for row in rows)
-    texts = f"equal to plain decoding ({equality['tokens']:,} tokens compared)" if equality["tokens"] else ""
+    texts = (
+        f"equal to plain decoding ({equality['tokens']:,} tokens compared)"
+        if equality["tokens"]
+        else ""
+    )
     if any(row["acceptance"] == "imposed" for row in rows):
         texts = "without meaning: acceptance is imposed, and drafts are taken unread"
     if differences:
         first = "prompt {prompt}, T {temperature:g}, token {position}".format(**differences[0])
         texts = f"{len(differences)} DIFFER from plain decoding; the first: {first}"
     return {
-        "model": f"{result['model']} {plan['dtype']}" + ", random weights" * (plan["load"] == "dummy"),
+        "model": f"{result['model']} {plan['dtype']}"
+        + ", random weights" * (plan["load"] == "dummy"),
         "run": f"{machine} · torch {versions.get('torch', '?')} · spd {versions['spd']} · "
         f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
         "texts": texts,
         "rows left out": f"{lost}, where replies ended at the first token" if lost else "",
-        "interrupted": "whole repetitions count, and of a first one what was done" * result["interrupted"],
+        "interrupted": "whole repetitions count, and of a first one what was done"
+        * result["interrupted"],
         "best": _best(rows),
     }
 
@@ -282,9 +336,13 @@ LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · 
 
 def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
     """What tells rows apart, but for what is the same everywhere, and figures of each."""
-    named = [(name, cell) for name, cell in NAMES if name in ALWAYS or len(set(map(cell, rows))) > 1]
+    named = [
+        (name, cell) for name, cell in NAMES if name in ALWAYS or len(set(map(cell, rows))) > 1
+    ]
     columns = (*named, *figures)
-    return table_lines([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    return table_lines(
+        [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
+    )
 
 
 def _median(name: str, form: str = ".1f") -> Callable[[Row], str]:
@@ -304,7 +362,12 @@ def _share(name: str) -> Callable[[Row], str]:
 FIGURES: Columns = (
     ("tok/s", _median("tokens_per_second")),
     ("±", _share("tokens_per_second")),
-    ("×plain", lambda row: _median("speed_up", ".2f")(row) + SLOWER * (verdict(row["speed_up"]) == "slower")),
+    (
+        "×plain",
+        lambda row: (
+            _median("speed_up", ".2f")(row) + SLOWER * (verdict(row["speed_up"]) == "slower")
+        ),
+    ),
     ("±", _share("speed_up")),
     ("len", lambda row: f"{row['acceptance_length']:.2f}"),
     ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
@@ -316,7 +379,9 @@ FIGURES: Columns = (
 def _positions(row: Row) -> str:
     """Per cent of the first, second, … drafts that were accepted, of four at most."""
     pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
-    return "/".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted)
+    return "/".join(
+        f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted
+    )
 
 
 WIDE: Columns = (("ITL", _median("itl_ms")), ("by position", _positions))
@@ -332,7 +397,11 @@ class CompareOptions(JsonOptions):
 
     files: list[Path] = argument("A.json B.json …", "Results of spd bench, the oldest first.")
     threshold: float = first(
-        0.03, "SHARE", "A regression is slower by more, and by more than noise. Default: 0.03.", min=0, max=1
+        0.03,
+        "SHARE",
+        "A regression is slower by more, and by more than noise. Default: 0.03.",
+        min=0,
+        max=1,
     )
 
 
@@ -343,11 +412,17 @@ def compare(session: Session, options: CompareOptions) -> None:
       spd compare yesterday.json today.json
     """
     if len(options.files) < 2:
-        raise UsageError("a comparison needs two results or more", fix=["spd compare A.json B.json"])
+        raise UsageError(
+            "a comparison needs two results or more", fix=["spd compare A.json B.json"]
+        )
     first, *others = options.files
     results = [read_result(path) for path in options.files]
     comparisons = [
-        {"before": str(first), "after": str(path), **compare_results(results[0], result, options.threshold)}
+        {
+            "before": str(first),
+            "after": str(path),
+            **compare_results(results[0], result, options.threshold),
+        }
         for path, result in zip(others, results[1:], strict=True)
     ]
     if not any(comparison["changes"] for comparison in comparisons):
@@ -357,9 +432,13 @@ def compare(session: Session, options: CompareOptions) -> None:
     sink = Sink.stdout()
     shown = {"schema": COMPARED, "threshold": options.threshold, "comparisons": comparisons}
     sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each)])
-    slower = sum(change["regressed"] for comparison in comparisons for change in comparison["changes"])
+    slower = sum(
+        change["regressed"] for comparison in comparisons for change in comparison["changes"]
+    )
     if slower:
-        words = f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise"
+        words = (
+            f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise"
+        )
         raise CheckFailedError(words, fix=["spd explain says what a round's time goes into"])
 
 
@@ -384,8 +463,17 @@ def read_result(path: Path) -> dict[str, Any]:
         value = json.loads(read_input(path, fix[0]))
         if (schema := value["schema"]) != SCHEMA:
             raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
-        _lines({"before": "", "after": "", **compare_results(value, value, 0.0)})  # reads all that is read
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        _lines(
+            {"before": "", "after": "", **compare_results(value, value, 0.0)}
+        )  # reads all that is read
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path} is not a result of spd bench", reason=[why], fix=fix) from None
     return dict(value)

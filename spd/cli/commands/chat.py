@@ -20,8 +20,12 @@ class ChatOptions(ModelArgument, ReplyOptions):
     """Everything `spd chat` takes."""
 
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
-    continue_: str | None = first(None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue")
-    tools: str | None = _chat(None, "FILE", "Commands that the model may call; each runs after your yes.")
+    continue_: str | None = first(
+        None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue"
+    )
+    tools: str | None = _chat(
+        None, "FILE", "Commands that the model may call; each runs after your yes."
+    )
     no_save: bool = _chat(False, None, "Keep this chat in memory only.")
     markdown: Literal["on", "off"] = _chat("on", "MODE", "on, or off: the text as it is.")
     show_drafts: bool = _chat(False, None, "Colour accepted draft tokens.")
@@ -47,7 +51,9 @@ def chat(session: Session, options: ChatOptions) -> int:
         fix = ['spd generate "your prompt"', "spd chat < messages.txt, one message a line"]
         raise UsageError(words, fix=fix, code="no_terminal")
     if options.tools is not None and not (interactive and is_terminal(sys.stderr)):
-        words = "--tools asks before it runs anything, and standard input or error is not a terminal"
+        words = (
+            "--tools asks before it runs anything, and standard input or error is not a terminal"
+        )
         raise UsageError(words, fix=["leave --tools out"], code="no_terminal")
     from spd.cli.chat.conversation import SessionStore
     from spd.cli.chat.loop import Chat

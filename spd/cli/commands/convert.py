@@ -78,7 +78,12 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
         "bytes": Size(sum(tensor.nbytes for tensor in plan.tensors)),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "mapped": [
-            {"name": each.name, "shard": each.shard.name, "shape": list(each.shape), "dtype": each.dtype}
+            {
+                "name": each.name,
+                "shard": each.shard.name,
+                "shape": list(each.shape),
+                "dtype": each.dtype,
+            }
             for each in plan.tensors
         ],
         "shared": [copy.name for copy, _ in plan.copies if copy.name not in (own or ())],
@@ -120,13 +125,19 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         outputs = rounded_outputs(checkpoint, rounded)
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
-                write_tensors(stage / WEIGHTS, outputs, partial(ticker.count, "writing", amount=show_size))
+                write_tensors(
+                    stage / WEIGHTS, outputs, partial(ticker.count, "writing", amount=show_size)
+                )
                 checkpoint.check_unchanged()
                 config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
                 config["quantization_config"] = quantization_config(checkpoint, rounded)
                 write_json(stage / CONFIG, config)
                 for file in source.path.iterdir():
-                    if file.name.endswith(COPIED) and ".safetensors" not in file.name and file.name != CONFIG:
+                    if (
+                        file.name.endswith(COPIED)
+                        and ".safetensors" not in file.name
+                        and file.name != CONFIG
+                    ):
                         shutil.copyfile(file, stage / file.name)
         kept, before = len(checkpoint.tensors) - len(rounded), checkpoint.total_bytes
     after = sum(each.nbytes for each in outputs)

@@ -34,7 +34,9 @@ def doctor(session: Session, options: DoctorOptions) -> int:
         began = time.perf_counter()
         with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
             finding = done[step.name] = step.run(done)
-        checks.append({"name": step.name, **asdict(finding), "seconds": time.perf_counter() - began})
+        checks.append(
+            {"name": step.name, **asdict(finding), "seconds": time.perf_counter() - began}
+        )
         if not options.json:
             line = f"{finding.status:<8}  {step.name:<12}  {finding.line}"
             sink.write_lines([line, *(f"    fix: {fix}" for fix in finding.fix)])
@@ -42,7 +44,9 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     if options.json:
         sink.write(to_json({"schema": "spd.doctor/1", "ok": not failed, "checks": checks}) + "\n")
     else:
-        sink.write_lines([f"{failed or 'no'} problem{'s' * (failed != 1)} · details: spd doctor --json"])
+        sink.write_lines(
+            [f"{failed or 'no'} problem{'s' * (failed != 1)} · details: spd doctor --json"]
+        )
     return 1 if failed else 0
 
 

@@ -42,7 +42,9 @@ def _way(header: TraceHeader) -> str:
     """What decides acceptance besides k."""
     plan = header.plan
     words = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {header.temperature:g}"]
-    return ", ".join(str(word) for word in (*words, plan.get("draft_model"), plan.get("mtp_head")) if word)
+    return ", ".join(
+        str(word) for word in (*words, plan.get("draft_model"), plan.get("mtp_head")) if word
+    )
 
 
 def explanation_lines(found: Explanation) -> list[str]:
@@ -55,7 +57,9 @@ def explanation_lines(found: Explanation) -> list[str]:
             f"{p.round_ms / found.plain.round_ms:.2f}",
             f"{p.tokens_per_second:.1f}",
             f"{p.speed_up:.2f}",
-            " ".join(mark for mark, way in (("← now", found.now), ("← best", found.best)) if way is p),
+            " ".join(
+                mark for mark, way in (("← now", found.now), ("← best", found.best)) if way is p
+            ),
         ]
         for p in found.prospects
         if p.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k)
@@ -63,5 +67,7 @@ def explanation_lines(found: Explanation) -> list[str]:
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
     lines = table_lines(header, rows)
     if found.survival:
-        lines.append(f"accepted by position: {' '.join(f'{share:.0%}' for share in found.survival)}")
+        lines.append(
+            f"accepted by position: {' '.join(f'{share:.0%}' for share in found.survival)}"
+        )
     return [*lines, *textwrap.wrap(paragraph(found), WIDTH)]

@@ -7,7 +7,16 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from spd.cli.options import GenerateOptions
-from spd.cli.text.output import Console, Session, Sink, check_writable, fact_lines, loading, tell, to_json
+from spd.cli.text.output import (
+    Console,
+    Session,
+    Sink,
+    check_writable,
+    fact_lines,
+    loading,
+    tell,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
@@ -69,7 +78,9 @@ def load(console: Console, name: str, config: EngineConfig) -> Engine:
         return Engine(config, progress=progress)
 
 
-def _show_prompt(options: GenerateOptions, context: int, text: str, request: Request, sink: Sink) -> None:
+def _show_prompt(
+    options: GenerateOptions, context: int, text: str, request: Request, sink: Sink
+) -> None:
     """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
     ids = request.prompt_ids
     if not options.json:
@@ -82,7 +93,11 @@ def _show_prompt(options: GenerateOptions, context: int, text: str, request: Req
 
 
 def say_before(
-    console: Console, options: GenerateOptions, settings: Settings, engine: Engine, request: Request | None
+    console: Console,
+    options: GenerateOptions,
+    settings: Settings,
+    engine: Engine,
+    request: Request | None,
 ) -> None:
     """Notes about what the user may not expect, of the one request too, and the plan of a verbose run."""
     from spd.cli.text.prompt import note_thinking
@@ -97,7 +112,9 @@ def say_before(
     note_thinking(console, options.think, settings.vocabulary)
     if plan.wishes.verify != "coupled" and plan.spec != "off":
         words = "texts are as likely as without speculation, not the same"
-        console.note(f"--verify {plan.wishes.verify}: {words}; {plan.shape.draft_max} drafts a round")
+        console.note(
+            f"--verify {plan.wishes.verify}: {words}; {plan.shape.draft_max} drafts a round"
+        )
     if console.verbose:
         told = {"plan": plan.as_dict(), "params": settings.sampling.words()}
         for line in fact_lines(told | {"load": f"{engine.load_ms / 1000:.2f} s"}):

@@ -29,8 +29,12 @@ class InspectOptions(ModelArgument, JsonOptions):
     """Everything `spd inspect` takes."""
 
     model: str = printed("demo", "MODEL", "The same as the argument.", "-m", envvar="SPD_MODEL")
-    draft: str | None = printed(None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model")
-    quantize: Literal["none", "int8", "int4"] = printed("none", "FORM", "Count with --quantize int8 or int4.")
+    draft: str | None = printed(
+        None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model"
+    )
+    quantize: Literal["none", "int8", "int4"] = printed(
+        "none", "FORM", "Count with --quantize int8 or int4."
+    )
     tp: int = printed(1, "N", "Show the memory of one of N ranks.")
 
 
@@ -59,7 +63,9 @@ def inspect(session: Session, options: InspectOptions) -> None:
             shown["draft"]["head"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
     if target["head"] is None:  # a head by itself runs nothing
         shown["speculation"] = speculation(choice, folder, draft)
-        config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
+        config = EngineConfig(
+            model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp
+        )
         shown["needs"] = needs(config, choice)
     target["template"] = template_state(folder)
     if draft is not None:
@@ -117,7 +123,11 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
-        return {"family": None, "modules": 0, "declared": declared, "error": None} if declared else None
+        return (
+            {"family": None, "modules": 0, "declared": declared, "error": None}
+            if declared
+            else None
+        )
     checkpoint, layout, error = folder.checkpoint, source.layout, None
     try:
         check_source(source, checkpoint)
@@ -161,7 +171,9 @@ def template_state(folder: ModelFolder) -> str:
     return "renders"
 
 
-def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto") -> Drafter | SpdError:
+def _choose(
+    folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
+) -> Drafter | SpdError:
     """What drafts, by small files and headers, or what the run would be refused with."""
     from spd.runtime import choose_drafter
 
@@ -171,14 +183,20 @@ def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
         return error
 
 
-def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None) -> Facts:
+def speculation(
+    choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None
+) -> Facts:
     """What `--spec auto` takes, and whether each method would run, with the draft model if it takes one."""
     found: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
     if isinstance(choice, SpdError):
         found["reason"] = choice.message
     else:
         reason = choice.reason if draft is None else "it is given with --draft"
-        found |= {"method": choice.method, "reason": reason, "draft_max": METHODS[choice.method].draft_max}
+        found |= {
+            "method": choice.method,
+            "reason": reason,
+            "draft_max": METHODS[choice.method].draft_max,
+        }
     for name, method in METHODS.items():
         if name not in ("auto", "off"):
             tried = _choose(folder, draft if "draft_model" in method.weights else None, name)
@@ -226,7 +244,9 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "ctx": shape.ctx,
         "total": Size(need.total),
         "parts": {name: Size(size) for name, size in vars(need).items()},
-        "checkpoint_bytes": Size(shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0),
+        "checkpoint_bytes": Size(
+            shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0
+        ),
         "device": plan.device,
         "dtype": shape.dtype,
         "weights": plan.weights,
@@ -238,5 +258,7 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "usable": Size(usable),
         "fits": fits,
         "forms": forms(config, plan),
-        "contexts": [{"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()],
+        "contexts": [
+            {"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()
+        ],
     }

@@ -38,7 +38,13 @@ SHAPES: dict[str, Literal["schema", "regex", "lark"]]
 SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """What says how the whole reply looks, and how the engine calls it."""
 PARAMETERS = fields(
-    {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
+    {
+        **SAMPLING,
+        "logprobs": whole(0, MAX_LOGPROBS),
+        "schema": anything,
+        "regex": TEXT,
+        "grammar": TEXT,
+    }
 )
 LINE = fields(
     {"id": anything, "prompt": TEXT, "messages": anything, "prompt_ids": IDS, "system": TEXT}
@@ -74,7 +80,10 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             rate = f"{batch.tokens / seconds:.1f} tok/s"
             tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
     if failed:
-        why, fix = ["Each says why in its `error`; the others are complete."], ["jq -c 'select(.error)'"]
+        why, fix = (
+            ["Each says why in its `error`; the others are complete."],
+            ["jq -c 'select(.error)'"],
+        )
         raise PartialError(f"{failed:,} of {done:,} lines failed", reason=why, fix=fix)
     return 0
 
@@ -128,7 +137,9 @@ def _read(number: int, raw: bytes) -> Line:
     return Line(number, {}, error)
 
 
-def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple[Request, bool | None]:
+def read_wish(
+    line: Line, settings: Settings, shared: Asked, raw: bool
+) -> tuple[Request, bool | None]:
     """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError and ApiError."""
     if line.error is not None:
         raise line.error
@@ -151,13 +162,19 @@ def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
     """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
     if len(kinds) != 1 or line.get("prompt_ids") == ():
-        raise UsageError("one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}'])
+        raise UsageError(
+            "one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}']
+        )
     kind, system, common = kinds[0], line.get("system"), shared.messages
     if kind == "prompt_ids" or (raw and kind == "prompt"):
         if system is not None or common:
-            raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
+            raise UsageError(
+                f"`{kind}` is the whole prompt here: nothing of a chat can stand before it"
+            )
         if shared.variables:
-            raise UsageError(f"`{kind}` uses no chat template: --template-arg and --think would do nothing")
+            raise UsageError(
+                f"`{kind}` uses no chat template: --template-arg and --think would do nothing"
+            )
         return Asked(ids=line.get("prompt_ids"), text=line.get("prompt"))
     if raw:
         raise UsageError("--raw uses no chat template, which `messages` need")
@@ -186,11 +203,17 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
     try:
         sink.open()  # locked from here on
         if not path.is_file():
-            raise UsageError(f"{path}: cannot be continued", fix=["leave --resume out, or another -o FILE"])
+            raise UsageError(
+                f"{path}: cannot be continued", fix=["leave --resume out, or another -o FILE"]
+            )
         *whole, rest = path.read_bytes().split(b"\n")
         entries = [_read(n, raw).value for n, raw in enumerate(whole, 1)]
-        ours = json.loads(to_json([(line.number, line.id) for line in lines]).encode("utf-8", "replace"))
-        wrong = [n for n, e in enumerate(entries) if [[e.get("line"), e.get("id")]] != ours[n : n + 1]]
+        ours = json.loads(
+            to_json([(line.number, line.id) for line in lines]).encode("utf-8", "replace")
+        )
+        wrong = [
+            n for n, e in enumerate(entries) if [[e.get("line"), e.get("id")]] != ours[n : n + 1]
+        ]
         if not any(rest[: len(b)] == b[: len(rest)] for b in BEGINNINGS):  # no interruption left it
             wrong.append(len(whole))
         if wrong:
@@ -275,7 +298,9 @@ class Batch:
             return
         del self.open[event.request_id]
         self.tokens += len(parts.token_ids)
-        fields = reply_fields(parts, self.engine.metrics(request.id), self.engine, request, line.inside)
+        fields = reply_fields(
+            parts, self.engine.metrics(request.id), self.engine, request, line.inside
+        )
         line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         if parts.finish_reason == "error":
             code = "grammar" if request.grammar is not None else "engine"

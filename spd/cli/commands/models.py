@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
-from spd.cli.text.output import Session, Sink, as_line, is_terminal, loading, table_lines, tell, write_stderr
+from spd.cli.text.output import (
+    Session,
+    Sink,
+    as_line,
+    is_terminal,
+    loading,
+    table_lines,
+    tell,
+    write_stderr,
+)
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
 from spd.runtime.plan.config import show_size
@@ -83,7 +92,9 @@ def _download(session: Session, model: RemoteModel) -> Path:
 
     if model.missing_bytes:
         size = show_size(model.missing_bytes)
-        session.console.note(f"{size} to download; finished files are kept, an interrupted one starts again")
+        session.console.note(
+            f"{size} to download; finished files are kept, an interrupted one starts again"
+        )
     with loading(f"downloading {model.name}", session.console) as display:
         done = 0
 
@@ -108,13 +119,19 @@ def ls(session: Session, options: JsonOptions) -> None:
         return
     models = [cached_facts(name) for name in names]
     if not models and not options.json:
-        tell("no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in")
+        tell(
+            "no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in"
+        )
         return
     rows = []
     for model in models:
         runs = "yes" if model["supported"] else f"no: {model['reason']}"
         runs = "as a head: --draft-model" if model["head"] else runs
-        facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
+        facts = (
+            model["dtype"] or "?",
+            model["architecture"] or "?",
+            "yes" if model["mtp"] else "no",
+        )
         rows.append((model["model"], show_size(model["bytes"]), *facts, runs))
     lines = table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows)
     sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
@@ -135,7 +152,9 @@ def cached_facts(name: str) -> dict[str, Any]:
         config, checkpoint = folder.config, folder.checkpoint
         unused_tensors(config, checkpoint)
         facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
-        facts["mtp"] = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
+        facts["mtp"] = any(
+            is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors
+        )
         facts["head"] = config.head_kind is not None
     except SpdError as error:
         facts["reason"] = error.message.replace(f"{facts['folder']}/", "").removeprefix(f"{name}: ")
@@ -153,12 +172,16 @@ def rm(session: Session, options: RemoveOptions) -> None:
         hub.check_repository_name(name)
         folder = folders[name] = hub.cached_folder(name)
         if not folder.is_dir():
-            raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
+            raise NotFoundError(
+                f"{name} is not in the local cache", fix=["spd ls"], code="not_cached"
+            )
     for name, folder in folders.items():
         tell(f"{show_size(_bytes_below(folder)):>12}  {name}")
     if not options.yes:
         if not is_terminal(sys.stdin):
-            raise UsageError("spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"])
+            raise UsageError(
+                "spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"]
+            )
         if not _agrees(f"remove {len(folders)} from {hub.cache_folder()}?"):
             tell("nothing was removed")
             return
@@ -182,4 +205,8 @@ def _agrees(question: str) -> bool:
 
 def _bytes_below(folder: Path) -> int:
     """Bytes of the files below a folder, links not counted."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(
+        path.lstat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )

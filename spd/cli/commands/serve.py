@@ -28,12 +28,20 @@ def parse_seconds(text: str) -> float:
 class ServeOptions(ModelArgument, RunOptions):
     """Everything `spd serve` takes."""
 
-    host: str = first("127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key.")
+    host: str = first(
+        "127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key."
+    )
     port: int = first(PORT, "PORT", f"Default: {PORT}. 0: a free one.", min=0, max=65535)
-    api_key: str | None = first(None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY")
-    concurrency: int | None = _server(None, "N", "Requests decoded together. Default: 8.", min=1, max=1024)
+    api_key: str | None = first(
+        None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
+    )
+    concurrency: int | None = _server(
+        None, "N", "Requests decoded together. Default: 8.", min=1, max=1024
+    )
     detach: bool = _server(False, None, "Serve in the background; return when ready.")
-    idle: float | None = _server(None, "TIME", "Exit after that long without requests.", parser=parse_seconds)
+    idle: float | None = _server(
+        None, "TIME", "Exit after that long without requests.", parser=parse_seconds
+    )
     status: bool = _server(False, None, "List the servers that run, and exit.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
 

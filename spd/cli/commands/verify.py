@@ -20,11 +20,29 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
 SCHEMA = "spd.verify/1"
 SETTINGS = (
     *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
-    *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
+    *(
+        "threads",
+        "slots",
+        "tp",
+        "draft_tp",
+        "prefix_sharing",
+        "draft_ctx",
+        "ngram_min",
+        "ngram_max",
+    ),
 )
 ARITHMETIC = ("device", "dtype", "kernels", "threads", "tp")
 """Settings between which equal bits are not promised."""
-SHOWN = ("model", "against", "temperatures", "untested", "texts", "tokens", "drafts_accepted", "passed")
+SHOWN = (
+    "model",
+    "against",
+    "temperatures",
+    "untested",
+    "texts",
+    "tokens",
+    "drafts_accepted",
+    "passed",
+)
 DIFFERENCES = 10
 """What is shown of a certificate, and how many differences."""
 
@@ -33,8 +51,12 @@ DIFFERENCES = 10
 class VerifyOptions(EngineOptions):
     """Everything `spd verify` takes."""
 
-    adaptive: bool = option(MODEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive")
-    against: str = first("spec=off", "SETTING=…", "Compare with spec=off, lag=0, kernels=torch, slots=1 …")
+    adaptive: bool = option(
+        MODEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
+    )
+    against: str = first(
+        "spec=off", "SETTING=…", "Compare with spec=off, lag=0, kernels=torch, slots=1 …"
+    )
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
     tokens: int = first(0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0)
@@ -55,14 +77,18 @@ def verify(session: Session, options: VerifyOptions) -> None:
     from spd.runtime import lab
 
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
-    candidate = replace(engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency)
+    candidate = replace(
+        engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency
+    )
     reference = apply_settings(candidate, options.against)
     sink, most = Sink.stdout(), options.max_tokens
     questions = lab.encode_questions(candidate.model, chosen_prompts(options.prompts), [None], most)
     ctx = max(len(question.ids) for question in questions) + most
     reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
     coupled = candidate.verify == "coupled" and reference.verify == "coupled"
-    compared = [t for t in temperatures if coupled or not t] or [0.0]  # others promise texts at T 0 only
+    compared = [t for t in temperatures if coupled or not t] or [
+        0.0
+    ]  # others promise texts at T 0 only
     requests = lab.make_requests(questions, compared, max_tokens=most, least=options.tokens)
     with Ticker(session.console) as ticker:
 
@@ -90,7 +116,9 @@ def verify(session: Session, options: VerifyOptions) -> None:
     }
     plain, plan = result.plans
     shown = {
-        "differences": [{**each, "seed": str(each["seed"])} for each in result.differences[:DIFFERENCES]],
+        "differences": [
+            {**each, "seed": str(each["seed"])} for each in result.differences[:DIFFERENCES]
+        ],
         "candidate": {name: plan[name] for name in ("spec", "draft_max", "verify", "lag", "dtype")},
         **{name: certificate[name] for name in SHOWN},
     }
@@ -99,7 +127,11 @@ def verify(session: Session, options: VerifyOptions) -> None:
     sink.answer(options.json, certificate, fact_lines(shown))
     if result.differences:
         other = [name for name in ARITHMETIC if plain[name] != plan[name]]
-        why = f"other {' and '.join(other)} may round otherwise" if other else "spd promises equal texts"
+        why = (
+            f"other {' and '.join(other)} may round otherwise"
+            if other
+            else "spd promises equal texts"
+        )
         fix = "--against with one setting at a time shows which one is at fault; please report it"
         words = f"{len(result.differences)} of {len(requests)} texts differ"
         raise CheckFailedError(words, reason=[why], fix=[fix])

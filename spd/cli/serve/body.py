@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from spd.errors import CheckpointError, EngineError, IncompatibleError, ResourceError, SpdError, UsageError
+from spd.errors import (
+    CheckpointError,
+    EngineError,
+    IncompatibleError,
+    ResourceError,
+    SpdError,
+    UsageError,
+)
 from spd.formats.json_file import decode_utf8, parse_json
 
 MAX_BODY_ITEMS = 1 << 20
@@ -23,7 +30,13 @@ class ApiError(Exception):
     """A refusal; clients of each API find its fields in the body. `retry` is in seconds."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry: int = 0,
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
@@ -54,7 +67,9 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
 
 def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:
     """Raise ApiError about a field, or about the body, which has no name."""
-    raise ApiError(400, f"Invalid {repr(name) if name else 'body'}: {why}.", param=name or None, code=code)
+    raise ApiError(
+        400, f"Invalid {repr(name) if name else 'body'}: {why}.", param=name or None, code=code
+    )
 
 
 def parse_body(data: bytes) -> Any:
@@ -131,7 +146,9 @@ def listed(check: Check, most: int) -> Check:
     return check_all
 
 
-def fields(table: Mapping[str, Check | None], *needed: str, others: bool = False, **names: str) -> Check:
+def fields(
+    table: Mapping[str, Check | None], *needed: str, others: bool = False, **names: str
+) -> Check:
     """An object with these fields, each checked; null counts as absent; `names` rename them.
 
     With `others`, fields that are not in the table are passed over. Without it, and where the check is None,
@@ -145,7 +162,9 @@ def fields(table: Mapping[str, Check | None], *needed: str, others: bool = False
                 found |= {} if one is None else {names.get(key, key): check_one(one, where + key)}
             elif (key in table or not others) and (one or type(one) in (int, float)):
                 param = f"{where}{key}"[:100]
-                raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+                raise ApiError(
+                    400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter"
+                )
         for key in needed:
             if value.get(key) is None:
                 refuse(where + key, "it is missing", "missing_required_parameter")

@@ -14,7 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from spd.cli.text.channels import CALL, CHANNEL, ENDS, HARMONY, MESSAGE, MUSE, Channels, json_of, literal
+from spd.cli.text.channels import (
+    CALL,
+    CHANNEL,
+    ENDS,
+    HARMONY,
+    MESSAGE,
+    MUSE,
+    Channels,
+    json_of,
+    literal,
+)
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, tail_of
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -57,13 +67,19 @@ def _objects(text: str, form: Form, schemas: Schemas) -> Found | bool:
 def _loose(text: str) -> str:
     """A form's text as an expression, with any blanks where it has some."""
     words = r"\s*".join(map(re.escape, text.split()))
-    return words.replace("NAME", NAME).replace("KEY", r"([^<>\n]+?)").replace(re.escape(NUMBER), r"\d+")
+    return (
+        words.replace("NAME", NAME)
+        .replace("KEY", r"([^<>\n]+?)")
+        .replace(re.escape(NUMBER), r"\d+")
+    )
 
 
 def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
     """Calls of keys and values between tags: a value is closed where a key or the call's end follows."""
     pair = form.pairs.text if form.pairs else ""
-    (head, tail), (key, close) = (map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, pair))
+    (head, tail), (key, close) = (
+        map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, pair)
+    )
     edge = "\n" * ("\nVALUE\n" in pair)
     end = rf"\s*(?:{tail or '(?!)'}|(?={re.escape(form.closing)}))"
     if (begun := re.match(rf"\s*{head}(?=\s*{key}|{end})", text)) is None:
@@ -71,13 +87,17 @@ def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
     shown, place = dict[str, str](), begun.end()
     while (ended := re.compile(end).match(text, place)) is None:
         named = re.compile(rf"\s*{key}").match(text, place)
-        closed = re.compile(rf"{close}(?=\s*{key}|{end})").search(text, named.end()) if named else None
+        closed = (
+            re.compile(rf"{close}(?=\s*{key}|{end})").search(text, named.end()) if named else None
+        )
         if named is None or closed is None:
             return True
         value = text[named.end() : closed.start()].removeprefix(edge).removesuffix(edge)
         shown[named[1].strip()], place = value, closed.end()
     schema = properties_of(schemas.get(begun[1], {}))
-    written = (f"{as_json(name)}: {_value(schema.get(name), value)}" for name, value in shown.items())
+    written = (
+        f"{as_json(name)}: {_value(schema.get(name), value)}" for name, value in shown.items()
+    )
     return [(begun[1], f"{{{', '.join(written)}}}")], ended.end()
 
 
@@ -106,7 +126,11 @@ def _called(said: ast.stmt, source: str) -> list[tuple[str, str]]:
     value = said.value if isinstance(said, ast.Expr) else None
     found = []
     for call in value.elts if isinstance(value, ast.List) else [value]:
-        if not isinstance(call, ast.Call) or call.args or None in [one.arg for one in call.keywords]:
+        if (
+            not isinstance(call, ast.Call)
+            or call.args
+            or None in [one.arg for one in call.keywords]
+        ):
             raise ValueError("not a call with names")
         values = dict[str, Any]()
         for one in call.keywords:
@@ -124,7 +148,8 @@ def _gemma(text: str, form: Form, schemas: Schemas) -> Found | bool:
         return False
     quote, end = map(re.escape, (QUOTE, form.closing))
     parts = re.compile(
-        rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(.*?)(?:{quote}|\Z)|([\w$.-]+)(?=\s*:)|({end})', re.DOTALL
+        rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(.*?)(?:{quote}|\Z)|([\w$.-]+)(?=\s*:)|({end})',
+        re.DOTALL,
     )
     stop = next((part.start() for part in parts.finditer(text, begun.end()) if part[3]), None)
     if stop is None:
@@ -199,7 +224,9 @@ DEEPSEEK = f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}"
 FENCED = f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\nARGUMENTS\n```{CALL_END}"
 DEEPSEEK_HEAD = rf"[^{{]*?{CALL_BEGIN}[^{{]*?{NAME}\s*(?:{SEPARATOR}|```json)?\s*(?=\{{)"
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI_CALL = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
+KIMI_CALL = (
+    "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
+)
 KIMI_HEAD = (
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
@@ -210,12 +237,25 @@ ATEM = "<atem:function_calls>", "</atem:function_calls>"
 ATEM_CALL = '\n<atem:invoke name="NAME">\nARGUMENTS</atem:invoke>\n'
 ATEM_PAIRS = Pairs('<atem:parameter name="KEY">VALUE</atem:parameter>\n')
 MINIMAX = "<minimax:tool_call>", "</minimax:tool_call>"
-INVOKE = '\n<invoke name="NAME">\nARGUMENTS</invoke>', Pairs('<parameter name="KEY">VALUE</parameter>\n')
+INVOKE = (
+    '\n<invoke name="NAME">\nARGUMENTS</invoke>',
+    Pairs('<parameter name="KEY">VALUE</parameter>\n'),
+)
 TAGS, SEED = ("<tool_call>", "</tool_call>"), ("<seed:tool_call>", "</seed:tool_call>")
 CODER = "\n<function=NAME>\nARGUMENTS</function>\n", Pairs("<parameter=KEY>\nVALUE\n</parameter>\n")
 GLM = "NAME\nARGUMENTS", Pairs("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n")
-LFM = "<|tool_call_start|>", "<|tool_call_end|>", "NAME(ARGUMENTS)", Pairs("KEY=VALUE", _python, None, ", ")
-GEMMA = "<|tool_call>", "<tool_call|>", "call:NAME{ARGUMENTS}", Pairs("KEY:VALUE", _gemma, QUOTE, ",")
+LFM = (
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "NAME(ARGUMENTS)",
+    Pairs("KEY=VALUE", _python, None, ", "),
+)
+GEMMA = (
+    "<|tool_call>",
+    "<tool_call|>",
+    "call:NAME{ARGUMENTS}",
+    Pairs("KEY:VALUE", _gemma, QUOTE, ","),
+)
 ACTION = '{"tool_call_id": "#", "tool_name": "NAME", "parameters": ARGUMENTS}'
 LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
 MISTRAL = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
@@ -227,7 +267,9 @@ FORMS = {
     "Muse-Glimmer": Form(*ATEM, ATEM_CALL, ATEM_PAIRS, signs=("<atem:",), channels=MUSE),
     "Gemma 4": Form(*GEMMA),
     "Kimi K2": Form(*KIMI, KIMI_CALL, signs=("<|im_middle|>",), head=KIMI_HEAD, between=""),
-    "DeepSeek V3": Form(*SECTION, FENCED, signs=(SECTION[0], "```json"), head=DEEPSEEK_HEAD, between="\n"),
+    "DeepSeek V3": Form(
+        *SECTION, FENCED, signs=(SECTION[0], "```json"), head=DEEPSEEK_HEAD, between="\n"
+    ),
     "DeepSeek V3.1": Form(*SECTION, DEEPSEEK, head=DEEPSEEK_HEAD, between=""),
     "MiniMax M2": Form(*MINIMAX, *INVOKE, between=""),
     "Seed-OSS": Form(*SEED, *CODER),
@@ -238,16 +280,26 @@ FORMS = {
     "GigaChat 3.1": Form("<|function_call|>", "", between=", "),
     "Granite 3": Form("<|tool_call|>", "", between=", ", is_array=True),
     "Nemotron Nano 2": Form("<TOOLCALL>", "</TOOLCALL>", between=", ", is_array=True),
-    "Command R7B, A": Form("<|START_ACTION|>", "<|END_ACTION|>", ACTION, between=", ", is_array=True),
+    "Command R7B, A": Form(
+        "<|START_ACTION|>", "<|END_ACTION|>", ACTION, between=", ", is_array=True
+    ),
     "Mistral": Form(
         "[TOOL_CALLS]", "", "NAME[ARGS]ARGUMENTS", signs=("[TOOL_CALLS]", "[ARGS]"), head=MISTRAL
     ),
     "Mistral before 2025": Form("[TOOL_CALLS]", "", head=MISTRAL, between=", ", is_array=True),
-    "Llama 3": Form("<|python_tag|>", "", LLAMA, signs=("<|start_header_id|>",), between="; ", is_bare=True),
+    "Llama 3": Form(
+        "<|python_tag|>", "", LLAMA, signs=("<|start_header_id|>",), between="; ", is_bare=True
+    ),
 }
 """By the models that are known for it; a template's is the first of which it holds every sign."""
-WRITTEN = " ".join(" ".join((*form[:3], form.pairs.text if form.pairs else "")) for form in FORMS.values())
-MARKS = {mark for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", WRITTEN) if not re.search("NAME|KEY", mark)}
+WRITTEN = " ".join(
+    " ".join((*form[:3], form.pairs.text if form.pairs else "")) for form in FORMS.values()
+)
+MARKS = {
+    mark
+    for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", WRITTEN)
+    if not re.search("NAME|KEY", mark)
+}
 MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
 
@@ -258,7 +310,11 @@ GUESSED = Form(*HERMES)
 
 def call_form(template: str) -> Form:
     """How a model writes calls, by its chat template."""
-    told = (one for one in FORMS.values() if all(sign in template for sign in one.signs or (one.opening,)))
+    told = (
+        one
+        for one in FORMS.values()
+        if all(sign in template for sign in one.signs or (one.opening,))
+    )
     return next(told, GUESSED)
 
 
@@ -298,7 +354,9 @@ class Tools:
     def grammar(self) -> GrammarText | None:
         """What holds a call, in the model's own form; None where nothing does."""
         form = self.form
-        answer = json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
+        answer = (
+            json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
+        )
         whole = self.required or answer is not None
         mark = None if whole else self.tokens.get(form.opening)
         if mark is None and not self.held and (form.is_bare or form.channels or form is GUESSED):
@@ -308,10 +366,17 @@ class Tools:
         head, tail = form.call.split("ARGUMENTS")
         opening, closing = ("" if form.is_bare and self.required else form.opening), form.closing
         if form.channels is not None:  # each message is one call, with the name in its header
-            head, tail, opening, closing = form.channels.call + opening + head, tail + closing, "", ""
+            head, tail, opening, closing = (
+                form.channels.call + opening + head,
+                tail + closing,
+                "",
+                "",
+            )
         for number, (name, schema) in enumerate(chosen.items()):
             named = self._literal(head.replace("NAME", name)).replace(NUMBER, '" /[0-9]+/ "')
-            rules.append(f"call_{number}: {named} {self._arguments(schema, rules)} {self._literal(tail)}")
+            rules.append(
+                f"call_{number}: {named} {self._arguments(schema, rules)} {self._literal(tail)}"
+            )
         one = f"({' | '.join(f'call_{number}' for number in range(len(chosen)))})"
         opening, closing = self._literal(opening), self._literal(closing)
         if form.between is None:
@@ -319,7 +384,11 @@ class Tools:
         else:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form.channels is None
-        calls = f"{one} ({next_one}){f'{{0,{MAX_CALLS - 1}}}' if self.required else '*'}" if several else one
+        calls = (
+            f"{one} ({next_one}){f'{{0,{MAX_CALLS - 1}}}' if self.required else '*'}"
+            if several
+            else one
+        )
         calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
         if form.channels is not None:
@@ -349,18 +418,32 @@ class Tools:
         for name, one in reversed([*properties_of(schema).items()]):
             raw = is_text(one) and pairs.quote is not None
             quote = pairs.quote or "" if raw else ""
-            head, end = self._literal(before.replace("KEY", name) + quote), self._literal(quote + behind)
+            head, end = (
+                self._literal(before.replace("KEY", name) + quote),
+                self._literal(quote + behind),
+            )
             if raw and isinstance(values := one.get("enum"), list):
                 value = f"({' | '.join(as_json(str(each)) for each in values)})"
             elif raw:
-                most, at = one.get("maxLength"), end.find("<[")  # a token, and blanks before it are text
+                most, at = (
+                    one.get("maxLength"),
+                    end.find("<["),
+                )  # a token, and blanks before it are text
                 suffix, end = (f"[suffix={end}]", "") if at < 0 else ("", end[at:])
-                text = f"/(.|\\n){{0,{most}}}/" if isinstance(most, int) and most < 10_000 else "/(.|\\n)*/"
+                text = (
+                    f"/(.|\\n){{0,{most}}}/"
+                    if isinstance(most, int) and most < 10_000
+                    else "/(.|\\n)*/"
+                )
                 value = f"text_{len(rules)}"
                 rules.append(f"{value}{suffix}: {text}")
             else:
                 value = json_of({**loosely, **shared, **one} if isinstance(one, dict) else one)
-            pair, rest, comma = f"pair_{len(rules)}", f"rest_{len(rules)}", self._literal(pairs.comma)
+            pair, rest, comma = (
+                f"pair_{len(rules)}",
+                f"rest_{len(rules)}",
+                self._literal(pairs.comma),
+            )
             rules += [f"{pair}: {head} {value} {end}", f"{rest}: {more}"]
             if isinstance(required, list) and name in required:
                 first, more = f"{pair} {rest}", f"{comma} {pair} {rest}"
@@ -395,7 +478,9 @@ class CallParser:
         self._head = re.compile(f"{self._form.head}|{head}" if streams else "(?!)")
         self._told: int | None = None
         """How much has been handed on of arguments, where they are handed on as they come."""
-        marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
+        marks = "|".join(
+            re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark
+        )
         self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
         """A mark, or a string of JSON, in which none counts."""
         self._text, self._is_fresh = "", self._form.is_bare
@@ -426,7 +511,9 @@ class CallParser:
         said = content[: len(content) - held]
         said = said if final and not mark and not self._called else said.rstrip()
         self._pieces.append(Piece("text", said))
-        self._text, self._mark = (rest, content[len(said) :] + mark) if mark else (content[len(said) :], None)
+        self._text, self._mark = (
+            (rest, content[len(said) :] + mark) if mark else (content[len(said) :], None)
+        )
         return bool(mark)
 
     def _inside(self, final: bool) -> bool:
@@ -439,13 +526,17 @@ class CallParser:
             return self._arguments(*filter(None, head.groups()))
         found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
-        if calls and not self._mark and not self._called:  # nothing but the whole reply, and a known function
+        if (
+            calls and not self._mark and not self._called
+        ):  # nothing but the whole reply, and a known function
             if {name for name, *_ in calls} - {*self._functions}:
                 calls = ()
             elif not final and not self._text[end:].strip():
                 return False
         if calls:
-            self._pieces += [Piece("call", arguments, name, *ids) for name, arguments, *ids in calls]
+            self._pieces += [
+                Piece("call", arguments, name, *ids) for name, arguments, *ids in calls
+            ]
             self._text, self._mark, self._called = self._text[end:], "", True
             return True
         stop = next((one for one in self._stop.finditer(self._text) if one[1]), None)
@@ -455,8 +546,12 @@ class CallParser:
         said, self._mark = self._mark or "", None
         if has_called:  # the rest of the calls; brackets alone say nothing
             rest = self._text[: stop.start()] if stop else self._text
-            self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
-            rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
+            self._text = self._text[
+                stop.end() if stop and stop[1] == self._form.closing else len(rest) :
+            ]
+            rest = _MARK.sub("", rest)[
+                : None if stop else -tail_of(self._form.closing, rest) or None
+            ]
             said = rest if rest.strip(" \t\r\n,;]}`") else ""
         if said.strip():
             self.notes.append(

@@ -35,14 +35,19 @@ if TYPE_CHECKING:
 
 COUNTED = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
 COUNTED |= {"generation_tokens": "completion_tokens", "spec_decode_num_drafts": "num_drafts"}
-COUNTED |= {"spec_decode_num_draft_tokens": "draft_n", "spec_decode_num_accepted_tokens": "draft_n_accepted"}
+COUNTED |= {
+    "spec_decode_num_draft_tokens": "draft_n",
+    "spec_decode_num_accepted_tokens": "draft_n_accepted",
+}
 """What `/metrics` adds up, by its own names and those of `RequestMetrics`."""
 
 
 class Service:
     """One loaded model, and the calls on their way through it; so many are `waiting` at most."""
 
-    def __init__(self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = 64) -> None:
+    def __init__(
+        self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = 64
+    ) -> None:
         self.engine: Engine = thread.engine()
         self.plan = self.engine.plan
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
@@ -79,14 +84,19 @@ class Service:
             request, inside = settings.request("", asked, wish.params, wish.grammar)
             for choice in range(wish.body.get("n", 1)):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                own: Any = {"id": secrets.token_hex(8), "params": dataclasses.replace(wish.params, seed=seed)}
+                own: Any = {
+                    "id": secrets.token_hex(8),
+                    "params": dataclasses.replace(wish.params, seed=seed),
+                }
                 prepared.append((dataclasses.replace(request, **own, draft_max=draft_max), inside))
         try:
             self.engine.check(prepared[0][0])
         except UsageError:
             if wish.grammar is None or wish.tools is None or wish.tools.held:
                 raise
-            return self.prepare(dataclasses.replace(wish, grammar=None))  # no grammar can hold these schemas
+            return self.prepare(
+                dataclasses.replace(wish, grammar=None)
+            )  # no grammar can hold these schemas
         return prepared
 
     def ended(self, metrics: RequestMetrics, reason: str) -> None:
@@ -97,15 +107,26 @@ class Service:
         for shown, name in COUNTED.items():
             counters[f"{shown}_total"] += getattr(metrics, name)
         for position, count in enumerate(metrics.accepted_per_position):
-            counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += count
+            counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += (
+                count
+            )
         counters["first_token_seconds_total"] += metrics.first_token_ms / 1000
         counters["queue_seconds_total"] += metrics.queue_ms / 1000
 
     def prometheus(self) -> str:
         """Every figure, in the text format of version 0.0.4."""
         waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
-        figures = {**self.counters, "rounds_total": self.engine.rounds, "pages_used": used, "pages": pages}
-        figures |= {"requests_running": self.open - waiting, "requests_waiting": waiting, "slots": self.slots}
+        figures = {
+            **self.counters,
+            "rounds_total": self.engine.rounds,
+            "pages_used": used,
+            "pages": pages,
+        }
+        figures |= {
+            "requests_running": self.open - waiting,
+            "requests_waiting": waiting,
+            "slots": self.slots,
+        }
         lines: list[str] = []
         for name, value in sorted(figures.items()):
             family = name.partition("{")[0]
@@ -164,7 +185,9 @@ class App:
             request = HttpRequest(scope, receive)
             self._check(request)
             path, method = request.scope["path"], request.method
-            known, answer = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
+            known, answer = self._paths.get(
+                MODEL if path.startswith(MODEL) else path, ("", self._models)
+            )
             if method != known:
                 status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
                 raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
@@ -197,7 +220,12 @@ class App:
     async def _health(self, request: HttpRequest) -> ASGIApp:
         service = self._service
         status = "draining" if service.draining else "ok"
-        shown = {"status": status, "model": service.name, "running": service.open, "slots": service.slots}
+        shown = {
+            "status": status,
+            "model": service.name,
+            "running": service.open,
+            "slots": service.slots,
+        }
         return JSONResponse(shown, 503 if service.draining else 200)
 
     async def _metrics(self, request: HttpRequest) -> ASGIApp:
@@ -271,4 +299,6 @@ async def read_body(request: HttpRequest) -> Any:
     try:
         return parse_body(await asyncio.wait_for(read(), BODY_SECONDS))
     except asyncio.TimeoutError:
-        raise ApiError(408, f"The body took more than {BODY_SECONDS:g} s.", code="timeout") from None
+        raise ApiError(
+            408, f"The body took more than {BODY_SECONDS:g} s.", code="timeout"
+        ) from None

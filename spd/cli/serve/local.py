@@ -46,9 +46,14 @@ def runtime_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise ResourceError(f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]) from None
+        raise ResourceError(
+            f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        words, why = f"{folder} is not a folder of yours alone", ["Another user could answer in its place."]
+        words, why = (
+            f"{folder} is not a folder of yours alone",
+            ["Another user could answer in its place."],
+        )
         fix = [f"rm -r {folder}", "--no-server"]
         raise ResourceError(words, reason=why, fix=fix, code="runtime_folder")
     return folder
@@ -60,8 +65,12 @@ def identity(config: EngineConfig) -> dict[str, Any]:
     del shown["slots"]
     for name in ("model", "draft_model", "mtp"):
         if (folder := shown[name]) is not None:
-            files = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-            stamps = [[file, each.st_size, each.st_mtime_ns, each.st_ino] for file, each in files.items()]
+            files = {
+                path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()
+            }
+            stamps = [
+                [file, each.st_size, each.st_mtime_ns, each.st_ino] for file, each in files.items()
+            ]
             shown[name] = [os.path.realpath(folder), *stamps]
     made_of: dict[str, Any] = json.loads(json.dumps({"version": __version__, **shown}))
     return made_of
@@ -79,7 +88,9 @@ class Line:
     def send(self, **message: Any) -> None:
         """Send one object. Raises EngineError where the server has gone."""
         try:
-            line = json.dumps(message, default=lambda value: getattr(value, "__dict__", None) or str(value))
+            line = json.dumps(
+                message, default=lambda value: getattr(value, "__dict__", None) or str(value)
+            )
             self._socket.settimeout(None)
             self._socket.sendall(line.encode() + b"\n")
         except OSError:
@@ -109,7 +120,9 @@ class Line:
 
 
 def _lost() -> EngineError:
-    return EngineError("the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"])
+    return EngineError(
+        "the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"]
+    )
 
 
 def servers(session: Session) -> Iterator[tuple[Line, dict[str, Any]]]:
@@ -128,7 +141,9 @@ def servers(session: Session) -> Iterator[tuple[Line, dict[str, Any]]]:
         if said:
             yield line, said
         else:
-            words = f"the server of process {path.stem} does not answer; kill -9 {path.stem} ends it"
+            words = (
+                f"the server of process {path.stem} does not answer; kill -9 {path.stem} ends it"
+            )
             session.console.note(words)
 
 
@@ -143,8 +158,17 @@ def control(session: Session, options: ServeOptions) -> int:
     for line, said in found:
         line.close()
         if not options.stop:
-            state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
-            parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+            state = (
+                f"{said['running']} running"
+                if said["running"]
+                else f"idle {clock(said['idle_seconds'])}"
+            )
+            parts = [
+                said["model"],
+                said["url"],
+                f"pid {said['pid']}",
+                show_size(said["memory_bytes"]),
+            ]
             parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
             Sink.stdout().write(" · ".join(parts) + "\n")
             continue
@@ -218,7 +242,9 @@ class ServedEngine:
         self.plan: Any = SimpleNamespace(**plan, as_dict=lambda: plan)
         self.plan.shape = self.plan.wishes = self.plan
         """As `EnginePlan`, as far as it is asked."""
-        self.tokenizer: Any = SimpleNamespace(token_bytes=lambda token_id: self._opened.token_bytes(token_id))
+        self.tokenizer: Any = SimpleNamespace(
+            token_bytes=lambda token_id: self._opened.token_bytes(token_id)
+        )
         """What names tokens; it is opened when it is asked, for few replies ask."""
         self._running: set[str] = set()
         self._events: list[Event] = []
@@ -234,7 +260,9 @@ class ServedEngine:
         """The request for one prompt, which the server encodes; says what `spd generate` says before."""
         from spd.cli.text.prompt import gather, read_grammar
 
-        self._line.send(do="prepare", grammar=read_grammar(options), options=options, asked=gather(options))
+        self._line.send(
+            do="prepare", grammar=read_grammar(options), options=options, asked=gather(options)
+        )
         begun = self._line.receive()
         for kind, text in begun["said"]:
             getattr(console, kind)(text)
@@ -279,7 +307,9 @@ class ServedEngine:
         self._events.append(Event(name, ids, text, reason, drafted, listed, error))
         if reason is not None:
             self._running.discard(name)
-            outcomes = {(drafts, accepted): times for drafts, accepted, times in message["outcomes"]}
+            outcomes = {
+                (drafts, accepted): times for drafts, accepted, times in message["outcomes"]
+            }
             self._metrics[name] = RequestMetrics(**message["metrics"], outcomes=outcomes)
         return True
 

@@ -32,8 +32,15 @@ BLOCKS = {
 """They become pieces of a message as `conversation` wants them."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
 TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
-CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
-THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
+CHOICE = {
+    "type": one_of("auto", "any", "tool", "none"),
+    "name": TEXT,
+    "disable_parallel_tool_use": FLAG,
+}
+THINKING = {
+    "type": one_of("enabled", "disabled", "adaptive"),
+    "budget_tokens": SAMPLING["max_tokens"],
+}
 MESSAGES = {
     **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
     "model": TEXT,
@@ -55,7 +62,9 @@ def read_messages(value: Any, service: Service) -> Wish:
     """A body as a wish. Raises ApiError."""
     body = _body(value, "")
     turns = [{"role": "system", "content": body.get("system", ())}, *body["messages"]]
-    said = conversation({**block, "role": turn["role"]} for turn in turns for block in turn["content"])
+    said = conversation(
+        {**block, "role": turn["role"]} for turn in turns for block in turn["content"]
+    )
     if said and said[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
     chat = {**body, "messages": said, "tools": [function(tool) for tool in body.get("tools", ())]}
@@ -92,8 +101,12 @@ class MessagesReply(Reply):
 
     def _more(self, part: Part, text: str) -> bytes:
         called = part.kind == "call"
-        kind, field = ("input_json_delta", "partial_json") if called else (f"{part.kind}_delta", part.kind)
-        return self._event("content_block_delta", index=part.index, delta={"type": kind, field: text})
+        kind, field = (
+            ("input_json_delta", "partial_json") if called else (f"{part.kind}_delta", part.kind)
+        )
+        return self._event(
+            "content_block_delta", index=part.index, delta={"type": kind, field: text}
+        )
 
     def _last(self, part: Part) -> Iterator[bytes]:
         yield self._event("content_block_stop", index=part.index)
@@ -119,7 +132,10 @@ class MessagesReply(Reply):
         choice = self._choices[0]
         stop = choice.stop if choice.reason == "stop" else None
         reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
-        return {"stop_reason": "max_tokens" if choice.reason == "length" else reason, "stop_sequence": stop}
+        return {
+            "stop_reason": "max_tokens" if choice.reason == "length" else reason,
+            "stop_sequence": stop,
+        }
 
 
 def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:

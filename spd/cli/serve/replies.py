@@ -52,18 +52,34 @@ Grown = tuple[Part, str, bool]
 
 def call_of(part: Part) -> dict[str, Any]:
     """A call as chat completions write it."""
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+    return {
+        "id": part.id,
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.text},
+    }
 
 
 class Choice:
     """One reply while it grows: its parts in the order in which they come."""
 
     def __init__(
-        self, index: int, inside: bool | None, tools: Tools | None, stops: Sequence[str], tokenizer: Tokenizer
+        self,
+        index: int,
+        inside: bool | None,
+        tools: Tools | None,
+        stops: Sequence[str],
+        tokenizer: Tokenizer,
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
-        self._parser, self._splitter = CallParser(tools) if tools else None, ThinkingSplitter(inside)
-        silent = ((mark, i) for mark, i in tokenizer.special_tokens.items() if not tokenizer.token_bytes(i))
+        self._parser, self._splitter = (
+            CallParser(tools) if tools else None,
+            ThinkingSplitter(inside),
+        )
+        silent = (
+            (mark, i)
+            for mark, i in tokenizer.special_tokens.items()
+            if not tokenizer.token_bytes(i)
+        )
         self._marks = {i: mark for mark, i in silent if mark in MARKS} if tools else {}
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
@@ -107,7 +123,9 @@ class Choice:
         text: str = event.text
         for at, token_id in reversed([*enumerate(event.token_ids)]):
             if mark := self._marks.get(token_id):
-                behind = self._tokenizer.bytes_of(event.token_ids[at + 1 :]).decode("utf-8", "ignore")
+                behind = self._tokenizer.bytes_of(event.token_ids[at + 1 :]).decode(
+                    "utf-8", "ignore"
+                )
                 place = max(0, len(event.text) - len(behind))
                 text = f"{text[:place]}{mark}{text[place:]}"
         return text
@@ -202,7 +220,9 @@ class Reply:
         try:
             if self._wish.body.get("stream"):
                 headers = {"cache-control": "no-cache"}
-                response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
+                response: Response = StreamingResponse(
+                    self._stream(), 200, headers, "text/event-stream"
+                )
             else:
                 request = Request(scope, receive)
                 while not (self._has_ended or await request.is_disconnected()):
@@ -305,7 +325,9 @@ class ChatReply(Reply):
     kind, prefix = "chat.completion", "chatcmpl"
 
     def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = self.kind + ".chunk" * (self._wish.body.get("stream", False) and self.kind == ChatReply.kind)
+        kind = self.kind + ".chunk" * (
+            self._wish.body.get("stream", False) and self.kind == ChatReply.kind
+        )
         head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
         return {**head, "model": self._service.name, "choices": choices, **more}
 
@@ -325,7 +347,11 @@ class ChatReply(Reply):
 
     def begin(self, cached: int) -> Iterator[bytes]:
         for choice in self._choices:
-            said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            said = {
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
             yield self._chunk({"index": choice.index, **said})
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
@@ -370,7 +396,9 @@ class ChatReply(Reply):
     def _reason(self, choice: Choice) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""
         tools = self._wish.tools
-        called = choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
+        called = (
+            choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
+        )
         return "tool_calls" if called else choice.reason
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -380,22 +408,37 @@ class ChatReply(Reply):
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
         named = [logprob_entry(entry, tokenizer) for entry in entries]
         for one in (each for entry in named for each in (entry, *entry["top"])):
-            one["logprob"] = max(one["logprob"], -9999.0)  # so the API says the logarithm of nothing
+            one["logprob"] = max(
+                one["logprob"], -9999.0
+            )  # so the API says the logarithm of nothing
         return self._shown(named)
 
     def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Entries in the API's form."""
-        return {"content": [{"top_logprobs": one.pop("top"), **one} for one in entries], "refusal": None}
+        return {
+            "content": [{"top_logprobs": one.pop("top"), **one} for one in entries],
+            "refusal": None,
+        }
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""
         each, plan = self._metrics, self._service.plan
         prompt, cached, completion, reasoning = self._counts
         speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        drafted, accepted = sum(one.draft_n for one in each), sum(one.draft_n_accepted for one in each)
-        details = {"reasoning_tokens": reasoning, "draft_tokens": drafted, "accepted_draft_tokens": accepted}
+        drafted, accepted = (
+            sum(one.draft_n for one in each),
+            sum(one.draft_n_accepted for one in each),
+        )
+        details = {
+            "reasoning_tokens": reasoning,
+            "draft_tokens": drafted,
+            "accepted_draft_tokens": accepted,
+        }
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
-        usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
+        usage |= {
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
         usage["completion_tokens_details"] = details
         metrics = {"speculative_decoding": speculation}
         return {"usage": usage, "timings": each[0].timings(), "metrics": metrics}
@@ -417,5 +460,7 @@ class CompletionReply(ChatReply):
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{one["token"]: one["logprob"] for one in entry["top"]} for entry in entries],
+            "top_logprobs": [
+                {one["token"]: one["logprob"] for one in entry["top"]} for entry in entries
+            ],
         }

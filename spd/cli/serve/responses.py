@@ -9,13 +9,25 @@ from spd.cli.serve import body as read
 from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, TEXT, ApiError, blocks, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import FUNCTION, ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
+from spd.cli.serve.wishes import (
+    FUNCTION,
+    ROLES,
+    SAMPLING,
+    Wish,
+    function,
+    name_of,
+    past_arguments,
+    wish_of,
+)
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
 
 KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
-_texts, _shown = read.texts(*KINDS), read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out)
+_texts, _shown = (
+    read.texts(*KINDS),
+    read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out),
+)
 CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
 RESULT = {"call_id": TEXT, "output": _shown}
 ITEMS = {
@@ -70,7 +82,9 @@ def _flat(
         if tool["type"] == "namespace":
             yield from _flat(_tools(tool.get("tools") or [], "tools"), tool.get("name", ""), taken)
         elif tool["type"] == "function":
-            name = tool.get("name") or refuse("tools", "a name is missing", "missing_required_parameter")
+            name = tool.get("name") or refuse(
+                "tools", "a name is missing", "missing_required_parameter"
+            )
             shown = f"{space}__{name}"[:64] if space and name in taken else name
             taken.add(shown)
             yield function({**tool, "name": shown}), space, name
@@ -87,7 +101,9 @@ class ResponseReply(Reply):
         names = (*usual, "instructions", "max_output_tokens", "temperature", "top_p")
         head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
         told = {name: usual.get(name) if body.get(name) is None else body[name] for name in names}
-        rest = dict[str, Any](error=None, incomplete_details=None, output=[], usage=None, store=False)
+        rest = dict[str, Any](
+            error=None, incomplete_details=None, output=[], usage=None, store=False
+        )
         return {**head, **told, "model": self._service.name, "status": status, **rest, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
@@ -103,7 +119,9 @@ class ResponseReply(Reply):
         return self._event("in_progress", response=self._response("in_progress"))
 
     def _first(self, part: Part) -> Iterator[bytes]:
-        yield self._event("output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
+        yield self._event(
+            "output_item.added", output_index=part.index, item=self._item(part, "in_progress")
+        )
         if part.kind != "call":
             yield self._of(part, "content_part.added", part=_content(part))
 
@@ -130,8 +148,14 @@ class ResponseReply(Reply):
         prompt, cached, completion, reasoning = self._counts
         status = "incomplete" if choice.reason == "length" else "completed"
         output = [self._item(one) for one in choice.parts]
-        usage: dict[str, Any] = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}}
-        usage |= {"output_tokens": completion, "output_tokens_details": {"reasoning_tokens": reasoning}}
+        usage: dict[str, Any] = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+        }
+        usage |= {
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+        }
         usage["total_tokens"] = prompt + completion
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.noted}

@@ -85,7 +85,9 @@ def run(session: Session, options: ServeOptions) -> int:
 def check_address(options: ServeOptions) -> None:
     """Raise UsageError where other machines could ask without having been meant to."""
     if options.api_key is not None and not (options.api_key.isascii() and options.api_key.strip()):
-        raise UsageError("--api-key is empty or not ASCII", fix=["SPD_API_KEY=$(openssl rand -hex 16)"])
+        raise UsageError(
+            "--api-key is empty or not ASCII", fix=["SPD_API_KEY=$(openssl rand -hex 16)"]
+        )
     if options.host in LOOPBACK:
         return
     if options.api_key is None:
@@ -109,7 +111,10 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
     from spd.runtime import Engine
 
     with loading(f"loading {options.model}", session.console) as display:
-        build, expected = partial(Engine, settings.config, progress=display), [settings.sampling.params]
+        build, expected = (
+            partial(Engine, settings.config, progress=display),
+            [settings.sampling.params],
+        )
         thread = EngineThread(lambda _: build(), lambda: expected, short=lambda error: None)
         thread.start()
         try:
@@ -123,7 +128,9 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
 class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
-    def __init__(self, service: Service, options: ServeOptions, front: WarmFront | None = None) -> None:
+    def __init__(
+        self, service: Service, options: ServeOptions, front: WarmFront | None = None
+    ) -> None:
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         config = uvicorn.Config(
             app,
@@ -146,7 +153,9 @@ class Server(uvicorn.Server):
         """Connections without a whole head behind their last request, and since when they are so."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
+        asyncio.get_running_loop().set_default_executor(
+            ThreadPoolExecutor(PREPARERS, "spd prepare")
+        )
         await super().startup(sockets)
         if self._front is not None:
             await self._front.listen()
@@ -177,7 +186,9 @@ class Server(uvicorn.Server):
         if idle is not None and now - service.used_at > idle:
             self.drain()
         connections: set[Any] = self.server_state.connections
-        silent = [(one, one.cycle) for one in connections if not one.cycle or one.cycle.response_complete]
+        silent = [
+            (one, one.cycle) for one in connections if not one.cycle or one.cycle.response_complete
+        ]
         self._silent = {pair: self._silent.get(pair, now) for pair in silent}
         for (one, _), since in self._silent.items():
             if now - since > HEADER_SECONDS:
@@ -191,7 +202,9 @@ Message = dict[str, Any]
 class WarmFront:
     """Answers connections of this user's commands. `solo` is the plan that each would have had alone."""
 
-    def __init__(self, service: Service, solo: EnginePlan, made_of: Message, url: str, path: Path) -> None:
+    def __init__(
+        self, service: Service, solo: EnginePlan, made_of: Message, url: str, path: Path
+    ) -> None:
         self._service, self._made_of, self._url, self._path = service, made_of, url, path
         self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0)
         """The engine as it would be alone."""
@@ -222,7 +235,9 @@ class WarmFront:
                         calls[message["id"]].close()
                 except SpdError as error:  # it is raised again where the prompt was typed
                     words = {"reason": error.reason, "fix": error.fix, "code": error.code}
-                    _send(writer, {"refused": type(error).__name__, "message": error.message, **words})
+                    _send(
+                        writer, {"refused": type(error).__name__, "message": error.message, **words}
+                    )
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
@@ -236,8 +251,18 @@ class WarmFront:
         service, plan, refuses = self._service, self._alone.plan, None
         if plan.shape.ctx != service.plan.shape.ctx:
             refuses = f"alone the context would be {plan.shape.ctx:,}"
-        shown = {"made_of": self._made_of, "plan": plan.as_dict(), "refuses": refuses, "model": service.name}
-        shown |= {"url": self._url, "pid": os.getpid(), "slots": service.slots, "running": service.open}
+        shown = {
+            "made_of": self._made_of,
+            "plan": plan.as_dict(),
+            "refuses": refuses,
+            "model": service.name,
+        }
+        shown |= {
+            "url": self._url,
+            "pid": os.getpid(),
+            "slots": service.slots,
+            "running": service.open,
+        }
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         shown |= {"requests": service.served, "memory_bytes": memory}
         return {**shown, "idle_seconds": time.monotonic() - service.used_at}
@@ -252,14 +277,20 @@ class WarmFront:
         console: Any = SimpleNamespace(verbose=True, **say)
         service, options = self._service, GenerateOptions(**message["options"])
         settings, suggested = service.settings, service.plan.model.generation
-        sampling = resolve_sampling(options, suggested, settings.usable_vocab, logprobs=options.logprobs)
+        sampling = resolve_sampling(
+            options, suggested, settings.usable_vocab, logprobs=options.logprobs
+        )
         shape = None if message["grammar"] is None else GrammarText(**message["grammar"])
-        settings = dataclasses.replace(settings, sampling=sampling, grammar=shape, think=options.think)
+        settings = dataclasses.replace(
+            settings, sampling=sampling, grammar=shape, think=options.think
+        )
         request, inside = settings.request(REQUEST_ID, Asked(**message["asked"]))
         say_before(console, options, settings, self._alone, request)
         return {"request": dataclasses.asdict(request), "inside": inside, "said": said}
 
-    async def _begin(self, said: Message, calls: dict[str, Call], writer: asyncio.StreamWriter) -> Message:
+    async def _begin(
+        self, said: Message, calls: dict[str, Call], writer: asyncio.StreamWriter
+    ) -> Message:
         """Begin a request, which has a name of its own here. Raises what its check raises."""
         if self._service.draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
@@ -269,9 +300,15 @@ class WarmFront:
         return {"added": name}
 
 
-def _tell(calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Answer) -> None:
+def _tell(
+    calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Answer
+) -> None:
     """Send an event by the client's name for its request, the last one with what was counted."""
-    event = Event(name, (), "", "error", error=str(answer)) if isinstance(answer, BaseException) else answer
+    event = (
+        Event(name, (), "", "error", error=str(answer))
+        if isinstance(answer, BaseException)
+        else answer
+    )
     logprobs = [(entry.token_id, entry.logprob, entry.top) for entry in event.logprobs]
     message: Message = {"event": (name, *event[1:5], logprobs, event.error)}
     if event.finish_reason is not None:

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 IDS = listed(whole(0, 2**31 - 1), 1 << 20)
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """What chat templates are told of an effort that they do not know."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 def name_of(value: Any, name: str) -> str:
@@ -96,7 +102,9 @@ _MESSAGE = some(
     reasoning="reasoning_content",
 )
 FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-_TOOL = some({"type": read.one_of("function"), "function": some(FUNCTION, "name")}, "type", "function")
+_TOOL = some(
+    {"type": read.one_of("function"), "function": some(FUNCTION, "name")}, "type", "function"
+)
 _CHOICE = some({"name": TEXT, "function": some({"name": TEXT})})
 """A choice of a function as chat completions write it, or flat as Responses do."""
 FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "schema": OBJECT}
@@ -117,7 +125,9 @@ SAMPLING = {
 }
 """Those that `SamplingParams` knows by the same names; it checks their ranges."""
 IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), read.anything)
-IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything)
+IGNORED |= dict.fromkeys(
+    ("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything
+)
 """Fields that change no text."""
 SHARED = {
     **SAMPLING,
@@ -183,7 +193,9 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wi
     messages = tuple(for_template(message, source) for message in messages)
     logprobs = body.get("top_logprobs", 0 if body.get("logprobs") else None)
     params = _params(body, service.settings, logprobs)
-    return Wish((Asked(messages=messages, variables=variables),), params, reply, body, grammar, tools)
+    return Wish(
+        (Asked(messages=messages, variables=variables),), params, reply, body, grammar, tools
+    )
 
 
 def alternating(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -204,7 +216,9 @@ def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     calls = message.get("tool_calls", ())
     if (thought := message.get("reasoning_content")) is not None:
         message["thinking"] = thought
-        if CHANNEL in template and calls and message["content"]:  # it takes one of them beside a call
+        if (
+            CHANNEL in template and calls and message["content"]
+        ):  # it takes one of them beside a call
             message["thinking"] += "\n" + message.pop("content")
     for call in calls if _JOINED.match(template) else ():
         arguments = call["function"]["arguments"]
@@ -226,7 +240,9 @@ def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
         is_told = message["role"] == "system"
         return {**message, "content": lines.sub("", message["content"])} if is_told else message
 
-    asked = (dataclasses.replace(one, messages=tuple(map(kept, one.messages))) for one in wish.prompts)
+    asked = (
+        dataclasses.replace(one, messages=tuple(map(kept, one.messages))) for one in wish.prompts
+    )
     return dataclasses.replace(wish, prompts=tuple(asked))
 
 
@@ -276,7 +292,9 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for piece in pieces:
         text = piece.get("content", "")
         if "tool_call_id" in piece:
-            messages.append({"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]})
+            messages.append(
+                {"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]}
+            )
             continue
         is_its_own = "reasoning_content" in piece or "arguments" in piece
         role = "assistant" if is_its_own else ROLES[piece.get("role", "assistant")]
@@ -309,7 +327,11 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
             refuse(f"{where}.name", f"{function['name']} is given twice")
         schema = {"type": "object", **function.get("parameters", {"properties": {}})}
         if schema["type"] != "object":
-            refuse(f"{where}.parameters", "expected a schema of type object", "invalid_function_parameters")
+            refuse(
+                f"{where}.parameters",
+                "expected a schema of type object",
+                "invalid_function_parameters",
+            )
         functions[function["name"]] = schema
         strict = function.pop("strict", False) or strict
     named = None
@@ -322,8 +344,12 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     if choice == "none" or not functions:
         return None
     if choice == "auto" and "tools" not in template:
-        why = "this model's chat template has no place for tools, so the model cannot be told of them"
-        refuse("tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name")
+        why = (
+            "this model's chat template has no place for tools, so the model cannot be told of them"
+        )
+        refuse(
+            "tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name"
+        )
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     required, parallel = choice == "required", body.get("parallel_tool_calls", True)
     answer = response_format(body)
@@ -336,7 +362,9 @@ def response_format(body: Mapping[str, Any]) -> GrammarText | None:
     if form["type"] == "text":
         return None
     schema = (
-        {"type": "object"} if form["type"] == "json_object" else form.get("json_schema", form).get("schema")
+        {"type": "object"}
+        if form["type"] == "json_object"
+        else form.get("json_schema", form).get("schema")
     )
     if schema is None:
         refuse("response_format", "its schema is missing", "missing_required_parameter")

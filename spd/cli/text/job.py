@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions, SamplingOptions
 from spd.cli.text.channels import channels_of
-from spd.cli.text.prompt import TAIL, Asked, end_of_thinking, opens_thinking, read_grammar, thinking_budget
+from spd.cli.text.prompt import (
+    TAIL,
+    Asked,
+    end_of_thinking,
+    opens_thinking,
+    read_grammar,
+    thinking_budget,
+)
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
 from spd.runtime.engine.request import SEED_BITS, GrammarText, Request
@@ -42,12 +49,19 @@ class Resolved:
 
     def words(self) -> dict[str, Any]:
         """Each parameter, and where it comes from."""
-        told = {name: f"{getattr(self.params, name)} ({source})" for name, source in self.sources.items()}
+        told = {
+            name: f"{getattr(self.params, name)} ({source})"
+            for name, source in self.sources.items()
+        }
         return vars(self.params) | told
 
 
 def resolve_sampling(
-    options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None
+    options: SamplingOptions,
+    model: GenerationConfig,
+    vocab_size: int,
+    *,
+    logprobs: int | None = None,
 ) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
     import secrets
@@ -88,7 +102,9 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
     try:
         return int(left), float(right)
     except ValueError:
-        raise UsageError(f"logit_bias {text} is not ID=VALUE", fix=["--set logit_bias=42=-5"]) from None
+        raise UsageError(
+            f"logit_bias {text} is not ID=VALUE", fix=["--set logit_bias=42=-5"]
+        ) from None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
@@ -123,8 +139,13 @@ class Vocabulary:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises IncompatibleError when the folder has none."""
         if self.tokenizer is None:
-            pull = [f"spd pull {self.name}, if its download was not finished"] * is_repository_name(self.name)
-            words, fix = f"{self.name} has no tokenizer.json, so text cannot be read", "--prompt-ids 1,2,3"
+            pull = [f"spd pull {self.name}, if its download was not finished"] * is_repository_name(
+                self.name
+            )
+            words, fix = (
+                f"{self.name} has no tokenizer.json, so text cannot be read",
+                "--prompt-ids 1,2,3",
+            )
             raise IncompatibleError(words, fix=[*pull, fix], code="no_tokenizer")
         return self.tokenizer
 
@@ -152,11 +173,17 @@ class Settings:
     def params(self, **values: Any) -> SamplingParams:
         """The run's sampling parameters with others in their place. Raises UsageError."""
         check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
-        check_ids([token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias")
+        check_ids(
+            [token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias"
+        )
         return dataclasses.replace(self.sampling.params, **values)
 
     def request(
-        self, name: str, asked: Asked, params: SamplingParams | None = None, shape: GrammarText | None = None
+        self,
+        name: str,
+        asked: Asked,
+        params: SamplingParams | None = None,
+        shape: GrammarText | None = None,
     ) -> tuple[Request, bool | None]:
         """The order for the engine, and how its reply is parted: see `ThinkingSplitter`.
 
@@ -180,7 +207,12 @@ class Settings:
             if shape is not None and shape.kind == "schema" and channels is not None:
                 shape = channels.held(shape, tokenizer.special_tokens)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if shape is not None and shape.after is None and (inside or not shape.optional) and after is not None:
+        if (
+            shape is not None
+            and shape.after is None
+            and (inside or not shape.optional)
+            and after is not None
+        ):
             inside = True  # the grammar begins behind thinking, with or without its first tag
             shape = dataclasses.replace(shape, after=after)
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
@@ -209,7 +241,9 @@ def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> st
         return vocabulary.need_template().render(asked.messages, **(asked.variables or {}))
     if asked.text:
         return asked.text
-    return "" if vocabulary.tokenizer is None else vocabulary.tokenizer.decode(ids, skip_special=False)
+    return (
+        "" if vocabulary.tokenizer is None else vocabulary.tokenizer.decode(ids, skip_special=False)
+    )
 
 
 def _first_token(vocabulary: Vocabulary) -> int:
@@ -253,7 +287,9 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
 
     refuse_head(folder.config, folder.path)
     tokenizer = folder.tokenizer
-    return Vocabulary(folder.config, tokenizer, None if tokenizer is None else folder.template, name)
+    return Vocabulary(
+        folder.config, tokenizer, None if tokenizer is None else folder.template, name
+    )
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
@@ -286,8 +322,18 @@ CONFLICTS = (
 NEEDS = (
     ("logprobs", ["json", "jsonl"], "--logprobs are printed in JSON only", "--json --logprobs N"),
     ("concurrency", ["jsonl"], "--concurrency is for many prompts", "--jsonl --concurrency N"),
-    ("resume", ["jsonl"], "--resume goes on in the file of an earlier run", "--jsonl -o FILE --resume"),
-    ("resume", ["output"], "--resume goes on in the file of an earlier run", "--jsonl -o FILE --resume"),
+    (
+        "resume",
+        ["jsonl"],
+        "--resume goes on in the file of an earlier run",
+        "--jsonl -o FILE --resume",
+    ),
+    (
+        "resume",
+        ["output"],
+        "--resume goes on in the file of an earlier run",
+        "--jsonl -o FILE --resume",
+    ),
 )
 """An option, others of which it needs one, why, and what to type."""
 
@@ -302,7 +348,11 @@ def check_conflicts(options: GenerateOptions) -> None:
         if _is_given(options, name) and not any(_is_given(options, other) for other in others):
             raise _refusal(why, fix)
     check_shared(options)
-    if options.messages is not None and not options.jsonl and (options.prompt is not None or options.file):
+    if (
+        options.messages is not None
+        and not options.jsonl
+        and (options.prompt is not None or options.file)
+    ):
         fix = "put the prompt into the file as its last user message"
         raise _refusal("--messages is the whole chat; it cannot be joined with a prompt", fix)
     if options.jsonl and len(options.file or ()) > 1:

@@ -60,7 +60,9 @@ class Console:
         """One line about something the user may not expect; silent with --quiet."""
         if not self.quiet:
             line = fit_lines(f"note: {as_line(text)}", columns_of(sys.stderr))
-            write_stderr(f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n", styled=True)
+            write_stderr(
+                f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n", styled=True
+            )
 
     def detail(self, text: str) -> None:
         """One line that only --verbose shows."""
@@ -175,14 +177,18 @@ class PrintableStderr:
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
     fixes = list(error.fix or [USUAL_FIXES.get(error.default_code, console.help)])
-    if as_json and not isinstance(error, CheckFailedError):  # whose object is on standard output already
+    if as_json and not isinstance(
+        error, CheckFailedError
+    ):  # whose object is on standard output already
         shown = {"code": error.code, "exit": error.exit_code, "message": error.message}
         with suppress(OutputClosed, SpdError):
             shown = {"error": {**shown, "reason": error.reason, "fix": fixes}}
             Sink.stdout().write(to_json(shown) + "\n")
             return
     lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
-    lines += [f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)]
+    lines += [
+        f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)
+    ]
     words = fit_lines("\n".join(lines), columns_of(sys.stderr))
     words = words.replace("error:", paint("error:", "1;31", console.color), 1)
     words = words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
@@ -215,7 +221,12 @@ class Sink:
     """
 
     def __init__(
-        self, target: int | Path, *, encoding: str = "utf-8", terminal: bool = False, append: bool = False
+        self,
+        target: int | Path,
+        *,
+        encoding: str = "utf-8",
+        terminal: bool = False,
+        append: bool = False,
     ) -> None:
         self._path = target if isinstance(target, Path) else None
         self._descriptor = None if isinstance(target, Path) else target
@@ -258,7 +269,9 @@ class Sink:
         columns = columns_of(sys.stdout) if self.is_terminal else None
         self.write_styled("".join(fit_lines(as_line(line), columns) + "\n" for line in lines))
 
-    def answer(self, as_json: bool, shown: Mapping[str, Any], lines: Iterable[str] | None = None) -> None:
+    def answer(
+        self, as_json: bool, shown: Mapping[str, Any], lines: Iterable[str] | None = None
+    ) -> None:
         """Write what a command found: as one JSON object, or as lines for people, else all its facts."""
         if as_json:
             self.write(to_json(shown) + "\n")
@@ -320,7 +333,9 @@ def cannot_write(path: Path | str, error: OSError, *, opened: bool = False) -> S
     """The error for a file that cannot be opened for writing, or that was `opened` and takes no more."""
     words = f"cannot write to {path}: {error.strerror}"
     if opened or error.errno in DISK_FULL:
-        return ResourceError(words, fix=["free some space, or name another file"], code="write_failed")
+        return ResourceError(
+            words, fix=["free some space, or name another file"], code="write_failed"
+        )
     return UsageError(words, fix=["name a file in a folder you can write to"])
 
 
@@ -362,7 +377,9 @@ def fit_lines(text: str, columns: int | None) -> str:
     Further rows of a line are indented below its fact or by two blanks. A word longer than a row, and a line
     to be pasted, are left to the terminal, which copies them whole.
     """
-    return text if columns is None else "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+    return (
+        text if columns is None else "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+    )
 
 
 def _wrapped(line: str, columns: int) -> str:
@@ -401,7 +418,9 @@ def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> It
                 yield label + _words(each)
                 continue
             own = {key: one for key, one in each.items() if not (_is_empty(one) or _is_nested(one))}
-            fields = " · ".join(f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items())
+            fields = " · ".join(
+                f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items()
+            )
             yield (label + fields).rstrip()
             below = {key: one for key, one in each.items() if key not in own}
             yield from fact_lines(below, indent + "  ", width)
@@ -422,7 +441,13 @@ def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         more = len(value) - LISTED
         return ", ".join(map(_words, value[:LISTED])) + (f" and {more:,} more" if more > 0 else "")
-    return f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,}"
+        if type(value) is int
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -476,7 +501,11 @@ class Ticker(AbstractContextManager["Ticker"]):
     def write(self, text: str) -> None:
         """Put a text in the line's place; an empty one clears it."""
         now = time.perf_counter()
-        if not self._shows or now - self._drawn < INTERVAL * bool(text) or not (text or self._width):
+        if (
+            not self._shows
+            or now - self._drawn < INTERVAL * bool(text)
+            or not (text or self._width)
+        ):
             return
         text = as_line(text)[: (columns_of(sys.stderr) or 80) - 1]
         write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
@@ -503,7 +532,9 @@ def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], No
     """Say on a terminal what takes its time, until it is done; yields what is to be told of the progress."""
     with Ticker(console) as ticker, compiling(lambda words: ticker.write(f"{words} …")):
         ticker.write(f"{text} …")
-        yield lambda progress: ticker.count(WORDS[progress.phase], progress.done, progress.total, show_size)
+        yield lambda progress: ticker.count(
+            WORDS[progress.phase], progress.done, progress.total, show_size
+        )
 
 
 def clock(seconds: float) -> str:

@@ -81,7 +81,9 @@ def read_text(name: str) -> str:
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     if name != "-" and os.path.isdir(name):
-        raise UsageError(f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"])
+        raise UsageError(
+            f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"]
+        )
     return read_input_text(name, "check the path; - reads stdin")
 
 
@@ -89,7 +91,9 @@ def system_text(given: str | None) -> str | None:
     """What -s gives: a text, or with @ the text of a file. Raises UsageError and NotFoundError."""
     if given is None:
         return None
-    return check_text(read_text(given[1:]) if given.startswith("@") else given, "the system message")
+    return check_text(
+        read_text(given[1:]) if given.startswith("@") else given, "the system message"
+    )
 
 
 def check_text(text: str, what: str) -> str:
@@ -107,7 +111,9 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     with suppress(ValueError):
         if ids := tuple(int(word) for word in text.replace(",", " ").split()):
             return ids
-    raise UsageError(f"--prompt-ids {text[:60]} is not a list of token ids", fix=["--prompt-ids 1,2,3"])
+    raise UsageError(
+        f"--prompt-ids {text[:60]} is not a list of token ids", fix=["--prompt-ids 1,2,3"]
+    )
 
 
 def template_variables(options: ReplyOptions) -> dict[str, Any]:
@@ -122,7 +128,11 @@ def template_variables(options: ReplyOptions) -> dict[str, Any]:
             variables[name] = json.loads(value)
         except (ValueError, RecursionError):
             variables[name] = check_text(value, "--template-arg")
-    return variables if options.think == "auto" else variables | {"enable_thinking": options.think != "off"}
+    return (
+        variables
+        if options.think == "auto"
+        else variables | {"enable_thinking": options.think != "off"}
+    )
 
 
 def read_json(name: str, example: str) -> Any:
@@ -188,7 +198,9 @@ def end_of_thinking(vocabulary: Vocabulary, asked: Asked, prompt: str) -> int | 
     A model thinks if its `prompt`, of which the end suffices, leaves thinking open, or if its chat template
     can switch thinking, has not been told to, and the prompt does not close it.
     """
-    switched = SWITCH in vocabulary.need_template().default and (asked.variables or {}).get(SWITCH, True)
+    switched = SWITCH in vocabulary.need_template().default and (asked.variables or {}).get(
+        SWITCH, True
+    )
     thinks = opens_thinking(prompt) or (switched and not prompt.rstrip().endswith(CLOSING))
     return vocabulary.need_tokenizer().token_to_id(CLOSING) if thinks else None
 
@@ -209,7 +221,9 @@ def thinking_budget(
         words = f"at most {think} tokens of thinking: for models that end it with a token {CLOSING}"
         why, fix = ["This vocabulary has none."], ["on, off or hide in place of the number"]
         raise IncompatibleError(words, reason=why, fix=fix, code="no_thinking")
-    return ThinkingBudget(max(0, int(think) - sum(token != begin for token in spent)), end, begin, inside)
+    return ThinkingBudget(
+        max(0, int(think) - sum(token != begin for token in spent)), end, begin, inside
+    )
 
 
 def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
@@ -245,7 +259,9 @@ class ThinkingSplitter:
         if self.part == "beginning":
             begun = self._held.lstrip()
             tags = (*TAGS, channels.CHANNEL, channels.START)
-            may_be = any(tag.startswith(begun) for tag in tags) or channels.MAY_BEGIN.fullmatch(begun)
+            may_be = any(tag.startswith(begun) for tag in tags) or channels.MAY_BEGIN.fullmatch(
+                begun
+            )
             if may_be and not final:
                 return parts
             for opening in filter(begun.startswith, TAGS):

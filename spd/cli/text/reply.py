@@ -62,8 +62,16 @@ class ReplyView:
     def __init__(
         self, console: out.Console, sink: out.Sink, splitter: ThinkingSplitter, *, hidden: bool
     ) -> None:
-        self._sink, self._splitter, self._color, self._hidden = sink, splitter, console.color, hidden
-        self._shows, self._ticker = out.is_terminal(sys.stderr) and not console.quiet, out.Ticker(console)
+        self._sink, self._splitter, self._color, self._hidden = (
+            sink,
+            splitter,
+            console.color,
+            hidden,
+        )
+        self._shows, self._ticker = (
+            out.is_terminal(sys.stderr) and not console.quiet,
+            out.Ticker(console),
+        )
         self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
         """What hears how far a prompt is read, of how many tokens."""
         self._thought = ""
@@ -91,7 +99,9 @@ class ReplyView:
                 self._ticker.write("thinking…")
             elif thinking and self._shows and part:
                 self._ticker.write("")
-                out.write_stderr(_styled_lines(out.printable(part), DIM if self._color else ""), styled=True)
+                out.write_stderr(
+                    _styled_lines(out.printable(part), DIM if self._color else ""), styled=True
+                )
                 self._thought = part[-1]
             elif part and not thinking:
                 self._end_thinking()
@@ -223,7 +233,9 @@ class Delivery:
         if self.request.grammar is not None:
             fix = "a grammar that always allows a next token, or a larger -n"
         message = self.reply.error or "the model failed while generating"
-        failure = EngineError(message, reason=["What came before the fault was printed."], fix=[fix])
+        failure = EngineError(
+            message, reason=["What came before the fault was printed."], fix=[fix]
+        )
         if not self.options.json:
             raise failure
         out.write_error(failure, self.session.console)  # the one object on stdout is the reply
@@ -281,7 +293,11 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
 
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        shown = {"token_id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
+        shown = {
+            "token_id": token_id,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+        }
         return {**shown, "logprob": logprob}
 
     return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
@@ -292,11 +308,17 @@ def stats_line(metrics: RequestMetrics) -> str:
     facts = (
         (metrics.decode_tokens_per_second, "{:.1f} tok/s"),
         (metrics.load_ms / 1000, "load {:.2f} s"),
-        (metrics.queue_ms / 1000 if metrics.queue_ms >= 100.0 else 0, "queued {:.2f} s"),  # on a server
+        (
+            metrics.queue_ms / 1000 if metrics.queue_ms >= 100.0 else 0,
+            "queued {:.2f} s",
+        ),  # on a server
         (metrics.first_token_ms / 1000, "first {:.2f} s"),
         (metrics.rounds and metrics.tokens_per_round, "{:.2f} tok/round"),
     )
-    parts = [f"{metrics.completion_tokens} tok", *(form.format(fact) for fact, form in facts if fact)]
+    parts = [
+        f"{metrics.completion_tokens} tok",
+        *(form.format(fact) for fact, form in facts if fact),
+    ]
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")

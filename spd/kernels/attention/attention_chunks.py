@@ -8,4 +8,6 @@ SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
 
 def num_chunks(positions: int) -> int:
     """Chunks that cover `positions`."""
-    return -(-min(positions, LARGE_FROM) // SMALL_CHUNK) + -(-max(positions - LARGE_FROM, 0) // LARGE_CHUNK)
+    return -(-min(positions, LARGE_FROM) // SMALL_CHUNK) + -(
+        -max(positions - LARGE_FROM, 0) // LARGE_CHUNK
+    )

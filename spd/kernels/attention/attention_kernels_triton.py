@@ -131,7 +131,9 @@ def prefetch_item(
 ):
     """Bring the first page of an item into L2, for one head; nothing is read because of one not written."""
     begin = begin_of(item & 0xFFFF, SMALL, LARGE, FROM)
-    page = tl.load(page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=written, other=0)
+    page = tl.load(
+        page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=written, other=0
+    )
     if written:
         prefetch_page(key_pages, page, begin % PAGE, head, K, D, PAGE)
         prefetch_page(value_pages, page, begin % PAGE, head, K, D, PAGE)
@@ -170,7 +172,9 @@ def attend_blocks(
             first = (page * PAGE + start % PAGE) * (K * D)
             offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
             if not ONCE:
-                page = tl.load(page_row + (start + BLOCK) // PAGE, mask=start + BLOCK < end, other=0)
+                page = tl.load(
+                    page_row + (start + BLOCK) // PAGE, mask=start + BLOCK < end, other=0
+                )
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
@@ -230,7 +234,11 @@ def attend_chunk_kernel(
         token = slot * queries + row // GROUPS
         seen = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
         wanted = (row < rows)[:, None] & (column < D)[None, :]
-        source = query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
+        source = (
+            query
+            + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D
+            + column[None, :]
+        )
         q = tl.load(source, mask=wanted, other=0.0)
         begin = begin_of(chunk, SMALL, LARGE, FROM)
         page_row = page_table + slot * pages
@@ -260,7 +268,8 @@ def attend_chunk_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["queries", "max_chunks"], do_not_specialize_on_alignment=["positions", "valid"]
+    do_not_specialize=["queries", "max_chunks"],
+    do_not_specialize_on_alignment=["positions", "valid"],
 )
 def combine_chunks_kernel(
     partial, stats, positions, valid, sinks, out, queries, max_chunks,
@@ -297,7 +306,9 @@ def combine_chunks_kernel(
         raised = tl.maximum(maximum, tl.max(peak, 0))
         weights = tl.where(live, tl.exp2(peak - raised), 0.0)
         shrink = tl.exp2(maximum - raised)
-        total = total * shrink + tl.sum(weights * tl.load(stats + at * 2 + 1, mask=live, other=0.0), 0)
+        total = total * shrink + tl.sum(
+            weights * tl.load(stats + at * 2 + 1, mask=live, other=0.0), 0
+        )
         acc = acc * shrink + tl.sum(weights[:, None] * x, 0)
         maximum = raised
     acc = acc / tl.where(chunks > 0, total, 1.0)

@@ -34,7 +34,9 @@ class AttentionHeads:
     num_kv_heads: int
     head_dim: int
     first_key: int = 0  # the first position that holds anything; see `causal_bias`
-    sliding: tuple[int | None, ...] = (None,)  # every window that a layer has; None is a layer without one
+    sliding: tuple[int | None, ...] = (
+        None,
+    )  # every window that a layer has; None is a layer without one
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def causal_bias(
     hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
     if sliding is not None:
         hidden |= keys <= rows - sliding
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+        hidden, float("-inf")
+    )
     return bias.repeat(groups, 1)[None, None]
 
 
@@ -210,7 +214,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
     return out.masked_fill((wild & (bias == 0)).any(-1, keepdim=True), math.nan)
 
 
-def capped_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:
+def capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores
+) -> Tensor:
     """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks; returns [1, K, R, D].
 
     bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all

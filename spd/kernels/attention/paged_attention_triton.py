@@ -71,7 +71,9 @@ class SplitPlan(AttentionPlan):
     positions: Tensor  # [S, Q] int64
     valid: Tensor  # [S, Q] bool
     lists: Mapping[int | None, ChunkList]
-    partial: Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
+    partial: (
+        Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
+    )
     stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
     heads: AttentionHeads
     max_chunks: int
@@ -84,7 +86,9 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
     if dtype == torch.float32:
         rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
     else:
-        rows = ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
+        rows = (
+            ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
+        )
         keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
     width = max(16, power_of_two(head_dim)) * dtype.itemsize
     room = device.shared - RESERVED_BYTES - rows * width  # for stages of keys and values each
@@ -121,7 +125,9 @@ def plan_attention(
         windows.positions.contiguous(),
         windows.valid.contiguous(),
         {
-            sliding: ChunkList(*(empty(torch.int32, size) for size in (slots, slots * max_chunks, 1)))
+            sliding: ChunkList(
+                *(empty(torch.int32, size) for size in (slots, slots * max_chunks, 1))
+            )
             for sliding in heads.sliding
         },
         partial=empty(torch.float32, results * heads.head_dim),
@@ -130,10 +136,24 @@ def plan_attention(
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * device_facts(device).processors,
     )
-    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1, **chunk_constants()}
+    sizes = {
+        "SLOTS": power_of_two(slots),
+        "BLOCK": PLANNED_CHUNKS,
+        "num_warps": 1,
+        **chunk_constants(),
+    }
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
-            *(plan.positions, plan.valid, chunks.last, chunks.items, chunks.count, slots, width, max_chunks),
+            *(
+                plan.positions,
+                plan.valid,
+                chunks.last,
+                chunks.items,
+                chunks.count,
+                slots,
+                width,
+                max_chunks,
+            ),
             SLIDING=sliding,
             **sizes,
         )
@@ -146,14 +166,35 @@ def score_scale(scores: Scores) -> float:
 
 
 def attend_chunks(
-    kernel: Any, query: Tensor, pools: Sequence[Tensor], plan: SplitPlan, scores: Scores, **options: Any
+    kernel: Any,
+    query: Tensor,
+    pools: Sequence[Tensor],
+    plan: SplitPlan,
+    scores: Scores,
+    **options: Any,
 ) -> None:
     """Launch a kernel over the listed chunks of all slots; the results are the plan's."""
     slots, width = query.shape[:2]
     chunks, table = plan.lists[scores.sliding], plan.page_table
     kernel[(plan.programs,)](
-        *(query.contiguous(), *pools, table, plan.positions, chunks.last, chunks.items, chunks.count),
-        *(plan.partial, plan.stats, score_scale(scores), slots, width, table.shape[1], plan.max_chunks),
+        *(
+            query.contiguous(),
+            *pools,
+            table,
+            plan.positions,
+            chunks.last,
+            chunks.items,
+            chunks.count,
+        ),
+        *(
+            plan.partial,
+            plan.stats,
+            score_scale(scores),
+            slots,
+            width,
+            table.shape[1],
+            plan.max_chunks,
+        ),
         PAGE=pools[0].shape[1],
         FIRST=plan.heads.first_key,
         **options,
@@ -187,7 +228,9 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": scores.sliding}
     tiles = {"SOFTCAP": scores.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
     warps = WARPS[facts.capability[0] == 9 and size <= WIDE]
-    attend_chunks(attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape)
+    attend_chunks(
+        attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape
+    )
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     return combine_chunks(out, plan, scores.sinks, num_warps=1 + (size > WIDE), **shape)
 
@@ -199,7 +242,12 @@ def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, scores: Scores)
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
     tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
-    shape |= {"BLOCK_D": max(16, power_of_two(size)), "TILE": tile, "BLOCK": block, "num_stages": stages}
+    shape |= {
+        "BLOCK_D": max(16, power_of_two(size)),
+        "TILE": tile,
+        "BLOCK": block,
+        "num_stages": stages,
+    }
     where = plan.page_table[0], scores.sinks, out, score_scale(scores), rows, plan.start
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
         *(query.contiguous(), *pools, *where),

@@ -19,7 +19,9 @@ class RotatedRows:
 
     cos: Tensor  # [M, D], whose halves repeat each other, in the rows' dtype or float32
     sin: Tensor  # as cos, but for the sign of its first half; see `apply_rotary`
-    positions: Tensor | None  # int64 [T] below M; None (torch form only): cos and sin are the rows' own
+    positions: (
+        Tensor | None
+    )  # int64 [T] below M; None (torch form only): cos and sin are the rows' own
     kv_slots: Tensor  # int64 [T] as in `store_kv`
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,12 @@ def store_kv(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
 
 
 def rotary_store(
-    qkv: Tensor, rows: RotatedRows, qk_weight: Tensor | None, epsilon: float, pools: Pools, num_heads: int
+    qkv: Tensor,
+    rows: RotatedRows,
+    qk_weight: Tensor | None,
+    epsilon: float,
+    pools: Pools,
+    num_heads: int,
 ) -> Tensor:
     """Rotate a fused projection's queries and keys, write keys and values to the pools, return the queries.
 

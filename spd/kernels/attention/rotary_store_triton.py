@@ -40,7 +40,9 @@ def rotary_store_kernel(
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     turn = tl.load(cos + position * D + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    lift = tl.load(sin + position * D + HALF + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    lift = tl.load(sin + position * D + HALF + column, mask=within, other=0.0).to(tl.float32)[
+        None, :
+    ]
 
     x, y = first, second
     if qk_weight is not None:
@@ -67,13 +69,21 @@ def rotary_store_kernel(
     tl.store(to_key + HALF, tl.where(wild, float("nan"), right), mask=is_key)
     to_value = value_pages + slot * (K * D) + (head - H - K)[:, None] * D + column[None, :]
     is_value = (head >= H + K)[:, None] & mask
-    first, second = tl.where(not_finite(first), 0.0, first), tl.where(not_finite(second), 0.0, second)
+    first, second = (
+        tl.where(not_finite(first), 0.0, first),
+        tl.where(not_finite(second), 0.0, second),
+    )
     tl.store(to_value, first.to(value_pages.dtype.element_ty), mask=is_value)
     tl.store(to_value + HALF, second.to(value_pages.dtype.element_ty), mask=is_value)
 
 
 def rotary_store(
-    qkv: Tensor, rows: RotatedRows, qk_weight: Tensor | None, epsilon: float, pools: Pools, num_heads: int
+    qkv: Tensor,
+    rows: RotatedRows,
+    qk_weight: Tensor | None,
+    epsilon: float,
+    pools: Pools,
+    num_heads: int,
 ) -> Tensor:
     """Every tensor contiguous but for the rows' indices, positions given."""
     assert rows.positions is not None

@@ -89,7 +89,9 @@ class ExpertWeights(NamedTuple):
         return _linear(inner, self.down, self.down_bias, expert)
 
 
-def _linear(x: Tensor, weights: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int) -> Tensor:
+def _linear(
+    x: Tensor, weights: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int
+) -> Tensor:
     """x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
     if isinstance(weights, GroupedWeight):
         made = grouped_linear(x, weights.expert(expert))
@@ -117,7 +119,9 @@ def experts(
     """
     if stream is None:
         return _by_expert(x, ids, weights, own, MANY_ROWS if chunk else FEW_ROWS), None
-    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (own.gate_up, own.down))
+    gate_up, down = (
+        plain_weight(weight, torch.float32).float() for weight in (own.gate_up, own.down)
+    )
     wide = own._replace(gate_up=gate_up, down=down)
     y = (stream.float() + _by_expert(x.float(), ids, weights, wide, FEW_ROWS)).to(stream.dtype)
     return y, sum_of_squares(y)

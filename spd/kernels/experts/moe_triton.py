@@ -110,7 +110,9 @@ def choose_experts_kernel(
 
 
 @triton.jit
-def kept_groups(choice, index, SIZE, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, BEST: tl.constexpr):
+def kept_groups(
+    choice, index, SIZE, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, BEST: tl.constexpr
+):
     """Whether each expert's group is among the GROUPS_KEPT whose BEST best experts have the largest sum."""
     group = index // SIZE
     places = tl.arange(0, triton.next_power_of_2(GROUPS))
@@ -273,7 +275,11 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     ids = parts.new_empty(rows, rule.per_token, dtype=torch.int64)
     weights = parts.new_empty(rows, rule.per_token)
     sizes = {"E": experts, "BLOCK_E": power_of_two(experts), "PARTS": count}
-    sizes |= {"PER_TOKEN": rule.per_token, "BLOCK_S": power_of_two(rule.per_token), "GROUPS": rule.groups}
+    sizes |= {
+        "PER_TOKEN": rule.per_token,
+        "BLOCK_S": power_of_two(rule.per_token),
+        "GROUPS": rule.groups,
+    }
     sizes |= {"GROUPS_KEPT": rule.groups_kept, "GROUP_BEST": rule.group_best}
     options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(parts.device)}
     choose_experts_kernel[(rows,)](
@@ -317,13 +323,30 @@ def experts(
     lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
     list_rows_kernel[(count,)](
-        ids, lists, counts, pairs, BLOCK=min(power_of_two(pairs), LIST_BLOCK), **overlap(device), num_warps=1
+        ids,
+        lists,
+        counts,
+        pairs,
+        BLOCK=min(power_of_two(pairs), LIST_BLOCK),
+        **overlap(device),
+        num_warps=1,
     )
     inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
     made = torch.empty(pairs, k, dtype=torch.float32, device=device)
     config = _product_config(gate_up.shape[1], k, gate_up, pair=act.gated)
     experts_gate_up_kernel[(ceil_div(gate_up.shape[1], config.block_n), count)](
-        *(*_operands(gate_up), own.gate_up_bias, x, lists, counts, inner, pairs, ids.shape[1], n, k),
+        *(
+            *_operands(gate_up),
+            own.gate_up_bias,
+            x,
+            lists,
+            counts,
+            inner,
+            pairs,
+            ids.shape[1],
+            n,
+            k,
+        ),
         **launch_of(config, gate_up, x, act),
     )
     config = _product_config(k, n, down, pair=False)

@@ -37,7 +37,9 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float) -> Tensor:
+def mla_attention(
+    query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
+) -> Tensor:
     """Attend windows query [S, Q, H, L + R] to the pool [P, page, L + R]; returns [S, Q, H, L], L = rank.
 
     plan: of `plan_attention` for one KV head of size L + R. A row sees the positions up to its own; a slot

@@ -70,7 +70,10 @@ def latent_store_kernel(
         key = latent + row * latent_row + L + column
         first = tl.load(key, mask=within, other=0.0).to(tl.float32)
         second = tl.load(key + HALF, mask=within, other=0.0).to(tl.float32)
-        left, right = (first * turn - second * lift).to(kind), (second * turn + first * lift).to(kind)
+        left, right = (
+            (first * turn - second * lift).to(kind),
+            (second * turn + first * lift).to(kind),
+        )
         wild = tl.max(not_finite(value).to(tl.int32), 0)
         wild = (wild | tl.max((not_finite(left) | not_finite(right)).to(tl.int32), 0)) > 0
         tl.store(kept + wide, tl.where(not_finite(value), 0.0, value), mask=wide < L)
@@ -95,7 +98,9 @@ def head_linear_kernel(
         weights = tl.load(at, mask=(inner < A)[:, None] & (column < B)[None, :], other=0.0)
         inside = (row_t[None, :] < rows) & (inner < A)[:, None]
         tokens = tl.load(
-            x + row_t[None, :].to(tl.int64) * x_row + head * x_head + inner[:, None], mask=inside, other=0.0
+            x + row_t[None, :].to(tl.int64) * x_row + head * x_head + inner[:, None],
+            mask=inside,
+            other=0.0,
         )
         total = tl.dot(tl.trans(weights), tokens, total, input_precision="ieee")
     release(PDL)
@@ -107,7 +112,11 @@ def head_linear_kernel(
 def load_half(source, inside, FROM, L, R, TILE, HALF):
     """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
-    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    column = (
+        FROM
+        + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None]
+        + tl.arange(0, PIECE)[None, None, :]
+    )
     at = (tl.arange(0, TILE) * (L + R))[None, :, None] + column
     pieces = tl.load(source + at, mask=inside[None, :, None] & (column < L), other=0.0)
     return tl.reshape(tl.permute(pieces, (1, 0, 2)), (TILE, HALF))
@@ -118,7 +127,11 @@ def store_half(to, values, inside, FROM, L, TILE, HALF):
     """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
-    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    column = (
+        FROM
+        + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None]
+        + tl.arange(0, PIECE)[None, None, :]
+    )
     at = (tl.arange(0, TILE) * L)[None, :, None] + column
     tl.store(to + at, pieces.to(to.dtype.element_ty), mask=inside[None, :, None] & (column < L))
 
@@ -250,7 +263,11 @@ def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, in
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
     room = device.shared - RESERVED_BYTES
     if device.capability[0] in SUMS_APART:
-        return ROW_TILE // 2, KEY_BLOCK, min(3, (room // size // latent - ROW_TILE // 2) // KEY_BLOCK)
+        return (
+            ROW_TILE // 2,
+            KEY_BLOCK,
+            min(3, (room // size // latent - ROW_TILE // 2) // KEY_BLOCK),
+        )
     for rows, keys in ((ROW_TILE, KEY_BLOCK), (ROW_TILE // 2, KEY_BLOCK // 2)):
         stages = (room - (latent + keys) * rows * size) // (keys * latent * size)
         if stages >= 1:
@@ -270,7 +287,18 @@ def latent_store(
     sizes = {"H": heads, "HEADS": several, "HALF": pairs, "BLOCK": power_of_two(pairs)}
     sizes |= {"L": rank, "BLOCK_L": power_of_two(rank), "num_warps": 4}
     latent_store_kernel[(count, ceil_div(heads, several))](
-        *(query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, pages, turned, epsilon),
+        *(
+            query,
+            latent,
+            rows.cos,
+            rows.sin,
+            rows.positions,
+            rows.kv_slots,
+            norm,
+            pages,
+            turned,
+            epsilon,
+        ),
         *(query.stride(0), query.stride(1), latent.stride(0)),
         **sizes,
         **overlap(query.device),
@@ -307,7 +335,9 @@ def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
     return shape | {"num_warps": WARPS, "num_stages": stages}
 
 
-def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float) -> Tensor:
+def mla_attention(
+    query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
+) -> Tensor:
     """With a plan of `paged_attention_triton`."""
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pages, plan, rank, scale)[None]
@@ -320,13 +350,23 @@ def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, 
     return combine_chunks(out, plan, None, num_warps=4, **sizes)
 
 
-def _attend_prompt(query: Tensor, pages: Tensor, plan: ChunkPlan, rank: int, scale: float) -> Tensor:
+def _attend_prompt(
+    query: Tensor, pages: Tensor, plan: ChunkPlan, rank: int, scale: float
+) -> Tensor:
     """Attend query [Q, H, L + R] at the positions from the plan's start on; returns [Q, H, L]."""
     rows, heads, _ = query.shape
     shape = _shape(query, pages.shape[1], rank)
     out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
     prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
-        *(query.contiguous(), pages, plan.page_table[0], out, scale * LOG2_E, rows * heads, plan.start),
+        *(
+            query.contiguous(),
+            pages,
+            plan.page_table[0],
+            out,
+            scale * LOG2_E,
+            rows * heads,
+            plan.start,
+        ),
         PAGE=pages.shape[1],
         **shape,
     )

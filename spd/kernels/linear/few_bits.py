@@ -59,7 +59,11 @@ class GroupedWeight(Codes):
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What belongs to its rows."""
-        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        return (
+            (self.codes, self.scales)
+            if self.zeros is None
+            else (self.codes, self.scales, self.zeros)
+        )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Its parts changed alike."""
@@ -83,7 +87,9 @@ class GroupedWeight(Codes):
             own = rows.expert(slice(first, first + step))
             codes = unpaired(own.codes) if self.kind in ("int4", "e2m1") else own.codes
             made = values(self.kind, codes, own.scales, own.zeros, self.group)
-            whole[first : first + step] = made if self.columns is None else made * self.columns.float()
+            whole[first : first + step] = (
+                made if self.columns is None else made * self.columns.float()
+            )
         return whole.view(self.shape)
 
 
@@ -128,11 +134,18 @@ def tiled(weight: GroupedWeight) -> TiledWeight:
     if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
         codes, group = (codes ^ MIDDLE["int8"]).view(torch.int8), 0
     if weight.kind in ("int4", "e2m1"):
-        step, parts = tile_step(weight.kind, group), torch.split(codes.flatten(0, -2), max(1, STRIP // width))
+        step, parts = (
+            tile_step(weight.kind, group),
+            torch.split(codes.flatten(0, -2), max(1, STRIP // width)),
+        )
         strips = (F.pad(unpaired(part), (0, -width % step)) for part in parts)
         halves = (strip.view(strip.shape[0], -1, 2, step // 2).unbind(-2) for strip in strips)
-        codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(*codes.shape[:-1], -1)
-    return TiledWeight(weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape)
+        codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(
+            *codes.shape[:-1], -1
+        )
+    return TiledWeight(
+        weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape
+    )
 
 
 def unpaired(codes: Tensor) -> Tensor:
@@ -155,7 +168,9 @@ def decoded(kind: CodeKind, codes: Tensor) -> Tensor:
     return codes.float()
 
 
-def values(kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
+def values(
+    kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int
+) -> Tensor:
     """The weight float32 [N, K] of unpaired codes [N, K] with scales and zeros [N, K / group]."""
     made, width = decoded(kind, codes), codes.shape[-1]
     if zeros is not None:
@@ -185,7 +200,9 @@ def int8_rows(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
     rows = weight.flatten(0, -2)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=weight.device)
     step = max(1, STRIP // rows.shape[1])
-    for strip, to, scale in zip(*(torch.split(each, step) for each in (rows, codes, scales)), strict=True):
+    for strip, to, scale in zip(
+        *(torch.split(each, step) for each in (rows, codes, scales)), strict=True
+    ):
         rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
         to.copy_(rounded.add_(MIDDLE["int8"]))
     scales = scales.view(*weight.shape[:-1], 1)
@@ -200,7 +217,9 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
     """
     (*_, columns), rows = weight.shape, weight.flatten(0, -2)
     codes = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device)
+    scales = torch.empty(
+        rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device
+    )
     step = max(1, STRIP // columns)
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)

@@ -62,7 +62,9 @@ def head_input(
     return pairs, state if keeps_state else None
 
 
-def keep_states(made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int) -> None:
+def keep_states(
+    made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
+) -> None:
     """Write valid rows of made [S, W, H] into the rings states [S, depth + 1, H], and pages' last ones.
 
     In place. Valid positions of a slot lie less than depth apart; page_states [P, H] takes the row whose slot

@@ -54,7 +54,9 @@ def head_input(
     """The table contiguous, the states of a slot too."""
     (rows, size), states = (token_ids.shape[0], table.shape[1]), batch.states
     out = torch.empty((rows, 2 * size), dtype=table.dtype, device=table.device)
-    kept = torch.empty((rows, size), dtype=table.dtype, device=table.device) if keeps_state else None
+    kept = (
+        torch.empty((rows, size), dtype=table.dtype, device=table.device) if keeps_state else None
+    )
     inputs = (token_ids, table, states.rings, batch.positions, norms.token, norms.hidden)
     rings = (states.rings.shape[0], batch.width, states.depth, states.rings.stride(0))
     head_input_kernel[(rows, 2)](
@@ -89,11 +91,15 @@ def keep_states_kernel(
     tl.store(page_states + kv_slot // PAGE * H + column, value, mask=kept & (column < ends))
 
 
-def keep_states(made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int) -> None:
+def keep_states(
+    made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
+) -> None:
     """Every slot's rows contiguous; rows that are not valid write nothing."""
     slots, width, size = made.shape
     places = (rows.positions.contiguous(), rows.valid.contiguous(), rows.kv_slots.contiguous())
     sizes = (width, states.shape[1] - 1, made.stride(0), states.stride(0))
     keep_states_kernel[(slots * width,)](
-        *(made, *places, states, page_states, *sizes), PAGE=page_size, **row_options(size, made.device)
+        *(made, *places, states, page_states, *sizes),
+        PAGE=page_size,
+        **row_options(size, made.device),
     )

@@ -31,7 +31,9 @@ def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) ->
     return (x.float() * scale * weight.float()).to(x.dtype)
 
 
-def norm_residual(y: Tensor, weight: Tensor, epsilon: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+def norm_residual(
+    y: Tensor, weight: Tensor, epsilon: float, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     """residual [T, N] + the root-mean-square norm of y [T, N] with scales weight [N]: a new stream.
 
     In float32, rounded once; returned with its squares [T, P].

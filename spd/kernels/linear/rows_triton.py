@@ -77,7 +77,15 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
     x = torch.empty(rows, h, dtype=table.dtype, device=table.device)
     squares = torch.empty(rows, parts, dtype=torch.float32, device=table.device)
     embed_kernel[(rows, parts)](
-        token_ids, table, x, squares, h, SCALE=scale, BLOCK_H=block, **overlap(x.device), num_warps=4
+        token_ids,
+        table,
+        x,
+        squares,
+        h,
+        SCALE=scale,
+        BLOCK_H=block,
+        **overlap(x.device),
+        num_warps=4,
     )
     return x, squares
 
@@ -93,9 +101,14 @@ def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) ->
     return y
 
 
-def norm_residual(y: Tensor, weight: Tensor, epsilon: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+def norm_residual(
+    y: Tensor, weight: Tensor, epsilon: float, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     rows, n = y.shape
-    x, squares = torch.empty_like(residual), torch.empty(rows, 1, dtype=torch.float32, device=y.device)
+    x, squares = (
+        torch.empty_like(residual),
+        torch.empty(rows, 1, dtype=torch.float32, device=y.device),
+    )
     sizes = {"N": n, "BLOCK": power_of_two(n)}
     norm_residual_kernel[(rows,)](
         y, weight, residual, x, squares, epsilon, **sizes, **overlap(y.device), num_warps=WARPS

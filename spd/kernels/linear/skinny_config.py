@@ -25,7 +25,9 @@ Widest = Mapping[torch.dtype, int]
 """By the dtype of a weight's values: how wide tiles of tokens of that dtype, or of bfloat16, may be."""
 NARROW: Widest = MappingProxyType({})
 
-PROGRAMS = 128  # programs that fill the device: about one for each multiprocessor of the largest ones
+PROGRAMS = (
+    128  # programs that fill the device: about one for each multiprocessor of the largest ones
+)
 
 SMALL_PROGRAMS = 1024
 """The same for weights of bytes, whose programs have two warps and half the rows, so that several share a
@@ -52,15 +54,21 @@ SUMS_APART = (10, 11)
 step: for 64 wide rows that takes more registers than there are, so attention has tiles of half as many."""
 
 
-def config_for(n: int, k: int, itemsize: int, device: Device, step: int | None = None) -> LinearConfig:
+def config_for(
+    n: int, k: int, itemsize: int, device: Device, step: int | None = None
+) -> LinearConfig:
     """The choices for a weight [n, k] of `itemsize` bytes a value, `step` columns at a time, on a device.
 
     Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
     of a row a step, 128 of bytes; K in parts only where there are fewer than
     `PROGRAMS` / 2 tiles; the fewer programs share a multiprocessor, the more stages each needs in flight.
     """
-    block_n = max(16, min(64 if n >= 2048 and itemsize > 1 else 32, 1 << max(0, n - 1).bit_length()))
-    block_k = max(16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length()))
+    block_n = max(
+        16, min(64 if n >= 2048 and itemsize > 1 else 32, 1 << max(0, n - 1).bit_length())
+    )
+    block_k = max(
+        16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length())
+    )
     block_k = step or block_k
     tiles = -(-n // block_n)
     if itemsize == 1:

@@ -96,7 +96,9 @@ def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK
 
 
 @triton.jit
-def add_up(partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T):
+def add_up(
+    partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T
+):
     """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
     token = tl.arange(0, BLOCK_T)
     at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
@@ -182,7 +184,9 @@ def gate_up_kernel(
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
     width = row_width(k, BLOCK_K, CODE)
     prefetch_weights(rows_of_weight(w, first, n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL)
-    prefetch_weights(rows_of_weight(w, n + first, 2 * n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL)
+    prefetch_weights(
+        rows_of_weight(w, n + first, 2 * n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL
+    )
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(

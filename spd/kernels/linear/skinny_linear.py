@@ -107,7 +107,9 @@ def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
     return F.linear(x.float(), plain_weight(weight, torch.float32).float())
 
 
-def head_sample(x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def head_sample(
+    x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
 
     With ids int64 [V], ascending, row v stands for the token ids[v], and those from `usable_vocab` on are
@@ -129,6 +131,8 @@ def head_sample(x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = N
     logits = logits[:, :usable_vocab]
     processed = torch.where(heat > 0, logits / heat, logits)
     noise = gumbel(seed.unsqueeze(-1).expand(slots, rows), positions, STREAM_TARGET, usable_vocab)
-    token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(dim=-1)
+    token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(
+        dim=-1
+    )
     chosen = processed.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     return token, chosen.isfinite() & ~processed.isnan().any(dim=-1)

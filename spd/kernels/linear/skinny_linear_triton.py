@@ -85,7 +85,11 @@ def launch_of(
 def _sums_of(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
     """Constants of a product that may be cut along K, of rows with partial sums of squares."""
     parts = 1 if squares is None else squares.shape[1]
-    return {"SPLIT_K": config.split_k, "PARTS": parts, "BLOCK_P": min(power_of_two(parts), PARTS_BLOCK)}
+    return {
+        "SPLIT_K": config.split_k,
+        "PARTS": parts,
+        "BLOCK_P": min(power_of_two(parts), PARTS_BLOCK),
+    }
 
 
 def _workspace(
@@ -98,7 +102,9 @@ def _workspace(
     if given is None:
         empty = torch.empty(partials, dtype=torch.float32, device=device)
         return empty, torch.zeros(counters, dtype=torch.int32, device=device)
-    assert given.partials.numel() >= partials and given.counters.numel() >= counters, "workspace too small"
+    assert given.partials.numel() >= partials and given.counters.numel() >= counters, (
+        "workspace too small"
+    )
     return given.partials, given.counters
 
 
@@ -149,8 +155,22 @@ def norm_gate_up(
     config = _config(weight, x, widest, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
-    gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
-        *(*operands_of(weight), x, y, bias, norm.squares, partials, counters, rows, n, k, norm.epsilon),
+    gate_up_kernel[
+        (ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)
+    ](
+        *(
+            *operands_of(weight),
+            x,
+            y,
+            bias,
+            norm.squares,
+            partials,
+            counters,
+            rows,
+            n,
+            k,
+            norm.epsilon,
+        ),
         **_sums_of(config, norm.squares),
         **launch_of(config, weight, x, act),
     )
@@ -158,7 +178,12 @@ def norm_gate_up(
 
 
 def _head(
-    x: Tensor, weight: AnyWeight, n: int, logits: Tensor | None, draw: tuple[Any, ...], config: LinearConfig
+    x: Tensor,
+    weight: AnyWeight,
+    n: int,
+    logits: Tensor | None,
+    draw: tuple[Any, ...],
+    config: LinearConfig,
 ) -> None:
     """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
     rows, k = x.shape
@@ -191,5 +216,7 @@ def head_sample(
     token = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)
-    choose_kernel[(rows,)](ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4)
+    choose_kernel[(rows,)](
+        ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4
+    )
     return token, finite

@@ -106,13 +106,17 @@ def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.cons
             number -= zeros.to(tl.float32)
     elif CODE == "e2m1":
         codes = codes >> 4 if HIGH else codes
-        twice = (0xC8643210 >> ((codes & 7).to(tl.uint32) * 4)) & 15  # each magnitude's double in four bits
+        twice = (
+            0xC8643210 >> ((codes & 7).to(tl.uint32) * 4)
+        ) & 15  # each magnitude's double in four bits
         number = twice.to(tl.float32) * 0.5
         number = tl.where((codes & 8) != 0, -number, number)
     else:
         size = (codes & 127).to(tl.int32)
         number = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)  # below 2**-6 no leading 1
+        number = tl.where(
+            size < 8, size.to(tl.float32) * 0.001953125, number
+        )  # below 2**-6 no leading 1
         number = tl.where(codes >= 128, -number, number)
     return number.to(DTYPE)
 
@@ -127,7 +131,20 @@ def of_group(kept, group, k, GROUP_K: tl.constexpr):
 
 @triton.jit
 def take_codes(
-    total, weight_rows, scales, zeros, columns, x, row_t, rows, start, k, GROUP_K, CODE, BLOCK_K, EVEN_K
+    total,
+    weight_rows,
+    scales,
+    zeros,
+    columns,
+    x,
+    row_t,
+    rows,
+    start,
+    k,
+    GROUP_K,
+    CODE,
+    BLOCK_K,
+    EVEN_K,
 ):
     """total [BLOCK_N, BLOCK_T] plus a step of codes times tokens: each group's sum is scaled, in order."""
     HALF: tl.constexpr = BLOCK_K // per_byte(CODE)
@@ -149,7 +166,9 @@ def take_codes(
             scale = of_group(scales, group + 1, k, GROUP_K).to(tl.float32)
             part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, input_precision="ieee")
         else:
-            part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, part, input_precision="ieee")
+            part = tl.dot(
+                numbers(codes, zero, True, CODE, DTYPE), others, part, input_precision="ieee"
+            )
     else:
         codes = load_weights(weight_rows, column, k, EVEN_K)
         part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
@@ -214,8 +233,12 @@ def gate_and_up(
         for start in range(begin, end, BLOCK_K):
             column = start + tl.arange(0, BLOCK_K)
             tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-            gate = tl.dot(load_weights(gate_rows, column, k, EVEN_K), tokens, gate, input_precision="ieee")
-            up = tl.dot(load_weights(up_rows, column, k, EVEN_K), tokens, up, input_precision="ieee")
+            gate = tl.dot(
+                load_weights(gate_rows, column, k, EVEN_K), tokens, gate, input_precision="ieee"
+            )
+            up = tl.dot(
+                load_weights(up_rows, column, k, EVEN_K), tokens, up, input_precision="ieee"
+            )
     else:
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n

@@ -36,20 +36,37 @@ def assembly(kind, high, half):
     for out, order in enumerate((0x4140, 0x4342)):
         spread = f"prmt.b32 w, c, 0, {order};"
         if kind == "int4":
-            lines += [f"prmt.b32 w, c, {lift}, {order};", f"prmt.b32 b, z, {lift | 0x80808080}, {order};"]
+            lines += [
+                f"prmt.b32 w, c, {lift}, {order};",
+                f"prmt.b32 b, z, {lift | 0x80808080}, {order};",
+            ]
             lines += [f"mov.b32 a, {one};", fma]
         elif kind == "e2m1":
-            shift, mask, power = (9, 0x0E000E00, 0x74007400) if half else (6, 0x01C001C0, 0x7E807E80)
+            shift, mask, power = (
+                (9, 0x0E000E00, 0x74007400) if half else (6, 0x01C001C0, 0x7E807E80)
+            )
             sign = ["shl.b32 t, w, 12;", f"and.b32 t, t, {SIGN};"]
-            lines += [spread, *sign, f"shl.b32 w, w, {shift};", f"and.b32 w, w, {mask};", "or.b32 w, w, t;"]
+            lines += [
+                spread,
+                *sign,
+                f"shl.b32 w, w, {shift};",
+                f"and.b32 w, w, {mask};",
+                "or.b32 w, w, t;",
+            ]
             lines += [f"mov.b32 a, {power};", f"mov.b32 b, {SIGN};", fma]
         else:
-            shift, mask, power = (1, 0x3F803F80, 0x5C005C00) if half else (4, 0x07F007F0, 0x7B807B80)
+            shift, mask, power = (
+                (1, 0x3F803F80, 0x5C005C00) if half else (4, 0x07F007F0, 0x7B807B80)
+            )
             lines += [f"prmt.b32 w, c, 0, {(0x1404, 0x3424)[out]};", f"and.b32 t, w, {SIGN};"]
             lines += [f"shr.u32 w, w, {shift};", f"and.b32 w, w, {mask};", "or.b32 w, w, t;"]
             lines += [f"mov.b32 a, {power};", f"mov.b32 b, {SIGN};", fma]
         lines.append(f"mov.b32 v{out}, w;")
-    return "{ .reg .b32 a, b, c, t, w, z, v0, v1; " + " ".join(lines) + " mov.b32 $0, v0; mov.b32 $1, v1; }"
+    return (
+        "{ .reg .b32 a, b, c, t, w, z, v0, v1; "
+        + " ".join(lines)
+        + " mov.b32 $0, v0; mov.b32 $1, v1; }"
+    )
 
 
 @triton.jit

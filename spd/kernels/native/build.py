@@ -20,11 +20,30 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "round.c", "recurrent.c", "pool.c", "init.c")
+SOURCES = (
+    "linear.c",
+    "attention.c",
+    "experts.c",
+    "sample.c",
+    "round.c",
+    "recurrent.c",
+    "pool.c",
+    "init.c",
+)
 COMPILERS = ("gcc", "cc")  # the first that is found; else the one that the package ziglang holds
-LARGEST_HEAD = 576  # elements of a head that attention has room for: a latent of 512 with 64 rotated
+LARGEST_HEAD = (
+    576  # elements of a head that attention has room for: a latent of 512 with 64 rotated
+)
 FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-fPIC", "-shared"),
+    *(
+        "-O3",
+        "-march=native",
+        "-fno-math-errno",
+        "-ffp-contract=off",
+        "-pthread",
+        "-fPIC",
+        "-shared",
+    ),
     *("-nodefaultlibs", f"-DLARGEST_HEAD={LARGEST_HEAD}"),
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")
@@ -82,17 +101,27 @@ def instructions(dtype: str = "bfloat16") -> str | None:
 
 def fitting(dtype: str) -> list[str]:
     """The instructions that there are libraries of a dtype for, the best first."""
-    return [name for name, needed in FEATURES.items() if dtype == "bfloat16" or "avx512_bf16" not in needed]
+    return [
+        name
+        for name, needed in FEATURES.items()
+        if dtype == "bfloat16" or "avx512_bf16" not in needed
+    ]
 
 
 def obstacle() -> str | None:
     """What keeps this machine from having the kernels, as far as that shows before they are built."""
     if instructions() is None:
         return "this processor has neither AVX2 with FMA nor NEON"
-    return None if find_compiler() else "no C compiler is installed (gcc, or pip install 'spd[compiler]')"
+    return (
+        None
+        if find_compiler()
+        else "no C compiler is installed (gcc, or pip install 'spd[compiler]')"
+    )
 
 
-def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype: str = "bfloat16") -> Path:
+def library_path(
+    folder: Callable[[], Path], chosen: str | None = None, *, dtype: str = "bfloat16"
+) -> Path:
     """The compiled library as a file to load: kept in the folder that `folder` names, or made now.
 
     It is made now too where the kept one is broken or others could have written it.
@@ -109,7 +138,11 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
             return _in_memory(_read(folder() / name))
         except FileNotFoundError:
             logger.getChild("compiling").info("compiling C kernels, at the first run")
-        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder is known
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # RuntimeError: no home folder is known
             logger.warning("the C kernels are compiled anew: %s", error)
         made = _compile(compiler, flags)
         with suppress(OSError, RuntimeError):
@@ -121,7 +154,9 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
 
 def read_kept(place: Path) -> bytes:
     """Read a kept file; empty if there is none. Raises OSError, and ValueError if others may write it."""
-    with open(place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with open(
+        place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)
+    ) as file:
         found = os.fstat(file.fileno())
         for path, status in ((place, found), (place.parent, place.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -171,10 +206,14 @@ def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
     with TemporaryDirectory(prefix="spd-kernels-") as folder:
         made = Path(folder, "native.so")
-        places = (f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"))
+        places = (
+            f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
+        )
         command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            said = next(
+                (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
+            )
             raise NativeUnavailable(f"{compiler[0]} does not compile them: {said.strip()}")
         return made.read_bytes()

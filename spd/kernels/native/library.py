@@ -34,7 +34,16 @@ SIDE, DEPTH = 16, 32  # rows or columns of a tile, and its depth
 TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
 Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 ROUND = (
-    *("tokens", "length", "length_limit", "draft", "num_drafts", "match", "draft_limit", "draft_cap"),
+    *(
+        "tokens",
+        "length",
+        "length_limit",
+        "draft",
+        "num_drafts",
+        "match",
+        "draft_limit",
+        "draft_cap",
+    ),
     *("page_table", "stop_ids", "active", "ring", "times", "counter"),
 )
 """The tensors of `RoundTensors` as round.c has them."""
@@ -203,10 +212,15 @@ class NativeLibrary:
     def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
         self.call("mark_time", times, counter, *times.shape, column, advance)
 
-    def round_window(self, state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
+    def round_window(
+        self, state: RoundTensors, k: int, places: Places, usable_vocab: int
+    ) -> RoundWindow:
         slots = state.length.shape[0]
         rows, made = _rows(slots, k + 1, places)
-        draft, count = torch.empty(slots, k, dtype=torch.int64), torch.empty(slots, dtype=torch.int64)
+        draft, count = (
+            torch.empty(slots, k, dtype=torch.int64),
+            torch.empty(slots, dtype=torch.int64),
+        )
         self.call("round_window", _round(state), made, draft, count, k, usable_vocab)
         return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, count)
 
@@ -223,7 +237,9 @@ class NativeLibrary:
         self.call("committed_window", _round(state), made, chosen.contiguous(), first, ahead)
         return rows
 
-    def draft_step(self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
+    def draft_step(
+        self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places
+    ) -> Rows:
         rows, made = _rows(state.length.shape[0], 1, places)
         self.call("draft_step", _round(state), made, sampled.contiguous(), step, k)
         return rows
@@ -237,7 +253,12 @@ class NativeLibrary:
         accepted: Tensor | None = None,
         generated: Tensor | None = None,
     ) -> None:
-        drawn = (window.draft.contiguous(), window.num_drafts, sampled.contiguous(), finite.contiguous())
+        drawn = (
+            window.draft.contiguous(),
+            window.num_drafts,
+            sampled.contiguous(),
+            finite.contiguous(),
+        )
         k, stride = window.draft.shape[1], 0 if generated is None else generated.stride(0)
         self.call("round_commit", _round(state), *drawn, accepted, generated, k, stride)
 
@@ -258,7 +279,11 @@ class NativeLibrary:
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
-        count, kind, steps = every.shape[0], 1 + CODES.index(weight.kind), _steps(width, depth, gated)
+        count, kind, steps = (
+            every.shape[0],
+            1 + CODES.index(weight.kind),
+            _steps(width, depth, gated),
+        )
         step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
         tiles = in_large_pages(torch.empty(count, steps * step, dtype=torch.uint8))
         size = steps // ceil_div(depth, DEPTH) * groups * 2 * SIDE
@@ -295,7 +320,9 @@ class NativeLibrary:
         room = self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH))
         ends = (bias, residual, y, weight.width, heads * width, *ending)
         strides = (x.stride(0), x.stride(-2), width)
-        self.share("linear", x, norm, room, *weight.fields, *ends, rows, heads, depth, *strides, epsilon)
+        self.share(
+            "linear", x, norm, room, *weight.fields, *ends, rows, heads, depth, *strides, epsilon
+        )
         return y
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -303,18 +330,28 @@ class NativeLibrary:
         assert x.shape[1] == weight.count
         return self.linear(x, weight, None)
 
-    def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
+    def norm(
+        self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+    ) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
         x, y = x.contiguous(), torch.empty(x.shape, dtype=self.dtype)
         self.share("norm", x, residual, weight, y, *x.shape, epsilon)
         return y
 
-    def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm_rows(
+        self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float
+    ) -> Tensor:
         """No squares are needed."""
         return self.norm(x, weight.float(), epsilon)
 
     def rotary_store(
-        self, qkv: Tensor, rows: RotatedRows, norm: Tensor | None, epsilon: float, pools: Pools, heads: int
+        self,
+        qkv: Tensor,
+        rows: RotatedRows,
+        norm: Tensor | None,
+        epsilon: float,
+        pools: Pools,
+        heads: int,
     ) -> Tensor:
         """Positions are needed, the norm's scales are float32.
 
@@ -331,27 +368,63 @@ class NativeLibrary:
         self, windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
     ) -> NativePlan:
         """Nothing is made but contiguous."""
-        return NativePlan(windows.page_table.contiguous(), windows.positions.contiguous(), heads.first_key)
+        return NativePlan(
+            windows.page_table.contiguous(), windows.positions.contiguous(), heads.first_key
+        )
 
     def paged_attention(
-        self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores, rank: int | None = None
+        self,
+        query: Tensor,
+        pools: Pools,
+        plan: AttentionPlan,
+        scores: Scores,
+        rank: int | None = None,
     ) -> Tensor:
         """Of values the first `rank` elements."""
         assert isinstance(plan, NativePlan)
         (page, kv_heads, size), table = pools[0].shape[1:], plan.page_table
-        query, mixed = query.contiguous(), torch.empty(*query.shape[:3], rank or size, dtype=self.dtype)
-        given = (query, *pools, table, plan.positions, mixed, scores.sinks, *query.shape[:3], kv_heads, size)
+        query, mixed = (
+            query.contiguous(),
+            torch.empty(*query.shape[:3], rank or size, dtype=self.dtype),
+        )
+        given = (
+            query,
+            *pools,
+            table,
+            plan.positions,
+            mixed,
+            scores.sinks,
+            *query.shape[:3],
+            kv_heads,
+            size,
+        )
         more = (rank or size, page, table.shape[1], plan.first_key, scores.sliding or 0)
         self.share("attend", *given, *more, scores.scale, scores.softcap or 0.0)
         return mixed
 
     def latent_store(
-        self, query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
+        self,
+        query: Tensor,
+        latent: Tensor,
+        rows: RotatedRows,
+        norm: Tensor,
+        epsilon: float,
+        pages: Tensor,
     ) -> Tensor:
         """Positions are needed."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
         (count, heads, turned), out = query.shape, torch.empty(query.shape, dtype=self.dtype)
-        given = (query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm.float(), pages, out)
+        given = (
+            query,
+            latent,
+            rows.cos,
+            rows.sin,
+            rows.positions,
+            rows.kv_slots,
+            norm.float(),
+            pages,
+            out,
+        )
         strides = (query.stride(0), query.stride(1), latent.stride(0))
         self.share("latent_store", *given, count, heads, norm.shape[0], turned, *strides, epsilon)
         return out
@@ -367,7 +440,9 @@ class NativeLibrary:
         self.share("router", x.contiguous(), weight.contiguous(), logits, *x.shape, weight.shape[0])
         return logits
 
-    def route(self, parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    def route(
+        self, parts: Tensor, correction: Tensor | None, rule: RoutingRule
+    ) -> tuple[Tensor, Tensor]:
         """Parts [T, 1, E] are `router_logits`'."""
         rows, _, experts = parts.shape
         correction = None if correction is None else correction.float().contiguous()
@@ -392,24 +467,52 @@ class NativeLibrary:
         steps = (tensors.bias, tensors.generated, tensors.min_length, tensors.mask)
         if any(step is not None for step in steps):
             logits = adjust_rows(logits, draft, tensors)
-        logits, positions, (slots, width, vocab) = logits.contiguous(), positions.contiguous(), logits.shape
+        logits, positions, (slots, width, vocab) = (
+            logits.contiguous(),
+            positions.contiguous(),
+            logits.shape,
+        )
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
         room = self.room(ceil_div(self.threads * ceil_div(16 * usable, 64) * 64, TILE_BYTES))
         rules = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
-        given = (logits, *rules, positions, tokens, finite, room, slots, width, vocab, usable, stream)
+        given = (
+            logits,
+            *rules,
+            positions,
+            tokens,
+            finite,
+            room,
+            slots,
+            width,
+            vocab,
+            usable,
+            stream,
+        )
         self.share("sample", *given, tensors.noise, tensors.truncation)
         return tokens, finite
 
     def ngram_lookup(
-        self, state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
+        self,
+        state: RoundTensors,
+        k: int,
+        ngram_min: int,
+        ngram_max: int,
+        bound: int,
+        over: bool = False,
     ) -> None:
         """Bound is not used."""
         self.call("lookup", _round(state), k, ngram_min, ngram_max, over)
 
     def short_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ring: Tensor,
+        rows: Segments,
+        silu: bool = True,
     ) -> Tensor:
         assert x.stride(1) == 1
         out, table = torch.zeros(x.shape), rows.table.contiguous()
@@ -425,7 +528,9 @@ class NativeLibrary:
         (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
         count, table = mixed.shape[0], rows.table.contiguous()
         out = torch.zeros(count, heads, size)
-        room = self.room(ceil_div(self.threads * (32 * width + count * (2 * width + 2)), SIDE * DEPTH))
+        room = self.room(
+            ceil_div(self.threads * (32 * width + count * (2 * width + 2)), SIDE * DEPTH)
+        )
         runs = (table, rows.applied, table.shape[1], count)
         given = (mixed, rule.rate, rule.bias, raw_gates, *memory, room, out)
         sizes = (raw_gates.stride(0), heads, key_heads, width, size, depth)
@@ -451,10 +556,22 @@ class NativeLibrary:
         gate_up, down = own.gate_up, own.down
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
-        out, made = torch.empty(x.shape, dtype=self.dtype), torch.empty(pairs, inner, dtype=self.dtype)
+        out, made = (
+            torch.empty(x.shape, dtype=self.dtype),
+            torch.empty(pairs, inner, dtype=self.dtype),
+        )
         lists = [torch.empty(size, dtype=torch.int64) for size in (pairs, count + 1, count, count)]
         room = self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH))
-        given = (x, stream, ids, weights, own.gate_up_bias, own.down_bias, *gate_up.fields, *down.fields)
+        given = (
+            x,
+            stream,
+            ids,
+            weights,
+            own.gate_up_bias,
+            own.down_bias,
+            *gate_up.fields,
+            *down.fields,
+        )
         places = (*lists, made, out, torch.empty(pairs, depth), room)
         sizes = (rows, depth, inner, gate_up.width, count, per_token, 0)
         self.share("experts", *given, *ending_of(own.act), *places, *sizes)

@@ -21,7 +21,9 @@ from spd.kernels.native.library import NativeLibrary, Step
 
 Result = TypeVar("Result")
 
-POOL_BYTES = 64 << 20  # a program that makes more is not recorded: there, Python is not what takes the time
+POOL_BYTES = (
+    64 << 20
+)  # a program that makes more is not recorded: there, Python is not what takes the time
 ALIGNMENT = 64
 ASKING = frozenset({"nonzero", "masked_select", "lift_fresh"})
 """Operations whose result has a size that values decide, or brings a value of the host's."""
@@ -56,7 +58,9 @@ class Recording(TorchDispatchMode):
             return given.get("out", args[0])
         made = op(*args, **given)
         results = made if isinstance(made, (tuple, list)) else [made]
-        masked = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        masked = name == "index" and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        )
         if name in ASKING or masked or not all(isinstance(each, Tensor) for each in results):
             raise NotRecordable(name)
         tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
@@ -94,7 +98,9 @@ def _out_form(op: Any) -> tuple[Any, tuple[str, ...]]:
     return None, ()
 
 
-def _into(op: Any, name: str, args: tuple[Any, ...], given: dict[str, Any], places: list[Tensor]) -> Step:
+def _into(
+    op: Any, name: str, args: tuple[Any, ...], given: dict[str, Any], places: list[Tensor]
+) -> Step:
     """The step that makes an operation's results in their places."""
     if name in COPIES:
         return places[0].copy_, (args[0],)

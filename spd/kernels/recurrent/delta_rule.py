@@ -60,7 +60,9 @@ def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: b
     return state + key * (value * gates[:, 1, None, None])
 
 
-def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
+def delta_rule(
+    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+) -> Tensor:
     """What each row reads of its slot's state, float32 [T, H, dv]; see `DeltaMemory`, written in place.
 
     mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values. raw_gates [T, 2 * H], rows with any
@@ -80,12 +82,16 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
 
     for slot, first, count, start, keep, applied in rows.runs():
         current = state[slot] if applied else torch.zeros_like(state[slot])
-        for position in range(applied, start + count):  # one by one: every token's arithmetic has one shape
+        for position in range(
+            applied, start + count
+        ):  # one by one: every token's arithmetic has one shape
             place, row = position % depth, first + position - start
             if position == keep:
                 state[slot] = current
             if position >= start:
-                query, key, value = torch.split(mixed[row], [key_heads * width] * 2 + [heads * size])
+                query, key, value = torch.split(
+                    mixed[row], [key_heads * width] * 2 + [heads * size]
+                )
                 query, key = query.view(key_heads, width), key.view(key_heads, width)
                 if rule.corrects:
                     query, key = unit(query) * width**-0.5, unit(key)
@@ -101,7 +107,9 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
     return out
 
 
-def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
+def delta_chunks(
+    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+) -> Tensor:
     """As `delta_rule` up to rounding, of runs that stay as a whole and begin where their states stand.
 
     So the states are written as of the runs' ends; the rings are neither read nor written.
@@ -122,7 +130,9 @@ def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemo
             if rule.corrects:
                 query, key = unit(query) * width**-0.5, unit(key)
             query, key, value = (
-                pad(x.repeat_interleave(heads // x.shape[1], 1), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+                pad(
+                    x.repeat_interleave(heads // x.shape[1], 1), (0, 0, 0, 0, 0, missing)
+                ).transpose(0, 1)
                 for x in (query, key, value.view(-1, heads, size))
             )
             gates = pad(gates, (0, 0, 0, missing)).mT
@@ -154,7 +164,9 @@ def _chunk(
     return read, state * faded[:, -1:] + (key * left).mT @ written
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+) -> Tensor:
     """RMS norm of each head, times silu(gate), rounded once: x float32 [T, H, dv] to [T, H * dv].
 
     gate [T, H * dv], rows with any stride, has the result's dtype; weight float32 [dv] is every head's, or

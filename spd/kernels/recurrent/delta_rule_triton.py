@@ -71,18 +71,24 @@ def token_at(
     row, key_head = first + position - start, head // (H // HK)
     source = mixed + row * (2 * HK * WIDTH + H * SIZE)
     key_at = tl.where(own, source + (HK + key_head) * WIDTH, keys + (place * HK + key_head) * WIDTH)
-    value_at = tl.where(own, source + 2 * HK * WIDTH + head * SIZE, values + (place * H + head) * SIZE)
+    value_at = tl.where(
+        own, source + 2 * HK * WIDTH + head * SIZE, values + (place * H + head) * SIZE
+    )
     query = tl.load(source + key_head * WIDTH + i, mask=i < tl.where(own, WIDTH, 0), other=0.0)
     key = tl.load(key_at + i, mask=i < tl.where(own | kept, WIDTH, 0), other=0.0)
     value = tl.load(value_at + j, mask=j < tl.where(own | kept, SIZE, 0), other=0.0)
     step, amount = gates_said(raw_gates + row * gate_stride + head, own, H, CORRECTS)
     gates_at = gates + (place * H + head) * 2
-    decay, correct = tl.load(gates_at, mask=kept, other=0.0), tl.load(gates_at + 1, mask=kept, other=0.0)
+    decay, correct = (
+        tl.load(gates_at, mask=kept, other=0.0),
+        tl.load(gates_at + 1, mask=kept, other=0.0),
+    )
     return query, key, value, step, amount, decay, correct
 
 
 @triton.jit(
-    do_not_specialize=["G", "T", "DEPTH", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"]
+    do_not_specialize=["G", "T", "DEPTH", "gate_stride"],
+    do_not_specialize_on_alignment=["raw_gates"],
 )
 def delta_rule_kernel(
     mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, T, DEPTH, gate_stride,
@@ -120,12 +126,18 @@ def delta_rule_kernel(
         )  # fmt: skip
         own = position >= start
         fresh_decay, fresh_correct = gates_meant(step, amount, head_rate, head_bias, CORRECTS)
-        decay, correct = tl.where(own, tl.exp(fresh_decay), decay), tl.where(own, fresh_correct, correct)
+        decay, correct = (
+            tl.where(own, tl.exp(fresh_decay), decay),
+            tl.where(own, fresh_correct, correct),
+        )
         key *= tl.where(own, over_length(tl.sum(key * key, 0), EPSILON, CORRECTS), 1.0)
         query *= over_length(tl.sum(query * query, 0), EPSILON, CORRECTS)
         if position == keep:
             tl.store(state, current, mask=whole, cache_modifier=".cs")
-        key_at, gates_at = keys + (place * HK + head // (H // HK)) * WIDTH, gates + (place * H + head) * 2
+        key_at, gates_at = (
+            keys + (place * HK + head // (H // HK)) * WIDTH,
+            gates + (place * H + head) * 2,
+        )
         tl.store(key_at + i, key, mask=i < tl.where(own & writes_keys, WIDTH, 0))
         tl.store(values + (place * H + head) * SIZE + j, value, mask=j < tl.where(own, SIZE, 0))
         tl.store(gates_at, decay, mask=own & (block == 0))
@@ -143,15 +155,33 @@ def delta_rule_kernel(
         tl.store(state, current, mask=whole, cache_modifier=".cs")
 
 
-def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
+def delta_rule(
+    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+) -> Tensor:
     assert raw_gates.stride(1) == 1
     (heads, width, size), depth = memory.state.shape[1:], memory.keys.shape[1]
     out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
     columns, runs = min(STATE_COLUMNS, power_of_two(size)), rows.table.shape[1]
     delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
-        *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied, runs, len(mixed)),
+        *(
+            mixed,
+            raw_gates,
+            rule.rate,
+            rule.bias,
+            *memory,
+            out,
+            rows.table,
+            rows.applied,
+            runs,
+            len(mixed),
+        ),
         *(depth, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
-        **{**_constants(rule, memory), "COLUMNS": columns, "num_warps": 1, "enable_fp_fusion": False},
+        **{
+            **_constants(rule, memory),
+            "COLUMNS": columns,
+            "num_warps": 1,
+            "enable_fp_fusion": False,
+        },
     )
     return out
 
@@ -159,18 +189,27 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
 def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
     (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
     sizes = {"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)}
-    return {**sizes, "EPSILON": NORM_EPSILON, "CORRECTS": rule.corrects, **overlap(rule.rate.device)}
+    return {
+        **sizes,
+        "EPSILON": NORM_EPSILON,
+        "CORRECTS": rule.corrects,
+        **overlap(rule.rate.device),
+    }
 
 
 @triton.jit
 def rows_of(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Columns first to first + ROWS, of WIDTH, of rows of float32 values at source [L]; else zeros."""
     i = first + tl.arange(0, ROWS)
-    return tl.load(source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0)
+    return tl.load(
+        source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0
+    )
 
 
 @triton.jit
-def gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
+def gates_of(
+    raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr
+):
     """Of rows [L]: the logarithm of the decay since before the chunk, and how much is corrected."""
     said, own = raw_gates + row * gate_stride + head, (tl.load(rate + head), tl.load(bias + head))
     step, amount = gates_said(said, within, H, CORRECTS)
@@ -193,7 +232,9 @@ def delta_solve_kernel(
     t = tl.arange(0, L)
     row, within = first + chunk * L + t, chunk * L + t < count
     total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS)
-    fade = tl.exp(tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf")))
+    fade = tl.exp(
+        tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf"))
+    )
     source = mixed + row * (2 * HK * WIDTH + H * SIZE) + head // (H // HK) * WIDTH
     asked, system = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
     query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
@@ -206,10 +247,17 @@ def delta_solve_kernel(
         system = tl.dot(key, tl.trans(key), system, input_precision=PRECISION)
     key_unit = over_length(key_square, EPSILON, CORRECTS)
     fade *= key_unit[None, :]
-    at = solved + ((run * tl.num_programs(1) + chunk) * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
+    at = (
+        solved
+        + ((run * tl.num_programs(1) + chunk) * H + head) * (2 * L * L)
+        + t[:, None] * L
+        + t[None, :]
+    )
     tl.store(at, asked * fade * (over_length(query_square, EPSILON, CORRECTS) * scale)[:, None])
     if CORRECTS:
-        system = tl.where(t[:, None] > t[None, :], system * fade * (key_unit * correct)[:, None], 0.0)
+        system = tl.where(
+            t[:, None] > t[None, :], system * fade * (key_unit * correct)[:, None], 0.0
+        )
         inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
         for step in range(0, L - 1):
             of_row = tl.sum(tl.where(t[None, :] == step, system, 0.0), 1)
@@ -219,7 +267,8 @@ def delta_solve_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["G", "T", "gate_stride", "chunks"], do_not_specialize_on_alignment=["raw_gates"]
+    do_not_specialize=["G", "T", "gate_stride", "chunks"],
+    do_not_specialize_on_alignment=["raw_gates"],
 )
 def delta_chunks_kernel(
     mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, T, chunks,
@@ -235,14 +284,20 @@ def delta_chunks_kernel(
     clear_around(out + head * SIZE + j, j < SIZE, table, run, first, count, G, T, H * SIZE)
     if count == 0:
         return
-    part_at = state + (slot * H + head) * (WIDTH * SIZE) + tl.arange(0, PART)[:, None] * SIZE + j[None, :]
+    part_at = (
+        state + (slot * H + head) * (WIDTH * SIZE) + tl.arange(0, PART)[:, None] * SIZE + j[None, :]
+    )
     at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
     for chunk in range(0, tl.cdiv(count, L)):
         row, within = first + chunk * L + t, chunk * L + t < count
-        total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS)
+        total, correct = gates_of(
+            raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS
+        )
         source = mixed + row * (2 * HK * WIDTH + H * SIZE)
         query_at = source + head // (H // HK) * WIDTH
-        written_rows = tl.where((start > 0) | (chunk > 0), WIDTH, 0)  # what lies there before is another's
+        written_rows = tl.where(
+            (start > 0) | (chunk > 0), WIDTH, 0
+        )  # what lies there before is another's
         known, read = tl.zeros((L, COLUMNS), tl.float32), tl.zeros((L, COLUMNS), tl.float32)
         query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
         for part in range(0, ROWS, PART):
@@ -260,7 +315,9 @@ def delta_chunks_kernel(
         written = tl.load(value_at, mask=given, other=0.0)
         if CORRECTS:
             wrong = written - known * (key_unit * faded)[:, None]
-            written = tl.dot(tl.load(at + L * L), wrong * correct[:, None], input_precision=PRECISION)
+            written = tl.dot(
+                tl.load(at + L * L), wrong * correct[:, None], input_precision=PRECISION
+            )
         else:
             written *= correct[:, None]
         read *= (over_length(query_square, EPSILON, CORRECTS) * scale * faded)[:, None]
@@ -273,7 +330,9 @@ def delta_chunks_kernel(
             key = rows_of(query_at + HK * WIDTH, within, part, PART, WIDTH)
             i = part + tl.arange(0, PART)
             now = tl.load(
-                part_at + part * SIZE, mask=(i < written_rows)[:, None] & (j < SIZE)[None, :], other=0.0
+                part_at + part * SIZE,
+                mask=(i < written_rows)[:, None] & (j < SIZE)[None, :],
+                other=0.0,
             )
             now = tl.dot(tl.trans(key), written, now * tl.exp(last), input_precision=PRECISION)
             tl.store(part_at + part * SIZE, now, mask=(i < WIDTH)[:, None] & (j < SIZE)[None, :])
@@ -281,20 +340,36 @@ def delta_chunks_kernel(
         at += H * (2 * L * L)
 
 
-def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
+def delta_chunks(
+    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+) -> Tensor:
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
     out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
     columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
-    solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
-    shape = {**_constants(rule, memory), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
+    solved = torch.empty(
+        (runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device
+    )
+    shape = {
+        **_constants(rule, memory),
+        "L": CHUNK,
+        "PART": max(16, min(PART, power_of_two(width))),
+    }
     given = (mixed, raw_gates, rule.rate, rule.bias)
-    where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0)
+    where = (
+        rows.table,
+        rows.applied,
+        runs,
+        raw_gates.stride(0),
+        width**-0.5 if rule.corrects else 1.0,
+    )
     delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, num_warps=1, **shape)
     shape |= {"COLUMNS": columns, "num_warps": 2}
     grid = (runs, heads, ceil_div(size, columns))
-    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, len(mixed), chunks, **shape)
+    delta_chunks_kernel[grid](
+        *given, memory.state, solved, out, *where, len(mixed), chunks, **shape
+    )
     return out
 
 
@@ -318,7 +393,9 @@ def gated_norm_kernel(
     tl.store(out + (row * H + head) * SIZE + j, normed.to(out.dtype.element_ty), mask=within)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+) -> Tensor:
     assert gate.stride(1) == 1
     rows, heads, size = x.shape
     out = torch.empty((rows, heads * size), dtype=gate.dtype, device=x.device)

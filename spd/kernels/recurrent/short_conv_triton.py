@@ -21,7 +21,11 @@ WALKED = 4
 @triton.jit
 def run_of(table, applied, run, G):
     """Slot, first row, rows, position of the first, position to keep, and applied position, of a run."""
-    slot, first, count = tl.load(table + run), tl.load(table + G + run), tl.load(table + 2 * G + run)
+    slot, first, count = (
+        tl.load(table + run),
+        tl.load(table + G + run),
+        tl.load(table + 2 * G + run),
+    )
     start, keep = tl.load(table + 3 * G + run), tl.load(table + 4 * G + run)
     return slot, first, count, start, keep, tl.load(applied + slot)
 
@@ -68,7 +72,9 @@ def short_conv_kernel(
             own = tl.load(x + (first + position - start) * stride + channel, mask=given, other=0.0)
             earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=kept, other=0.0)
             value = tl.where(position >= start, own, earlier).to(tl.float32)
-            total = tl.fma(value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total)
+            total = tl.fma(
+                value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total
+            )
         total *= tl.sigmoid(total) if SILU else 1.0
         tl.store(out + (first + row) * C + channel, total, mask=within)
     for row in range(tl.maximum(0, count - DEPTH), tl.where(begin == 0, count, 0)):

@@ -23,7 +23,9 @@ class Emission(NamedTuple):
     accepted: int  # leading drafts that equal the samples
     committed: int  # tokens appended; 0 for a silent slot
     reason: int  # GOING_ON, STOPPED, FULL or FAILED
-    match: int  # tokens of the match that prompt lookup took the drafts from; 0 where a model drafted
+    match: (
+        int  # tokens of the match that prompt lookup took the drafts from; 0 where a model drafted
+    )
     draft: list[int]  # the k drafts that were fed
     sampled: list[int]  # the target's token for each of k + 1 rows
 
@@ -85,11 +87,15 @@ def round_commit(
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), state.match)
     view, place = ring[:, : before.shape[0]], state.counter % ring.shape[0]
     emitted = view.index_select(0, place)
-    emitted[0, :, : emission_width(k)] = torch.cat((torch.stack(columns, dim=1), sampled, draft), dim=1)
+    emitted[0, :, : emission_width(k)] = torch.cat(
+        (torch.stack(columns, dim=1), sampled, draft), dim=1
+    )
     view.index_copy_(0, place, emitted)
 
 
-def _decide(sampled: Tensor, finite: Tensor, accepted: Tensor, state: RoundTensors) -> tuple[Tensor, Tensor]:
+def _decide(
+    sampled: Tensor, finite: Tensor, accepted: Tensor, state: RoundTensors
+) -> tuple[Tensor, Tensor]:
     """How many samples each slot keeps, and the reason why it ends: int64 [S] each."""
     none = sampled.shape[1]
     rows = torch.arange(none, device=sampled.device)

@@ -19,7 +19,14 @@ _COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
 
 
 _VARYING = (
-    *("draft_stride", "sampled_stride", "finite_stride", "tokens_stride", "stop_stride", "generated_stride"),
+    *(
+        "draft_stride",
+        "sampled_stride",
+        "finite_stride",
+        "tokens_stride",
+        "stop_stride",
+        "generated_stride",
+    ),
     *("ring_stride", "slot_stride", "depth", "k", "stops", "now"),
 )
 
@@ -97,7 +104,10 @@ def round_commit(
     draft, length, stops, ring = window.draft, state.length, state.stop_ids, state.ring
     slots, k = draft.shape
     timer, now = timer_and_now(commit_kernel)
-    counts, given = length if generated is None else generated, length if accepted is None else accepted
+    counts, given = (
+        length if generated is None else generated,
+        length if accepted is None else accepted,
+    )
     sizes = {"ROWS": power_of_two(k + 1), "STOPS": power_of_two(stops.shape[1])}
     kinds = {"COUNTED": generated is not None, "GIVEN": accepted is not None, "TIMER": timer}
     commit_kernel[(slots,)](

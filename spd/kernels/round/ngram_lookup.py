@@ -28,7 +28,9 @@ def ngram_lookup(
     suffix = torch.zeros_like(tokens)
     for back in range(min(ngram_max, width)):
         current = tokens.gather(1, (last - back).clamp(0, width - 1))
-        shifted = tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :width]
+        shifted = (
+            tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :width]
+        )
         matching = matching & (shifted == current)
         suffix += matching
     # The longest suffix first, then the most recent end: one number orders both.

@@ -80,7 +80,9 @@ def walk_kernel(
     found = tl.max(best)
     if PARTS == 1:
         place = draft + s * draft_stride
-        write_draft(row, found, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER)
+        write_draft(
+            row, found, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER
+        )
     else:
         tl.store(finds + s * PARTS + part, found)
 
@@ -106,7 +108,11 @@ def ngram_lookup(
     tokens, num_drafts = state.tokens, state.num_drafts
     slots, width = tokens.shape
     parts = 1 if width <= ONE_PROGRAM else PARTS
-    finds = num_drafts if parts == 1 else torch.empty(slots, PARTS, dtype=torch.int64, device=tokens.device)
+    finds = (
+        num_drafts
+        if parts == 1
+        else torch.empty(slots, PARTS, dtype=torch.int64, device=tokens.device)
+    )
     arguments = (
         *(tokens, state.length, state.active, finds, state.draft, num_drafts, state.match),
         *(tokens.stride(0), state.draft.stride(0), k, ngram_min),

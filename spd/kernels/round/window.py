@@ -76,7 +76,9 @@ def mark_time(times: Tensor, counter: Tensor, column: int, advance: bool) -> Non
         counter += 1
 
 
-def kv_slots(page_table: Tensor, positions: Tensor, valid: Tensor, page_size: int, trash_slot: int) -> Tensor:
+def kv_slots(
+    page_table: Tensor, positions: Tensor, valid: Tensor, page_size: int, trash_slot: int
+) -> Tensor:
     """Where the KV of positions [S, R] lies in the pools: int64 [S, R]; the trash slot where not valid."""
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     slots = page_table.gather(1, columns) * page_size + positions % page_size
@@ -107,7 +109,12 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
 
 
 def committed_window(
-    state: RoundTensors, width: int, chosen: Tensor, places: Places, first: Tensor | None, ahead: int = 0
+    state: RoundTensors,
+    width: int,
+    chosen: Tensor,
+    places: Places,
+    first: Tensor | None,
+    ahead: int = 0,
 ) -> Rows:
     """The last `width` committed tokens of every slot, at positions length - width on, and `ahead` drafts.
 
@@ -137,7 +144,12 @@ def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: 
 
 
 def _rows(
-    state: RoundTensors, ids: Tensor, positions: Tensor, chosen: Tensor, places: Places, first: Tensor | None
+    state: RoundTensors,
+    ids: Tensor,
+    positions: Tensor,
+    chosen: Tensor,
+    places: Places,
+    first: Tensor | None,
 ) -> Rows:
     """Rows at positions [S, W]; those outside the limits or of slots that are not chosen are not valid."""
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))

@@ -33,7 +33,15 @@ def write_time(times, counter, depth, now, chosen, COLUMN, COLUMNS, TIMER):
 
 
 _VARYING = (
-    *("tokens_stride", "draft_stride", "table_stride", "table_width", "sampled_stride", "trash_slot", "k"),
+    *(
+        "tokens_stride",
+        "draft_stride",
+        "table_stride",
+        "table_width",
+        "sampled_stride",
+        "trash_slot",
+        "k",
+    ),
     *("usable_vocab", "max_len", "limit", "width", "ahead", "step", "depth", "now"),
 )
 """What differs between calls of one model, and must therefore not choose a program."""
@@ -96,7 +104,9 @@ def window_kernel(
     ids = tl.where(known, ids, 0)
     positions = tl.minimum(size - 1 + row, max_len - 1)
     valid = row <= tl.where(live, count, -1)
-    slots = page_slots(page_table + s * table_stride, positions, valid, table_width, trash_slot, PAGE)
+    slots = page_slots(
+        page_table + s * table_stride, positions, valid, table_width, trash_slot, PAGE
+    )
     at = s * (k + 1) + row
     tl.store(out_ids + at, tl.where(row == 0, last, ids), mask=inside)
     tl.store(out_positions + at, positions, mask=inside)
@@ -134,7 +144,9 @@ def store_rows(
     table_width, limit, trash_slot, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Write rows at `positions`, which may lie outside the limits, to index `at` of the outputs."""
-    valid = inside & (positions >= tl.maximum(first, 0)) & (positions < tl.where(live, draft_limit, 0))
+    valid = (
+        inside & (positions >= tl.maximum(first, 0)) & (positions < tl.where(live, draft_limit, 0))
+    )
     clamped = tl.minimum(tl.maximum(positions, 0), limit - 1)
     slots = page_slots(table_row, clamped, valid, table_width, trash_slot, PAGE)
     tl.store(out_positions + at, clamped, mask=inside)
@@ -166,16 +178,31 @@ def committed_kernel(
 
 
 def committed_window(
-    state: RoundTensors, width: int, chosen: Tensor, places: Places, first: Tensor | None, ahead: int = 0
+    state: RoundTensors,
+    width: int,
+    chosen: Tensor,
+    places: Places,
+    first: Tensor | None,
+    ahead: int = 0,
 ) -> Rows:
     tokens, length, table, draft = state.tokens, state.length, state.page_table, state.draft
     slots, rows = length.shape[0], width + ahead
     window = Rows(length.new_empty(slots, rows), *_empty(length, rows))
-    inputs = (tokens, length, chosen, state.draft_limit, table, length if first is None else first, draft)
+    inputs = (
+        tokens,
+        length,
+        chosen,
+        state.draft_limit,
+        table,
+        length if first is None else first,
+        draft,
+    )
     strides = (tokens.stride(0), table.stride(0), draft.stride(0), table.shape[1])
     sizes = (width, ahead, places.limit, places.trash_slot)
     constants = {"PAGE": places.page_size, "ROWS": power_of_two(rows), "BOUNDED": first is not None}
-    committed_kernel[(slots,)](*inputs, *vars(window).values(), *strides, *sizes, **constants, num_warps=1)
+    committed_kernel[(slots,)](
+        *inputs, *vars(window).values(), *strides, *sizes, **constants, num_warps=1
+    )
     return window
 
 
@@ -207,5 +234,7 @@ def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: 
     inputs = (sampled, length, state.active, state.draft_limit, table, draft, state.num_drafts)
     strides = (sampled.stride(0), table.stride(0), table.shape[1], draft.stride(0))
     sizes = (step, k, places.limit, places.trash_slot)
-    step_kernel[(length.shape[0],)](*inputs, *room, *strides, *sizes, PAGE=places.page_size, num_warps=1)
+    step_kernel[(length.shape[0],)](
+        *inputs, *room, *strides, *sizes, PAGE=places.page_size, num_warps=1
+    )
     return Rows(sampled, *room)

@@ -51,7 +51,9 @@ def verify_drafts(
     passed = acceptance_uniforms(seed, positions[:, :-1]) < chances
     passed = passed & (number <= num_drafts.unsqueeze(-1))
     if by_block:
-        accepted = torch.cat((draft.new_zeros(draft.shape[0], 1), number * passed), dim=1).amax(dim=-1)
+        accepted = torch.cat((draft.new_zeros(draft.shape[0], 1), number * passed), dim=1).amax(
+            dim=-1
+        )
     else:
         accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
     at = accepted.unsqueeze(-1)
@@ -74,7 +76,9 @@ def draft_ratios(target: Tensor, laws: Tensor, draft: Tensor) -> Tensor:
     return torch.where(q > 0, p / q, 0.0)
 
 
-def block_chances(target: Tensor, laws: Tensor, draft: Tensor, num_drafts: Tensor) -> tuple[Tensor, Tensor]:
+def block_chances(
+    target: Tensor, laws: Tensor, draft: Tensor, num_drafts: Tensor
+) -> tuple[Tensor, Tensor]:
     """Each prefix's chance to pass [S, k], and the joint ratios [S, k + 1] that scale its residual."""
     ratios = draft_ratios(target, laws, draft)
     joint, chances = [torch.ones_like(target[:, 0, 0])], []
@@ -112,7 +116,9 @@ def acceptance_uniforms(seed: Tensor, positions: Tensor) -> Tensor:
     """One float32 uniform, above 0 and below 1, for each position [S, k] under seed [S]."""
     seed = seed.unsqueeze(-1).expand_as(positions)
     rows = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    return uniform(random_bits(seed, positions, STREAM_ACCEPTANCE + NUM_STREAMS * rows, 1)).squeeze(-1)
+    return uniform(random_bits(seed, positions, STREAM_ACCEPTANCE + NUM_STREAMS * rows, 1)).squeeze(
+        -1
+    )
 
 
 def draw_last(weights: Tensor, rejected: Tensor, seed: Tensor, position: Tensor) -> Tensor:

@@ -12,7 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, power_of_two
-from spd.kernels.sampling.draft_verify import NO_TOKEN, NUM_STREAMS, STREAM_ACCEPTANCE, STREAM_RESIDUAL
+from spd.kernels.sampling.draft_verify import (
+    NO_TOKEN,
+    NUM_STREAMS,
+    STREAM_ACCEPTANCE,
+    STREAM_RESIDUAL,
+)
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.philox_triton import (
     NO_RANK,
@@ -52,7 +57,9 @@ def excess_over_draft(p, scale, draft_probs, draft, slot, i, drafts, ids, vocab_
     if ONE_HOT:
         q = (ids == tl.load(draft + slot * drafts + i)).to(tl.float32)
     else:
-        q = tl.load(draft_probs + (slot * drafts + i) * vocab_size + ids, mask=ids < vocab_size, other=0.0)
+        q = tl.load(
+            draft_probs + (slot * drafts + i) * vocab_size + ids, mask=ids < vocab_size, other=0.0
+        )
     return tl.maximum(scale * p - q, 0.0)
 
 
@@ -100,7 +107,9 @@ def decide_kernel(
                 parts = sums + (slot * drafts + i) * blocks
                 excess = tl.sum(tl.load(parts + index, mask=index < blocks, other=0.0))
                 whole = excess + 1.0 - joint
-                chance = tl.where(whole > 0, tl.div_rn(excess, tl.where(whole > 0, whole, 1.0)), 1.0)
+                chance = tl.where(
+                    whole > 0, tl.div_rn(excess, tl.where(whole > 0, whole, 1.0)), 1.0
+                )
             passes = uniform(bits) < chance
             passed = tl.where(passes, i + 1, passed)
             scale = tl.where(passes, joint, scale)
@@ -132,7 +141,9 @@ def last_token_kernel(
         )  # fmt: skip
     stream = tl.where(rejected, RESIDUAL, TARGET).to(tl.uint32)
     groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), tl.load(positions + row), stream, groups)
+    bits0, bits1, bits2, bits3 = random_bits4(
+        tl.load(seed + slot), tl.load(positions + row), stream, groups
+    )
     noise = gumbel_of(interleave4(bits0, bits1, bits2, bits3))
     out = ranks + (slot * tl.num_programs(1) + block) * 2
     residual = tl.where(ids < vocab_size, draw_rank(tl.log(weights) + noise, ids), NO_RANK)
@@ -142,7 +153,9 @@ def last_token_kernel(
 
 
 @triton.jit(do_not_specialize=["drafts"])
-def emit_kernel(draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+def emit_kernel(
+    draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):
     """A slot's tokens: accepted drafts, the last token, NONE beyond; int64 [S, k + 1]."""
     slot = tl.program_id(0).to(tl.int64)
     index, rows = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
@@ -152,7 +165,11 @@ def emit_kernel(draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.const
     last = rank_token(tl.where(rank_is_finite(rank), rank, plain))
     at = tl.load(accepted + slot)
     drafted = tl.load(draft + slot * drafts + rows, mask=rows < at, other=NONE)
-    tl.store(tokens + slot * (drafts + 1) + rows, tl.where(rows == at, last, drafted), mask=rows <= drafts)
+    tl.store(
+        tokens + slot * (drafts + 1) + rows,
+        tl.where(rows == at, last, drafted),
+        mask=rows <= drafts,
+    )
 
 
 def verify_drafts(
@@ -169,7 +186,10 @@ def verify_drafts(
     drafts, blocks = rows - 1, ceil_div(vocab_size, BLOCK)
     assert rows <= MAX_ROWS
     sums = torch.empty(slots, max(drafts, 1), blocks, dtype=torch.float32, device=device)
-    accepted, scales = torch.empty_like(num_drafts), torch.empty(slots, dtype=torch.float32, device=device)
+    accepted, scales = (
+        torch.empty_like(num_drafts),
+        torch.empty(slots, dtype=torch.float32, device=device),
+    )
     ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
     tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
     draft, positions, one_hot = draft.contiguous(), positions.contiguous(), draft_probs is None
@@ -181,6 +201,8 @@ def verify_drafts(
         excess_kernel[slots, drafts - 1, blocks](*laws, sums, *sizes, **wide)
     decided = (seed, positions, sums, accepted, scales)
     decide_kernel[(slots,)](*laws, *decided, *sizes, blocks, BY_BLOCK=by_block, **row, **options)
-    last_token_kernel[slots, blocks](*laws, seed, positions, accepted, scales, ranks, *sizes, **wide)
+    last_token_kernel[slots, blocks](
+        *laws, seed, positions, accepted, scales, ranks, *sizes, **wide
+    )
     emit_kernel[(slots,)](draft, accepted, ranks, tokens, drafts, blocks, ROWS=MAX_ROWS, **row)
     return tokens, accepted

@@ -24,7 +24,9 @@ def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) & MASK, product & MASK
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Encrypt four 32-bit counters under two 32-bit keys; every word is held in an int64 tensor.
 
     All arguments broadcast against each other. Returns the four output words, each in [0, 2**32).

@@ -44,7 +44,9 @@ def random_bits4(seed, position, stream, groups):
     """
     zero = (position * 0).to(tl.uint32)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    return philox_words(groups.to(tl.uint32), position.to(tl.uint32), zero + stream, zero, low, high)
+    return philox_words(
+        groups.to(tl.uint32), position.to(tl.uint32), zero + stream, zero, low, high
+    )
 
 
 @triton.jit
@@ -74,7 +76,9 @@ def gumbel_at(seed, position, stream, ids):
     """Gumbel noise for token ids [G, 1] that need not lie beside each other, at seed and position [1, T]."""
     bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, ids >> 2)
     lane = ids & 3
-    return gumbel_of(tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3)))
+    return gumbel_of(
+        tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3))
+    )
 
 
 @triton.jit

@@ -59,7 +59,11 @@ class SamplingTensors:
 
 
 def sample_rows(
-    logits: Tensor, draft: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
+    logits: Tensor,
+    draft: Tensor,
+    positions: Tensor,
+    tensors: SamplingTensors,
+    stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
     """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
 
@@ -113,7 +117,9 @@ def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tens
     if tensors.mask is not None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
         words = tensors.mask[:, : logits.shape[1]].index_select(-1, ids >> 5)
-        logits = logits.masked_fill((words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY)
+        logits = logits.masked_fill(
+            (words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY
+        )
     return logits
 
 

@@ -40,7 +40,14 @@ BLOCK = 2048
 OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 VARYING = [
-    *("rows_per_slot", "draft_stride", "mask_stride", "mask_words", "position_stride_0", "position_stride_1"),
+    *(
+        "rows_per_slot",
+        "draft_stride",
+        "mask_stride",
+        "mask_words",
+        "position_stride_0",
+        "position_stride_1",
+    ),
     "stream",
 ]
 """What differs between calls of one model, and must therefore not choose the program."""
@@ -57,7 +64,9 @@ def block_rank(
         if tl.load(temperature + slot) > 0:
             position = tl.load(positions + slot * position_stride_0 + number * position_stride_1)
             groups = first // 4 + tl.arange(0, BLOCK // 4)
-            bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), position, stream, groups)
+            bits0, bits1, bits2, bits3 = random_bits4(
+                tl.load(seed + slot), position, stream, groups
+            )
             x = x + gumbel_of(interleave4(bits0, bits1, bits2, bits3))
     return tl.max(tl.where(ids < vocab_size, draw_rank(x, ids), NO_RANK))
 
@@ -141,7 +150,11 @@ def weights_of(
     if TRUNCATION:
         kept = is_kept(x, ids, thresholds, temperature, min_p, row, slot)
         weights = tl.where(kept, weights, 0.0)
-    return tl.where(ids < vocab_size, weights, 0.0), (order_key(x) == top_key) & (ids < vocab_size), top_key
+    return (
+        tl.where(ids < vocab_size, weights, 0.0),
+        (order_key(x) == top_key) & (ids < vocab_size),
+        top_key,
+    )
 
 
 @triton.jit(do_not_specialize=["rows_per_slot"])
@@ -181,11 +194,19 @@ def law_kernel(
         total = tl.sum(tl.load(sums + at, mask=inside, other=0.0))
         law = tl.where(tl.load(temperature + slot) > 0, tl.div_rn(weights, total), law)
     sound = (top_key > KEY_OF_MINUS_INFINITY) & (top_key < KEY_OF_INFINITY)
-    tl.store(processed + row * vocab_size + ids, tl.where(sound, law, float("nan")), mask=ids < vocab_size)
+    tl.store(
+        processed + row * vocab_size + ids,
+        tl.where(sound, law, float("nan")),
+        mask=ids < vocab_size,
+    )
 
 
 def sample_rows(
-    logits: Tensor, draft: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
+    logits: Tensor,
+    draft: Tensor,
+    positions: Tensor,
+    tensors: SamplingTensors,
+    stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
     """Every tensor but draft and positions lies dense."""
     slots, rows_per_slot, vocab_size = logits.shape
@@ -202,7 +223,9 @@ def sample_rows(
         _process(logits, draft, tensors, (ranks, positions, stream))
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty_like(sampled, dtype=torch.bool)
-    choose_kernel[(rows,)](ranks, sampled, finite, blocks, BLOCK=power_of_two(blocks), PDL=0, num_warps=1)
+    choose_kernel[(rows,)](
+        ranks, sampled, finite, blocks, BLOCK=power_of_two(blocks), PDL=0, num_warps=1
+    )
     return sampled, finite
 
 
@@ -212,7 +235,9 @@ def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     processed, highest = _process(logits, draft, tensors)
     rows, blocks = highest.shape
     truncation = tensors.truncation and tensors.noise
-    thresholds = find_thresholds(processed, highest, rows_per_slot, tensors) if truncation else highest
+    thresholds = (
+        find_thresholds(processed, highest, rows_per_slot, tensors) if truncation else highest
+    )
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     firsts = torch.empty_like(highest)
     row = (processed, highest, thresholds, tensors.temperature, tensors.min_p)
@@ -237,8 +262,22 @@ def _process(
     made: tuple[Any, Any] = (None, None)
     if ranks is None:
         made = logits.new_empty(rows, vocab_size), logits.new_empty(rows, blocks, dtype=torch.int32)
-    numbers = (own.temperature, own.repetition_penalty, own.presence_penalty, own.frequency_penalty, own.seed)
-    history = (own.bias, own.in_prompt, own.generated, own.stop_ids, own.length, own.min_length, own.mask)
+    numbers = (
+        own.temperature,
+        own.repetition_penalty,
+        own.presence_penalty,
+        own.frequency_penalty,
+        own.seed,
+    )
+    history = (
+        own.bias,
+        own.in_prompt,
+        own.generated,
+        own.stop_ids,
+        own.length,
+        own.min_length,
+        own.mask,
+    )
     mask_strides = (0, 0) if own.mask is None else own.mask.stride()[:2]
     places = (0, 0) if positions is None else positions.stride()
     process_kernel[rows, blocks](

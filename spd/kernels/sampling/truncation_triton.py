@@ -68,7 +68,9 @@ def row_cuts(temperature, top_k, top_p, slot, vocab_size):
 def row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS: tl.constexpr):
     """The highest order key of a row."""
     block = tl.arange(0, HIGHEST_BLOCKS)
-    keys = tl.load(highest + row * highest_blocks + block, mask=block < highest_blocks, other=LOWEST_KEY)
+    keys = tl.load(
+        highest + row * highest_blocks + block, mask=block < highest_blocks, other=LOWEST_KEY
+    )
     return tl.max(keys)
 
 
@@ -274,7 +276,10 @@ def threshold_kernel(
         weight = tl.where(by_count, 1, token_mass(key_value(key), top))
         ids = list_ids + row * vocab_size
         tl.store(thresholds + row * 3, key)
-        tl.store(thresholds + row * 3 + 1, last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK))
+        tl.store(
+            thresholds + row * 3 + 1,
+            last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK),
+        )
     else:
         tl.store(thresholds + row * 3, LOWEST_KEY)
         tl.store(thresholds + row * 3 + 1, HIGHEST_KEY)
@@ -315,9 +320,21 @@ def find_thresholds(
     where = (rows_per_slot, vocab_size, highest.shape[1])
     for step in (0, 1):
         narrow_kernel[rows, blocks](
-            processed, highest, *parameters, sums[0], sums[step], plan, *where, FIRST=step == 0, **sizes
+            processed,
+            highest,
+            *parameters,
+            sums[0],
+            sums[step],
+            plan,
+            *where,
+            FIRST=step == 0,
+            **sizes,
         )
     lists = (listed[0], listed[1], masses)
-    collect_kernel[rows, blocks](processed, highest, *parameters, sums[1], plan, *lists, *where, **sizes)
-    threshold_kernel[(rows,)](highest, *parameters, plan, *lists, thresholds, *where, CHUNK=CHUNK, **tops)
+    collect_kernel[rows, blocks](
+        processed, highest, *parameters, sums[1], plan, *lists, *where, **sizes
+    )
+    threshold_kernel[(rows,)](
+        highest, *parameters, plan, *lists, thresholds, *where, CHUNK=CHUNK, **tops
+    )
     return thresholds

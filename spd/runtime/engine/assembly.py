@@ -73,8 +73,13 @@ def _runners(
     """The model of a folder, or each part of a head that is used, with a cache of its own or the `shared`."""
     shape, load, runners = plan.shape, plan.wishes.load, []
     rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
-    pool, depth = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device), ring_depth(shape.draft_max)
-    models = load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head)
+    pool, depth = (
+        (shape.num_pages, PAGE_SIZE, place.dtype, plan.device),
+        ring_depth(shape.draft_max),
+    )
+    models = load_model(
+        folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head
+    )
     for model in models:
         cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
@@ -86,7 +91,12 @@ def _drafters(
     plan: EnginePlan, place: Place, runner: ModelRunner, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
     """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
-    draft, mtp, positions, target = plan.drafting_model, plan.shape.mtp, plan.shape.draft_ctx, runner.model
+    draft, mtp, positions, target = (
+        plan.drafting_model,
+        plan.shape.mtp,
+        plan.shape.draft_ctx,
+        runner.model,
+    )
     if mtp is not None:
         find = partial(module_parts, mtp, plan.shape.mtp_modules)
         head = Head(mtp.config, find, target, plan.model, apart)
@@ -116,7 +126,10 @@ def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
 
 
 def assemble(
-    plan: EnginePlan, usable_vocab: int, progress: Progress | None = None, ranks: Ranks | None = None
+    plan: EnginePlan,
+    usable_vocab: int,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> RoundQueue:
     """Load and allocate everything that the plan names, or this rank's part of it."""
     kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
@@ -124,13 +137,17 @@ def assemble(
     if plan.device != "cpu":  # streams, events and captures are the current device's
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
-    target, draft, share = (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
+    target, draft, share = (
+        (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
+    )
     place = Place(dtype, plan.device, kernels, shape.form, target)
     (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
     place = Place(dtype, plan.device, own, shape.draft_form, draft)
     drafters = _drafters(plan, place, runner, share is not None, meter)
-    state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
+    state = RoundState(
+        shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device
+    )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
     if plan.wishes.verify != "coupled" and proposer is not None and proposer.draws:
@@ -141,7 +158,12 @@ def assemble(
     hand_out = share.broadcast if share is not None and drafters else None
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, hand_out)
     captured = CapturedRounds(round_) if shape.graphs else None
-    if kernels.native is not None and own is kernels and ranks is None and plan.wishes.graphs is not False:
+    if (
+        kernels.native is not None
+        and own is kernels
+        and ranks is None
+        and plan.wishes.graphs is not False
+    ):
         captured = RecordedRounds(round_, kernels.native)
     own_caches = [each for each in drafters if each.cache is not runner.cache]
     states = StateStore([runner, *own_caches], proposer)

@@ -18,16 +18,28 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 DECAY = 0.96  # what earlier rounds weigh after one more, in acceptance
-STEADINESS = 5.0  # drafts that a rate counts for against those just accepted: fewer, and they come in runs
+STEADINESS = (
+    5.0  # drafts that a rate counts for against those just accepted: fewer, and they come in runs
+)
 PRIOR = 6.0  # drafts of all requests that a request's own are weighed against
-SAMPLES = 7  # latest times that count, by their median: rounds that something else held up are outvoted
+SAMPLES = (
+    7  # latest times that count, by their median: rounds that something else held up are outvoted
+)
 ENOUGH = 2  # times of a k before they are believed; the first may have been cold
 WARM_UP_ROUNDS = 4  # at the largest k, before anything else
 PATIENCE = 8  # rounds in which plain ones seem better before one is run
-TIME_FIRST, TIME_EVERY = 8, 48  # rounds with drafts before another k is timed: at first, from then on
-PROBE_EVERY, PROBE_SELDOM = 16, 256  # rounds without drafts between probes: at first, after vain ones
+TIME_FIRST, TIME_EVERY = (
+    8,
+    48,
+)  # rounds with drafts before another k is timed: at first, from then on
+PROBE_EVERY, PROBE_SELDOM = (
+    16,
+    256,
+)  # rounds without drafts between probes: at first, after vain ones
 PROBE_LENGTH, PROBE_OUTCOMES = 2, 8  # a probe's k, and how many requests' rounds it tries, at least
-PROBE_MEMORY = 16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
+PROBE_MEMORY = (
+    16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
+)
 COPIED, PRIOR_COPIES = 0.6, 4.0
 """Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
@@ -86,7 +98,9 @@ class Acceptance:
         self.tried = share * self.tried + tried
 
 
-_latest: Callable[[], dict[int, deque[float]]] = partial(defaultdict, partial(deque, maxlen=SAMPLES))
+_latest: Callable[[], dict[int, deque[float]]] = partial(
+    defaultdict, partial(deque, maxlen=SAMPLES)
+)
 
 
 @dataclass
@@ -94,7 +108,9 @@ class RoundTimes:
     """Rounds of about as many requests: the latest times in seconds, and when another k is tried."""
 
     verify: dict[int, deque[float]] = field(default_factory=_latest)  # by k
-    draft: dict[int, deque[float]] = field(default_factory=_latest)  # by the number of draft forwards
+    draft: dict[int, deque[float]] = field(
+        default_factory=_latest
+    )  # by the number of draft forwards
     gaps: deque[float] = field(default_factory=lambda: deque([0.0], SAMPLES))
     """Between rounds: the least of them is what the host takes whatever k is, and writes no prompt."""
     begun: bool = False  # whether the first trials were ordered
@@ -121,7 +137,9 @@ class DraftLength:
 
     maximum: int
     adaptive: bool
-    tiers: tuple[int, ...] = ()  # the values of k to choose from; empty means all from 0 to `maximum`
+    tiers: tuple[
+        int, ...
+    ] = ()  # the values of k to choose from; empty means all from 0 to `maximum`
     copying: int = 0
     """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
     copied: tuple[float, float] = field(init=False)
@@ -153,7 +171,9 @@ class DraftLength:
             return maximum or (self._copying_k(1.0 / times.costs([0])[0]) if self.copying else 0)
         if not times.begun:
             times.begun, first = True, not any(load.verify for load in self.by_load.values())
-            times.trials.extend([self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH)
+            times.trials.extend(
+                [self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH
+            )
         if not times.trials:
             speeds = self._tokens_a_second(maximum)
             best = max(speeds, key=speeds.__getitem__)
@@ -238,7 +258,9 @@ class DraftLength:
         match: tokens of the one that prompt lookup took the drafts from, where it did.
         """
         if self.copying and own is not None:
-            if own.copies and k > self.maximum and (drafted or not match):  # else it sat out those drafts
+            if (
+                own.copies and k > self.maximum and (drafted or not match)
+            ):  # else it sat out those drafts
                 before, rounds = self.copied
                 self.copied = DECAY * before + accepted, DECAY * rounds + 1
             own.copies = match > 0 and accepted == drafted

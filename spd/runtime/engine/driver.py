@@ -189,7 +189,9 @@ class EngineThread:
         while True:
             idle = self._broken or not engine.has_work
             with suppress(Exception):  # a fault of the engine is told when a request meets it
-                while idle and self._orders.empty() and engine.capture_ahead(self._expected(), most=1):
+                while (
+                    idle and self._orders.empty() and engine.capture_ahead(self._expected(), most=1)
+                ):
                     pass
             try:
                 order = self._orders.get(block=idle)

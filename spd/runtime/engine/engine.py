@@ -70,18 +70,24 @@ class Engine:
         sizes = PAGE_SIZE, self._device.runner.pages_per_block, shape.ctx
         kept = Checkpoints(shape.checkpoints) if shape.checkpoints else None
         share = plan.shares_prefixes
-        self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
+        self._scheduler = Scheduler(
+            shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept
+        )
         self._ready: list[Event] = []
         self.rounds = 0  # that have been read; one serves every slot
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         """Counters of the latest `KEPT` requests that ended."""
-        self._draft_length = DraftLength(shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
+        self._draft_length = DraftLength(
+            shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
+        )
         self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
         self._needs = SamplerClass()
         self._logprobs: int | None = None  # the most that any request of the round wants
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
-        self.prefilling: Callable[[int, int], None] = lambda written, wanted: None  # positions of a prompt
+        self.prefilling: Callable[[int, int], None] = lambda written, wanted: (
+            None
+        )  # positions of a prompt
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     # -- orders ----------------------------------------------------------------------------------
@@ -143,7 +149,9 @@ class Engine:
         source, names = iter(requests), set[str]()
         try:
             while True:
-                for request in islice(source, max(0, self.plan.shape.slots - len(self._scheduler.waiting))):
+                for request in islice(
+                    source, max(0, self.plan.shape.slots - len(self._scheduler.waiting))
+                ):
                     self.add(request)
                     names.add(request.id)
                 if not self.has_work:
@@ -189,7 +197,9 @@ class Engine:
             if scheduler.waiting or scheduler.prefilling:
                 self._prefill()
             launched = self._enqueue()
-            while scheduler.in_flight and (len(scheduler.in_flight) > self.plan.lag or not launched):
+            while scheduler.in_flight and (
+                len(scheduler.in_flight) > self.plan.lag or not launched
+            ):
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -220,7 +230,9 @@ class Engine:
         scheduler, stalls, began = self._scheduler, self._scheduler.busy, time.perf_counter()
         passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
-        while (sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)) is not None:
+        while (
+            sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)
+        ) is not None:
             if not sequence.placed:
                 self._place(sequence)
             written.append((sequence, rows := self._write_part(sequence)))
@@ -278,7 +290,11 @@ class Engine:
         scheduler, ctx = self._scheduler, self.plan.shape.ctx
         while True:
             reaches = [min(sequence.bound + rows, ctx) for sequence in live]
-            short = [s for s, reach in zip(live, reaches, strict=True) if len(s.pages) * PAGE_SIZE < reach]
+            short = [
+                s
+                for s, reach in zip(live, reaches, strict=True)
+                if len(s.pages) * PAGE_SIZE < reach
+            ]
             for sequence in sorted(short, key=attrgetter("epoch")):
                 if not scheduler.grow(sequence, sequence.bound + rows):
                     break
@@ -337,10 +353,14 @@ class Engine:
         scheduler.round_over()
         self.rounds += 1
         draft, verify, rest = result.seconds
-        self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
+        self._draft_length.observe_cost(
+            result.k, verify + rest, draft, result.draft_forwards, result.gap
+        )
         now = time.perf_counter()
         for sequence in oldest.sequences:
-            if scheduler.slots[sequence.slot] is sequence:  # none leaves its slot in between but for good
+            if (
+                scheduler.slots[sequence.slot] is sequence
+            ):  # none leaves its slot in between but for good
                 self._apply(sequence, result.rows[sequence.slot], result, now)
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
@@ -349,8 +369,13 @@ class Engine:
             sequence.silent -= 1
             return
         waited = sequence.waits
-        (_, drafts, matched, committed, why, _, match), tokens = row[:EMISSION_HEAD], row[EMISSION_HEAD:]
-        event = sequence.take(tokens[:committed], drafts, matched, REASONS[why], now, result.logprobs)
+        (_, drafts, matched, committed, why, _, match), tokens = (
+            row[:EMISSION_HEAD],
+            row[EMISSION_HEAD:],
+        )
+        event = sequence.take(
+            tokens[:committed], drafts, matched, REASONS[why], now, result.logprobs
+        )
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             self._draft_length.observe(result.k, drafts, matched, sequence.acceptance, match)
@@ -368,7 +393,10 @@ class Engine:
             sequence.silent = sum(sequence in each.sequences for each in self._scheduler.in_flight)
             self._gathered = []  # what a round needs has changed
             self._device.resume(sequence.slot, sequence.stop_ids)
-        self._arm(sequence, () if waited or result.next_drafts is None else result.next_drafts[sequence.slot])
+        self._arm(
+            sequence,
+            () if waited or result.next_drafts is None else result.next_drafts[sequence.slot],
+        )
 
     def _record(
         self, sequence: Sequence, emission: Emission, result: RoundResult, tokens: tuple[int, ...]
@@ -387,7 +415,12 @@ class Engine:
             sampled=emission.sampled[: rows + 1],
             accepted=emission.accepted,
             committed=list(tokens),
-            ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},
+            ms={
+                "draft": draft,
+                "verify": verify,
+                "rest": rest,
+                "host": round(1000 * result.gap, 3),
+            },
             draft_forwards=result.draft_forwards,
             k=result.k,
             match=emission.match if draft_ids else 0,
@@ -395,7 +428,11 @@ class Engine:
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         text = sequence.detokenizer.take(final=True)
-        self._end(sequence, Event(sequence.request.id, (), text, reason, error=error), not sequence.in_flight)
+        self._end(
+            sequence,
+            Event(sequence.request.id, (), text, reason, error=error),
+            not sequence.in_flight,
+        )
 
     def _vacate(self, sequence: Sequence, settled: bool) -> None:
         """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""

@@ -84,7 +84,10 @@ class Grammar:
         state is afterwards what it was. Raises GrammarError.
         """
         rows.fill_(-1)
-        legal, left = len(drafts) if self._matcher is None else self._guided(drafts, rows), self._left
+        legal, left = (
+            len(drafts) if self._matcher is None else self._guided(drafts, rows),
+            self._left,
+        )
         for i in range(legal + 1 if self._budget is not None else 0):
             assert self._budget is not None
             if left is not None and left <= 0:
@@ -147,7 +150,9 @@ class Grammar:
         if self._budget is None or token == self._budget.end:
             return None
         if left is None:
-            return self._budget.tokens if token == self._budget.begin and index < BEGINNING else None
+            return (
+                self._budget.tokens if token == self._budget.begin and index < BEGINNING else None
+            )
         return left - 1
 
 
@@ -207,21 +212,31 @@ def _check_states(text: str) -> None:
     with suppress(ValueError, RecursionError):  # of which the library says more
         json.loads(text, object_hook=nodes.append)
     found = (node.get("multipleOf", 0) for node in nodes)
-    steps = [Fraction(str(step)) for step in found if type(step) in (int, float) and step and isfinite(step)]
+    steps = [
+        Fraction(str(step))
+        for step in found
+        if type(step) in (int, float) and step and isfinite(step)
+    ]
     if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
         raise _refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
     patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
-    if len(patterns) > MOST_PATTERNS and any("allOf" in x or {"$ref", "pattern"} <= x.keys() for x in nodes):
+    if len(patterns) > MOST_PATTERNS and any(
+        "allOf" in x or {"$ref", "pattern"} <= x.keys() for x in nodes
+    ):
         raise _refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
 
 
 def _in_short(text: str) -> str:
     """The first line of what the library says, and the reason that it gives below."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["for no reason it gave"]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [
+        "for no reason it gave"
+    ]
     why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
     return " ".join([lines[0][:200], *why])
 
 
 def _refused(kind: str, why: str) -> UsageError:
     flag, example = FLAGS[kind]
-    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=[f"{flag} {example}"], code="grammar")
+    return UsageError(
+        f"{flag} cannot be used: {_in_short(why)}", fix=[f"{flag} {example}"], code="grammar"
+    )

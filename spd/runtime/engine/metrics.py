@@ -40,7 +40,9 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    load_ms: float = 0.0  # of the engine, before the request: with `first_token_ms` what a cold start takes
+    load_ms: float = (
+        0.0  # of the engine, before the request: with `first_token_ms` what a cold start takes
+    )
     queue_ms: float = 0.0  # from arrival to the first work on the prompt
     preemptions: int = 0
     prompt_ms: float = 0.0
@@ -136,7 +138,10 @@ class RequestMetrics:
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(self.predicted_ms, 3),
             "predicted_per_second": round(self.decode_tokens_per_second, 3),
-            **{name: getattr(self, name) for name in ("draft_n", "draft_n_accepted", "draft_n_accepted_raw")},
+            **{
+                name: getattr(self, name)
+                for name in ("draft_n", "draft_n_accepted", "draft_n_accepted_raw")
+            },
         }
 
     def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> dict[str, Any]:

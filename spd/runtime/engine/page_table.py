@@ -24,7 +24,11 @@ class TextHashes:
     """Chained SHA-256 of what stands before positions of a text: its tokens, and what wrote each of them."""
 
     def __init__(
-        self, tokens: Sequence[int], runs: Sequence[Run], page_size: int, known: list[bytes] | None = None
+        self,
+        tokens: Sequence[int],
+        runs: Sequence[Run],
+        page_size: int,
+        known: list[bytes] | None = None,
     ) -> None:
         """known: hashes at the ends of its first full pages, to which those that are asked for are added."""
         self.tokens, self.runs, self.page_size = tokens, runs, page_size
@@ -69,7 +73,9 @@ class PageTable:
         self._page_of: dict[bytes, int] = {}
         self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
         self._key_of: dict[int, bytes] = {}  # in one of these two
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published or tails, unused; oldest first
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published or tails, unused; oldest first
 
     @property
     def num_available(self) -> int:
@@ -180,7 +186,9 @@ class Checkpoints:
 
     def __init__(self, places: int) -> None:
         self._free = list(range(places))
-        self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()  # by digest, least recently used first
+        self._kept: OrderedDict[bytes, Checkpoint] = (
+            OrderedDict()
+        )  # by digest, least recently used first
 
     def find(self, text: TextHashes, most: int) -> Checkpoint | None:
         """The last checkpoint of a text up to position `most`; all others are older now."""

@@ -24,7 +24,10 @@ def derived_seed(*parts: int | str) -> int:
 
 def tail_of(tag: str, text: str) -> int:
     """Length of the longest end of `text` that begins `tag`: what may yet become it."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+    return next(
+        (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])),
+        0,
+    )
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class GrammarText:
 
     kind: Literal["schema", "regex", "lark"]
     text: str
-    after: int | None = None  # it applies behind the first such token: what comes before is thinking
+    after: int | None = (
+        None  # it applies behind the first such token: what comes before is thinking
+    )
     optional: bool = False  # what comes before is instead a text that is whole without it
 
 
@@ -89,7 +94,9 @@ class Event(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...]
     text: str  # whole characters only
-    finish_reason: str | None = None  # None while it goes on, then "stop", "length", "abort" or "error"
+    finish_reason: str | None = (
+        None  # None while it goes on, then "stop", "length", "abort" or "error"
+    )
     drafted: tuple[bool, ...] = ()  # for each token whether it was an accepted draft
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None

@@ -25,7 +25,9 @@ class EnqueuedRound(NamedTuple):
 
     ticket: Any  # what its outcome is read by
     sequences: Listed[Sequence]
-    pages: list[int]  # given up since it was enqueued: it may touch them, and they are free afterwards
+    pages: list[
+        int
+    ]  # given up since it was enqueued: it may touch them, and they are free afterwards
 
 
 class Scheduler:
@@ -49,7 +51,13 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
-        self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
+        self.pages, self.page_size, self.block, self.ctx, self.sharing = (
+            pages,
+            page_size,
+            block,
+            ctx,
+            sharing,
+        )
         self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
         self.by_id: dict[str, Sequence] = {}  # waiting and running ones, by their requests' ids
@@ -103,11 +111,18 @@ class Scheduler:
         return self.prefilling
 
     def _text(self, sequence: Sequence) -> TextHashes:
-        return TextHashes(sequence.tokens(), self.prefill_runs(sequence), self.page_size, sequence.hashes)
+        return TextHashes(
+            sequence.tokens(), self.prefill_runs(sequence), self.page_size, sequence.hashes
+        )
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
-        size, end, text, kept = self.page_size, sequence.prefill_end, self._text(sequence), self.checkpoints
+        size, end, text, kept = (
+            self.page_size,
+            sequence.prefill_end,
+            self._text(sequence),
+            self.checkpoints,
+        )
         shared = self.pages.match(text.pages(end)) if self.sharing else []
         found = cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
@@ -115,13 +130,19 @@ class Scheduler:
             cached = whole
         stops, checkpoint, tail = {cached, end}, None, None
         if kept is not None:
-            stops.add(whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0))
+            stops.add(
+                whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0)
+            )
             kept.find(text, whole)  # it stays, for a longer prompt may have no other to go on from
             checkpoint = kept.find(text, min(end, found + size - 1))
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        if kept is None and self.sharing and (tail := self.pages.take_tail(text, cached, end)) is not None:
+        if (
+            kept is None
+            and self.sharing
+            and (tail := self.pages.take_tail(text, cached, end)) is not None
+        ):
             sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
@@ -145,7 +166,9 @@ class Scheduler:
             position += length
             if kind == following == "prompt":
                 ends.add(position)
-        return tuple(sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end))
+        return tuple(
+            sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end)
+        )
 
     def due(self, sequence: Sequence, start: int) -> int | None:
         """The place for a checkpoint at the end of what was written from `start` on; None if none is due."""
@@ -210,7 +233,9 @@ class Scheduler:
             self.waiting.remove(sequence)
             return []
         failed = sequence.finish_reason == "error"
-        own = [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
+        own = (
+            [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
+        )
         self._vacate(sequence, publish=not failed)
         return own
 

@@ -35,13 +35,26 @@ class Detokenizer:
     become U+FFFD once it is sure that no continuation follows.
     """
 
-    __slots__ = ("_bytes_of", "_count", "_ignored", "_min_tokens", "_pending", "_rest", "_stops", "stopped")
+    __slots__ = (
+        "_bytes_of",
+        "_count",
+        "_ignored",
+        "_min_tokens",
+        "_pending",
+        "_rest",
+        "_stops",
+        "stopped",
+    )
 
-    def __init__(self, bytes_of: Callable[[Listed[int]], bytes], stops: Listed[str], min_tokens: int) -> None:
+    def __init__(
+        self, bytes_of: Callable[[Listed[int]], bytes], stops: Listed[str], min_tokens: int
+    ) -> None:
         self._bytes_of, self._stops, self._min_tokens = bytes_of, tuple(stops), min_tokens
         self._rest = b""  # the beginning of a character, whose other bytes are to come
         self._pending = ""
-        self._ignored = 0  # leading characters of `_pending` that came within the first min_tokens tokens
+        self._ignored = (
+            0  # leading characters of `_pending` that came within the first min_tokens tokens
+        )
         self._count = 0
         self.stopped = False
 
@@ -79,7 +92,9 @@ class Detokenizer:
         if final and not self.stopped:
             self._pending += self.pass_on((), final=True)
             self._look_for_stop()
-        held = 0 if final else max((tail_of(stop, self._pending) for stop in self._stops), default=0)
+        held = (
+            0 if final else max((tail_of(stop, self._pending) for stop in self._stops), default=0)
+        )
         end = len(self._pending) - held
         text, self._pending = self._pending[:end], self._pending[end:]
         self._ignored = max(0, self._ignored - len(text))
@@ -99,7 +114,9 @@ class Sequence:
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
     waits: bool = False
     """Whether the grammar has to begin yet, behind the last of `stop_ids`: it keeps out of none before."""
-    silent: int = 0  # rounds on their way that were enqueued before it stopped there: they do nothing for it
+    silent: int = (
+        0  # rounds on their way that were enqueued before it stopped there: they do nothing for it
+    )
     runs: list[Run] = field(default_factory=list)
     """Which program writes the prompt's positions; what follows is written by tiles."""
     slot: int = NO_SLOT
@@ -107,7 +124,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     """Of the full pages that a prefill will have written; see `TextHashes`."""
-    prefilled: int = 0  # positions whose cache is there; all but the last token's before it may decode
+    prefilled: int = (
+        0  # positions whose cache is there; all but the last token's before it may decode
+    )
     checkpoint: int | None = None
     """The place of the states as of `prefilled` that it begins with, where its model keeps some."""
     stops: tuple[int, ...] = ()  # positions at which its prefill pauses, for a checkpoint
@@ -146,14 +165,21 @@ class Sequence:
             ended = "length" if self.length + len(tokens) >= self.length_limit else None
         reason, error = ended, None
         spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
-        if self.grammar is None and not self.request.params.stop:  # nothing else looks at its tokens
+        if (
+            self.grammar is None and not self.request.params.stop
+        ):  # nothing else looks at its tokens
             text = self.detokenizer.pass_on(spoken, final=reason is not None)
         else:
             kept, found, error = self._walk(spoken)
             if found is not None:
                 tokens, reason = tokens[:kept], found
             shape = self.request.grammar
-            if shape and self.grammar and reason in ("stop", "length") and not self.grammar.complete:
+            if (
+                shape
+                and self.grammar
+                and reason in ("stop", "length")
+                and not self.grammar.complete
+            ):
                 error = INCOMPLETE.format("grammar" if shape.kind == "lark" else shape.kind)
                 if reason == "stop" and shape.after not in (None, *self.generated, *tokens):
                     reason, error = "error", NEVER_BEGAN
@@ -188,7 +214,9 @@ class Sequence:
             return ()
         own, values, ids = scores.own[self.slot], scores.values[self.slot], scores.ids[self.slot]
         return tuple(
-            TokenLogprob(token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True)))
+            TokenLogprob(
+                token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True))
+            )
             for i, token in enumerate(tokens)
         )
 
@@ -228,7 +256,9 @@ class RequestChecks:
         config, folder = plan.model.config, plan.model
         self.plan, self.vocab_size = plan, config.vocab_size
         self.tokenizer = folder.tokenizer
-        if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:  # which may be padded
+        if (
+            self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
+        ):  # which may be padded
             why = f"{self.tokenizer.vocab_size} token ids, but config.json says vocab_size {self.vocab_size}"
             path, reason = folder.path / "tokenizer.json", ["Some tokens would have no embedding."]
             raise CheckpointError(f"{path}: {why}", reason=reason)
@@ -263,7 +293,9 @@ class RequestChecks:
     def _check(self, request: Request) -> None:
         params, length = request.params, len(request.prompt_ids)
         if not length:
-            raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
+            raise UsageError(
+                "the prompt has no tokens", reason=["a first token is needed to continue from"]
+            )
         if length >= self.plan.shape.ctx:
             why = f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}"
             fix = [f"--ctx N above {length}", "a shorter prompt"]
@@ -275,9 +307,16 @@ class RequestChecks:
             ("token id", named, self.usable_vocab),
         ):
             if (wrong := next((each for each in ids if not 0 <= each < size), None)) is not None:
-                raise UsageError(f"{what} {wrong} is out of range", reason=[f"valid: 0 to {size - 1}"])
-        for wanted, what in ((params.stop, "stop strings need"), (request.grammar, "a grammar needs")):
+                raise UsageError(
+                    f"{what} {wrong} is out of range", reason=[f"valid: 0 to {size - 1}"]
+                )
+        for wanted, what in (
+            (params.stop, "stop strings need"),
+            (request.grammar, "a grammar needs"),
+        ):
             if wanted and self.tokenizer is None:
-                raise IncompatibleError(f"{what} a tokenizer, and the model folder has no tokenizer.json")
+                raise IncompatibleError(
+                    f"{what} a tokenizer, and the model folder has no tokenizer.json"
+                )
         if request.spans and sum(n for _, n in request.spans) != length:
             raise UsageError("the prompt's spans do not add up to its length")

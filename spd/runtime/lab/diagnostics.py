@@ -58,7 +58,9 @@ class Step:
         except Exception as error:
             text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             fix = tuple(getattr(error, "fix", ())) or (REPORT,)
-            return Finding(FAILED, text, fix, {"traceback": "".join(traceback.format_exception(error))})
+            return Finding(
+                FAILED, text, fix, {"traceback": "".join(traceback.format_exception(error))}
+            )
 
 
 def steps(*, quick: bool = False) -> list[Step]:
@@ -122,12 +124,17 @@ def storage() -> Finding:
     cache, models = cache_folder(), list_cached_models()
     if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
         return Finding(FAILED, f"{cache} cannot be read", (f"make {cache} a folder you can read",))
-    free = {str(at): shutil.disk_usage(_existing(at)).free for at in (cache, Path(tempfile.gettempdir()))}
+    free = {
+        str(at): shutil.disk_usage(_existing(at)).free
+        for at in (cache, Path(tempfile.gettempdir()))
+    }
     facts = {"folder": str(cache), "models": models, "free_bytes": free}
     rooms = (f"{room / GIB:.1f} GiB free for {folder}" for folder, room in free.items())
     line = " · ".join([*rooms, f"{len(models)} models downloaded"])
     if min(free.values()) < LOW_DISK:
-        return Finding(WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts)
+        return Finding(
+            WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts
+        )
     return Finding(OK, line, (), facts)
 
 
@@ -139,7 +146,9 @@ def demo() -> Finding:
     plan = make_plan(EngineConfig(model=demo_folder()))
     facts = plan.as_dict()
     words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "lag", "threads")]
-    return Finding(OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts)
+    return Finding(
+        OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts
+    )
 
 
 def processor() -> Finding:
@@ -150,7 +159,11 @@ def processor() -> Finding:
 
     load, why = OtherLoad(), obstacle()
     time.sleep(0.3)  # in which other programs are watched
-    facts = {**describe_machine(), "threads": torch.get_num_threads(), "other_load": round(load.read(), 2)}
+    facts = {
+        **describe_machine(),
+        "threads": torch.get_num_threads(),
+        "other_load": round(load.read(), 2),
+    }
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
@@ -175,16 +188,23 @@ def cuda_devices() -> Finding:
     if not torch.cuda.is_available():
         if driver and torch.version.cuda is None:
             fix = "pip install --force-reinstall torch, from the index for your CUDA version"
-            return Finding(WARNING, f"driver {driver}, but torch is built for CPUs only", (fix,), facts)
+            return Finding(
+                WARNING, f"driver {driver}, but torch is built for CPUs only", (fix,), facts
+            )
         if driver:
             fix = "nvidia-smi, to see whether the driver works; CUDA_VISIBLE_DEVICES hides devices"
             return Finding(WARNING, f"driver {driver}, but torch sees no device", (fix,), facts)
         return Finding(OK, "no CUDA device: everything runs on the CPU", (), facts)
     shown = []
     for index in range(torch.cuda.device_count()):
-        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        name, capability = (
+            torch.cuda.get_device_name(index),
+            torch.cuda.get_device_capability(index),
+        )
         free, total = torch.cuda.mem_get_info(index)
-        devices.append({"name": name, "capability": capability, "free_bytes": free, "total_bytes": total})
+        devices.append(
+            {"name": name, "capability": capability, "free_bytes": free, "total_bytes": total}
+        )
         kind = "sm_{}{}".format(*capability)
         shown.append(f"{index} {name} {kind} {free / GIB:.1f} of {total / GIB:.1f} GiB free")
     line = f"{'; '.join(shown)} · driver {driver or 'unknown'}"
@@ -200,7 +220,9 @@ def triton_library() -> Finding:
         from triton import knobs
     except ImportError as error:
         line, fix = f"cannot be imported: {error}", ("pip install triton",)
-        return Finding(FAILED if torch.cuda.is_available() else WARNING, line, fix, {"version": None})
+        return Finding(
+            FAILED if torch.cuda.is_available() else WARNING, line, fix, {"version": None}
+        )
     interpreted, cache = bool(knobs.runtime.interpret), Path(knobs.cache.dir)
     facts = {"version": triton.__version__, "interpreted": interpreted, "cache": str(cache)}
     if interpreted:
@@ -223,11 +245,15 @@ def token_tiles() -> Finding:
     answers = [] if knobs.runtime.interpret else ask_gpus(own_cache)
     if not answers:
         return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
-    words = "; ".join(" ".join(f"{kind} {tile}" for kind, tile in each["widest"].items()) for each in answers)
+    words = "; ".join(
+        " ".join(f"{kind} {tile}" for kind, tile in each["widest"].items()) for each in answers
+    )
     line = f"tiles of tokens that change no bit: {words}"
     if any(each["file"] is None for each in answers):
         fix = "make ~/.cache/spd yours and writable, or set XDG_CACHE_HOME"
-        return Finding(WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers})
+        return Finding(
+            WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers}
+        )
     return Finding(OK, line, (), {"asked": answers})
 
 
@@ -240,7 +266,9 @@ def equal_texts() -> Finding:
     # One thread: more gain a model of this size nothing, and lose much on a busy machine.
     plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
     # The greedy reply to this prompt holds no near tie, which other kernels might turn.
-    questions = encode_questions(plain.model, choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS)
+    questions = encode_questions(
+        plain.model, choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
+    )
     asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
     drafted = replay_requests(plain, replace(plain, spec="draft", adaptive=False), asked)
     ported = replay_requests(replace(plain, kernels="torch"), plain, asked[:1])
@@ -251,7 +279,9 @@ def equal_texts() -> Finding:
     if drafted.differences:
         return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT), facts)
     if ported.differences:
-        return Finding(FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts)
+        return Finding(
+            FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts
+        )
     return Finding(OK, f"{line}: the same text", (), facts)
 
 
@@ -261,7 +291,9 @@ CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd
 def describe_machine() -> dict[str, Any]:
     """The CPU's model and relevant features, its cores, memory and system; the GPU where torch has one."""
     cpuinfo = Path("/proc/cpuinfo")
-    said = re.search(r"^model name\s*:\s*(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    said = re.search(
+        r"^model name\s*:\s*(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE
+    )
     described = {
         "cpu": said[1] if said else platform.processor(),
         "cpu_features": sorted(processor_features() & CPU_FEATURES),

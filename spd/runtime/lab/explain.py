@@ -53,7 +53,11 @@ def _round(value: Mapping[str, Any]) -> RoundRecord:
     """A round, if what is read of it is of its kinds; raises TypeError or KeyError otherwise."""
     record = RoundRecord(**value)
     counts = (record.round, record.accepted, record.k, len(record.committed))
-    kinds = ((str, [record.method]), (int, counts), ((int, float), [record.ms[part] for part in PARTS]))
+    kinds = (
+        (str, [record.method]),
+        (int, counts),
+        ((int, float), [record.ms[part] for part in PARTS]),
+    )
     whole = all(isinstance(value, kind) for kind, values in kinds for value in values)
     if not whole or not 0 <= record.k <= MAX_DRAFT or record.ms["verify"] <= 0:
         raise TypeError
@@ -74,12 +78,21 @@ def read_trace(path: Path) -> Trace:
                 trace.header = TraceHeader(str(value["model"]), float(value["temperature"]), plan)
             elif (record := _round(value)).round > 0:
                 trace.rounds.append(record)
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             if number == len(lines) > 1 and isinstance(error, json.JSONDecodeError):
                 continue  # what a run that was killed left of its last line
             raise UsageError(f"{path}, line {number} is no round of a trace", fix=[fix]) from None
     if not trace.rounds:
-        raise UsageError(f"{path} holds no rounds beyond a first one", fix=["a longer reply: -n 256"])
+        raise UsageError(
+            f"{path} holds no rounds beyond a first one", fix=["a longer reply: -n 256"]
+        )
     return trace
 
 
@@ -141,13 +154,18 @@ def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
     """
     shares: list[float] = []
     for position in range(min(k, max(map(len, survival.values()), default=0))):
-        known = {log(each): found[position] for each, found in survival.items() if len(found) > position}
+        known = {
+            log(each): found[position] for each, found in survival.items() if len(found) > position
+        }
         share = fmean(known.values())
         if len(known) > 1:
             line = linear_regression(list(known), list(known.values()))
             share = line.intercept + line.slope * log(k)
         shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
-    before, after = sum(shares[:-1]), sum(shares[1:])  # the last alone may be of a handful of rounds
+    before, after = (
+        sum(shares[:-1]),
+        sum(shares[1:]),
+    )  # the last alone may be of a handful of rounds
     rate = after / before if before else sum(shares)
     while len(shares) < k:
         shares.append((shares[-1] if shares else 1.0) * rate)
@@ -163,7 +181,9 @@ def _survival(records: Sequence[RoundRecord]) -> tuple[float, ...]:
 
 
 SCHEMA = "spd.explain/1"
-BEYOND = 2  # drafts a round that are weighed beyond the most that a trace held: of more it knows nothing
+BEYOND = (
+    2  # drafts a round that are weighed beyond the most that a trace held: of more it knows nothing
+)
 NOTICEABLE = 0.02  # a prospect is worth a try when it is faster by more than this
 
 
@@ -188,7 +208,9 @@ class Explanation:
     tokens_per_second: float  # as measured
     costs: Costs
     survival: tuple[float, ...]
-    prospects: tuple[Prospect, ...]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
+    prospects: tuple[
+        Prospect, ...
+    ]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
     plain: Prospect
     now: Prospect  # what the trace mostly did
     best: Prospect
@@ -217,7 +239,10 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
 
     ms = sum(record.ms[part] for record in own_records for part in PARTS)
     committed = sum(len(record.committed) for record in own_records)
-    prospects, k = tuple(map(prospect, range(furthest + 1))), used.most_common(1)[0][0] if used else 0
+    prospects, k = (
+        tuple(map(prospect, range(furthest + 1))),
+        used.most_common(1)[0][0] if used else 0,
+    )
     return Explanation(
         method=method,
         k=k,
@@ -257,7 +282,10 @@ def next_step(e: Explanation) -> str:
     now, best = e.now, e.best
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
-    if best.tokens_per_second <= (1 + NOTICEABLE) * now.tokens_per_second or split_spec(e.method)[1]:
+    if (
+        best.tokens_per_second <= (1 + NOTICEABLE) * now.tokens_per_second
+        or split_spec(e.method)[1]
+    ):
         if bottleneck(e) == "the host":
             return "--graphs on, --lag 1"
         return "nothing: this is the best that the trace knows of"  # beside lookup k is a model's alone
@@ -270,7 +298,9 @@ def paragraph(e: Explanation) -> str:
     sentences = [f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms."]
     if e.k:
         parts = round_parts(e.costs, e.k)
-        shares = ", ".join(f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0)
+        shares = ", ".join(
+            f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0
+        )
         plain = "" if 0 in e.costs["verify"] else " (estimated: the trace holds no plain rounds)"
         sentences = [
             f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "

@@ -131,10 +131,14 @@ class Sample:
     accepted_per_position: list[int]
 
 
-def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Sequence[str]) -> Sample:
+def take_sample(
+    ran: Pass, config: int, work: Work, repetition: int, prompts: Sequence[str]
+) -> Sample:
     """Count one pass."""
     lines = [line for line in ran.timelines if line.chunks]
-    spans = [line.chunks[-1][0] - line.chunks[0][0] for line in lines]  # from the first chunk to the last
+    spans = [
+        line.chunks[-1][0] - line.chunks[0][0] for line in lines
+    ]  # from the first chunk to the last
     later = [sum(count for _, count in line.chunks[1:]) for line in lines]
     tpot_ms = [1000 * span / count for span, count in zip(spans, later, strict=True) if count]
     tokens = sum(len(line.token_ids) for line in lines)
@@ -156,7 +160,9 @@ def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Se
         tokens_after_first=sum(later),
         ttft_ms=[1000 * (line.chunks[0][0] - line.arrived) for line in lines],
         tpot_ms=tpot_ms,
-        itl_ms=[round(1000 * (b - a), 3) for line in lines for (a, _), (b, _) in pairwise(line.chunks)],
+        itl_ms=[
+            round(1000 * (b - a), 3) for line in lines for (a, _), (b, _) in pairwise(line.chunks)
+        ],
         rounds=len(rounds),
         drafted_per_position=drafted,
         accepted_per_position=accepted,
@@ -170,7 +176,9 @@ def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int]]:
     return drafted, [sum(record.accepted > at for record in records) for at in positions]
 
 
-def compare_texts(names: Sequence[str], expected: Pass, found: Pass) -> tuple[int, list[dict[str, Any]]]:
+def compare_texts(
+    names: Sequence[str], expected: Pass, found: Pass
+) -> tuple[int, list[dict[str, Any]]]:
     """How many tokens two passes gave for prompts of these names, and where their texts part.
 
     There stand the token that was expected and the one that came, or for an end its reason.
@@ -179,7 +187,9 @@ def compare_texts(names: Sequence[str], expected: Pass, found: Pass) -> tuple[in
     for name, a, b in zip(names, expected.timelines, found.timelines, strict=True):
         tokens += max(len(a.token_ids), len(b.token_ids))
         pairs = zip([*a.token_ids, a.finish_reason], [*b.token_ids, b.finish_reason], strict=False)
-        if apart := next(((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]), None):
+        if apart := next(
+            ((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]), None
+        ):
             params = a.request.params
             asked = {"prompt": name, "temperature": params.temperature, "seed": params.seed}
             parts = dict(zip(("position", "expected", "found"), apart, strict=True))

@@ -57,11 +57,15 @@ def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        text, category = _parse(line, f"{path.name}, line {number}", json_lines=path.suffix == ".jsonl")
+        text, category = _parse(
+            line, f"{path.name}, line {number}", json_lines=path.suffix == ".jsonl"
+        )
         counts[category] = counts.get(category, 0) + 1
         prompts.append(Prompt(f"{category}/{counts[category]}", category, text))
     if not prompts:
-        raise UsageError(f"{path} holds no prompts", fix=['one JSON object a line: {"prompt": "..."}'])
+        raise UsageError(
+            f"{path} holds no prompts", fix=['one JSON object a line: {"prompt": "..."}']
+        )
     return tuple(prompts)
 
 
@@ -72,21 +76,32 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
         value = json.loads(line)
         text, category = value["prompt"], value.get("category", "file")
         f"{text}{category}".encode()  # half of a surrogate pair is no text
-        whole = isinstance(text, str) and text and isinstance(category, str) and category not in ("", "all")
+        whole = (
+            isinstance(text, str)
+            and text
+            and isinstance(category, str)
+            and category not in ("", "all")
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         why = "One JSON object a line; all stands for every category together."
-        raise UsageError(f"{where} is no prompt", reason=[why], fix=['{"prompt": "...", "category": "..."}'])
+        raise UsageError(
+            f"{where} is no prompt", reason=[why], fix=['{"prompt": "...", "category": "..."}']
+        )
     return text, category
 
 
-def choose(prompts: Sequence[Prompt], named: Iterable[str] | None, each: int | None) -> tuple[Prompt, ...]:
+def choose(
+    prompts: Sequence[Prompt], named: Iterable[str] | None, each: int | None
+) -> tuple[Prompt, ...]:
     """The prompts of some categories, `each` of every one. Raises UsageError for an unknown category."""
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
     wanted = list(named) if named is not None else known
     if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"no prompts of category {unknown[0]}", reason=[f"there are: {', '.join(known)}"])
+        raise UsageError(
+            f"no prompts of category {unknown[0]}", reason=[f"there are: {', '.join(known)}"]
+        )
     chosen: list[Prompt] = []
     for name in wanted:
         chosen += [prompt for prompt in prompts if prompt.category == name][:each]
@@ -129,7 +144,9 @@ def _encode(
 
     def whole(text: str) -> list[int]:
         chat = template and render_chat(tokenizer, template, [{"role": "user", "content": text}])
-        return encode_rendered(tokenizer, chat) if chat else tokenizer.encode(text, add_special=True)
+        return (
+            encode_rendered(tokenizer, chat) if chat else tokenizer.encode(text, add_special=True)
+        )
 
     ids = whole(text)
     if length is None:
@@ -137,6 +154,8 @@ def _encode(
     if len(ids) > length:  # what asks stands at the end
         return whole(tokenizer.decode(tokenizer.encode(text)[len(ids) - length :]))[-length:]
     others = [other.text for other in prompts if other.category == prompt.category]
-    filler = tokenizer.encode("\n\n".join(others)[: 100 * length])  # far more than tokens of text have
+    filler = tokenizer.encode(
+        "\n\n".join(others)[: 100 * length]
+    )  # far more than tokens of text have
     filler = (filler * (length // max(1, len(filler)) + 1))[: length - len(ids)]
     return whole(tokenizer.decode(filler) + text)

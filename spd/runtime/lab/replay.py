@@ -39,8 +39,14 @@ def make_requests(
     for number in count():
         for question, temperature in product(questions, temperatures):
             if temperature or not number:
-                params = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
-                made.append((question.prompt.name, question.request(str(len(made)), number, **params)))
+                params = {
+                    "temperature": temperature,
+                    "max_tokens": max_tokens,
+                    "ignore_eos": ignore_eos,
+                }
+                made.append(
+                    (question.prompt.name, question.request(str(len(made)), number, **params))
+                )
         if len(made) * max_tokens >= least or not any(temperatures):
             break
     return made
@@ -66,4 +72,6 @@ def replay_requests(
 
     (plain, expected), (plan, found) = run(reference, "reference"), run(candidate, "candidate")
     tokens, differences = compare_texts(names, expected, found)
-    return Replay((plain, plan), tokens, sum(record.accepted for record in found.records), differences)
+    return Replay(
+        (plain, plan), tokens, sum(record.accepted for record in found.records), differences
+    )

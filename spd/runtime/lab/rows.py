@@ -20,7 +20,9 @@ DRAFTING = ("draft_max", "verify", "draft_tp")
 IDENTITY = (*KEYS, "method", "adaptive", *DRAFTING, *MACHINE)
 
 
-def make_rows(samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def make_rows(
+    samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Rows of whole repetitions in the order measured, those over all last; plans by configuration."""
     grouped: dict[Work, dict[int, dict[int, list[Sample]]]] = {}
     several = len({sample.work.category for sample in samples}) > 1
@@ -30,7 +32,9 @@ def make_rows(samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]) -> 
             repetitions.setdefault(sample.repetition, []).append(sample)
     rows = []
     for work in sorted(grouped, key=lambda work: work.category == ALL):
-        most = max(len(found) for repetitions in grouped[work].values() for found in repetitions.values())
+        most = max(
+            len(found) for repetitions in grouped[work].values() for found in repetitions.values()
+        )
         for config, repetitions in sorted(grouped[work].items()):
             whole = [found for _, found in sorted(repetitions.items()) if len(found) == most]
             speeds = [_speed(found) for found in whole]
@@ -87,7 +91,9 @@ def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict
     plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
     if row["method"] == "plain" or not plain:
         return None
-    pairs = zip(row["tokens_per_second"]["values"], plain[0]["tokens_per_second"]["values"], strict=False)
+    pairs = zip(
+        row["tokens_per_second"]["values"], plain[0]["tokens_per_second"]["values"], strict=False
+    )
     return repeat_interval([mine / its for mine, its in pairs])
 
 
@@ -104,7 +110,9 @@ CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 """Of a plan: what a comparison may be about, so that rows match all the same, and it is said."""
 
 
-def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
+def compare_results(
+    before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
+) -> dict[str, Any]:
     """The matched rows of two results, how many of each have no partner, and how the two ran otherwise."""
     old, new = _keyed(before), _keyed(after)
     plans = [result["plans"][0] if result["plans"] else {} for result in (before, after)]
@@ -122,19 +130,25 @@ def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]
     settings, found = result["settings"], dict[tuple[Any, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
-        prompts = frozenset(result["prompts"][name] for name in row.get("prompts", result["prompts"]))
+        prompts = frozenset(
+            result["prompts"][name] for name in row.get("prompts", result["prompts"])
+        )
         work = (result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
         key = (*work, row["acceptance"], *itemgetter(*IDENTITY)(row))
         found[key] = row
     return found
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
+def _change(
+    before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
+) -> dict[str, Any]:
     """How a row's speed has changed; it is noise where either run's interval holds the other's median."""
     old, new = (row["tokens_per_second"] for row in (before, after))
     then, now = old["median"], new["median"]
     crossed = ((old, now), (new, then))
-    noise = any(run["low"] is None or run["low"] <= median <= run["high"] for run, median in crossed)
+    noise = any(
+        run["low"] is None or run["low"] <= median <= run["high"] for run, median in crossed
+    )
     return {
         **{name: after[name] for name in IDENTITY},
         "before": then,
@@ -165,7 +179,13 @@ def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
     """
     middle, n = median(values), len(values)
     if n < 2:
-        return {"median": middle, "low": None, "high": None, "values": tuple(values), "half_width": None}
+        return {
+            "median": middle,
+            "low": None,
+            "high": None,
+            "values": tuple(values),
+            "half_width": None,
+        }
     logarithms = sorted(log(value) for value in values)
     drawn_in = n >= WINSORIZED
     if drawn_in:
@@ -174,7 +194,13 @@ def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
     reach = student_quantile(n - 1 - 2 * drawn_in) * deviation * sqrt(pi / n)
     low, high = middle * exp(-reach), middle * exp(reach)
     share = (high - low) / (2 * middle)
-    return {"median": middle, "low": low, "high": high, "values": tuple(values), "half_width": share}
+    return {
+        "median": middle,
+        "low": low,
+        "high": high,
+        "values": tuple(values),
+        "half_width": share,
+    }
 
 
 def student_quantile(freedom: int) -> float:

@@ -84,10 +84,14 @@ class Sweep:
         """What is run in one go: a prompt alone, or all prompts of a category together."""
         groups: dict[tuple[int | None, str], list[Question]] = {}
         for question in self.questions:
-            groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(question)
+            groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(
+                question
+            )
         for (length, category), asked in groups.items():
             for heat in self.settings.temperatures:
-                work = Work(category=category, temperature=heat, prompt_tokens_asked=length, **vars(load))
+                work = Work(
+                    category=category, temperature=heat, prompt_tokens_asked=length, **vars(load)
+                )
                 if load == Load():
                     yield from ((work, [question]) for question in asked)
                 else:
@@ -104,10 +108,14 @@ class Sweep:
             for number, question in enumerate(asked)
         ]
 
-    def _pass(self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int) -> Pass:
+    def _pass(
+        self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int
+    ) -> Pass:
         requests = self._requests(work, asked, f"{index}.{len(self.samples)}")
         arrivals = work.arrivals(len(requests), turn)
-        ran = run_pass(engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch)
+        ran = run_pass(
+            engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch
+        )
         self.samples.append(take_sample(ran, index, work, turn, [q.prompt.name for q in asked]))
         return ran
 
@@ -116,7 +124,11 @@ class Sweep:
 
         More ranks add in another order, which was seen to decide near ties in bfloat16.
         """
-        plain = {self.configs[i].tp: i for i in sorted(ran, reverse=True) if self.configs[i].spec == "off"}
+        plain = {
+            self.configs[i].tp: i
+            for i in sorted(ran, reverse=True)
+            if self.configs[i].spec == "off"
+        }
         for index, its in sorted(ran.items()):
             config = self.configs[index]
             sampled_otherwise = config.verify != "coupled" and work.temperature

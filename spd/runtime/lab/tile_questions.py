@@ -47,7 +47,10 @@ def ask(
         products = list(_products(kind, device, shapes))
         for tile in TILES[1:]:
             narrow, wide = load({}), load({kind: tile})
-            if not all(_alike(getattr(narrow, name), getattr(wide, name), given) for name, given in products):
+            if not all(
+                _alike(getattr(narrow, name), getattr(wide, name), given)
+                for name, given in products
+            ):
                 break
             widest[kind] = tile
     return widest

@@ -65,8 +65,12 @@ class ForwardBatch:
     tile: int
     chunk_start: int | None = None
     states: HeadStates | None = None
-    segments: Segments | None = None  # what of the rows recurrent layers read; None where a model has none
-    per_layer: Tensor | None = None  # [T, layers, P] of the rows' tokens, where layers embed them too
+    segments: Segments | None = (
+        None  # what of the rows recurrent layers read; None where a model has none
+    )
+    per_layer: Tensor | None = (
+        None  # [T, layers, P] of the rows' tokens, where layers embed them too
+    )
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,14 @@ def attended(query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tens
     attend: of windows of query [S, W, ...]; rows behind them give zeros.
     """
     rows, total = batch.num_slots * batch.width, query.shape[0]
-    mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
-    return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, mixed.shape[1])))
+    mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(
+        rows, -1
+    )
+    return (
+        mixed
+        if rows == total
+        else torch.cat((mixed, mixed.new_zeros(total - rows, mixed.shape[1])))
+    )
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ ALONE = Around()
 class AnyLinear(Protocol):
     """y = x Wᵀ + b with what stands before and after it in its layer, W [N, K]."""
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         """Of rows [T, K]: [T, N], or half of N behind a gate. With `onto` [T, N] that stream plus it."""
         ...
 
@@ -121,7 +123,9 @@ class Linear(AnyHead):
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight: Tensor | GroupedWeight = weight
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         x, around = stream.x, self.around
         if around.folded:
             x = unscaled_norm(x, around.epsilon)
@@ -137,7 +141,9 @@ class Linear(AnyHead):
         if isinstance(self.weight, GroupedWeight):
             return grouped_linear(x, self.weight, self.bias)
         if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+                x, self.weight, self.bias, "none", [], ""
+            )
             return y
         return F.linear(x, self.weight, self.bias)
 
@@ -153,7 +159,9 @@ class Linear(AnyHead):
             return grouped_linear(x.float(), self.weight, bias) - y.float()
         if not self.packed:
             return None
-        rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
+        rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, -y, self.weight, self.bias, "add"
+        )
         return rest
 
     def example(self, count: int) -> Tensor:
@@ -180,14 +188,18 @@ class SkinnyLinear(AnyHead):
         self.workspace: LinearWorkspace | None = None
         """Shared by all of a model's products, since they run in turn."""
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         x, around, kernels = stream.x, self.around, self.kernels
         if batch.chunk_start is not None:
             if around.norm is not None:
                 x = unscaled_norm(x, around.epsilon)
             if isinstance(self.weight, Tensor):
                 return around.ended(F.linear(x, self.weight, self.bias), onto)
-            return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias, chunk=True)[0], onto)
+            return around.ended(
+                kernels.linear(x.contiguous(), self.weight, self.bias, chunk=True)[0], onto
+            )
         given = (x, self.weight, self.bias, self.workspace)
         norm = None
         if around.norm is not None:
@@ -223,14 +235,20 @@ class NativeLinear(AnyHead):
         around: Around = ALONE,
     ) -> None:
         act, norm, post_norm = around.act, around.norm, around.post_norm
-        self.weight, self.library = library.pack(weight, gated=act is not None and act.gated), library
+        self.weight, self.library = (
+            library.pack(weight, gated=act is not None and act.gated),
+            library,
+        )
         self.ending = ROUNDED if act is None else ending_of(act)
         self.bias, self.norm, self.post_norm = (
-            None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)
+            None if vector is None else vector.float().contiguous()
+            for vector in (bias, norm, post_norm)
         )
         self.epsilon = around.epsilon
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         residual = None if onto is None or self.post_norm is not None else onto.x
         given = (stream.x, self.weight, self.bias, self.ending)
         y = self.library.linear(*given, norm=self.norm, epsilon=self.epsilon, residual=residual)
@@ -274,12 +292,25 @@ class SummedLinear:
     """A product whose columns [N, K / ranks] are a rank's own: see `AnyLinear`. The bias is added once."""
 
     def __init__(
-        self, inner: AnyLinear, bias: Tensor | None, around: Around, ranks: Communicator, kernels: Kernels
+        self,
+        inner: AnyLinear,
+        bias: Tensor | None,
+        around: Around,
+        ranks: Communicator,
+        kernels: Kernels,
     ) -> None:
         """around: of the whole; none of it stands before the product."""
-        self.inner, self.bias, self.around, self.ranks, self.kernels = inner, bias, around, ranks, kernels
+        self.inner, self.bias, self.around, self.ranks, self.kernels = (
+            inner,
+            bias,
+            around,
+            ranks,
+            kernels,
+        )
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         y, around = self.ranks.sum(self.inner(stream, batch).x), self.around
         y = y if self.bias is None else y + self.bias
         if onto is None or onto.squares is None:

@@ -21,7 +21,9 @@ def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
     original = float(rope.original_max_positions or 8192)
     wavelength = 2 * math.pi / inverse
     low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
-    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (original / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     mixed = (1 - smooth) * inverse / rope.factor + smooth * inverse
     scaled = torch.where(wavelength > low, inverse / rope.factor, inverse)
     return torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
@@ -32,7 +34,9 @@ def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     original = float(rope.original_max_positions or 4096)
 
     def dimension(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -88,7 +92,9 @@ class RotaryRows:
     def still(self) -> RotaryRows:
         """As many rows that do not turn: one angle of 0 for all."""
         cos, sin = torch.ones_like(self.cos[:1]), torch.zeros_like(self.sin[:1])
-        return RotaryRows(cos, sin, None if self.positions is None else torch.zeros_like(self.positions))
+        return RotaryRows(
+            cos, sin, None if self.positions is None else torch.zeros_like(self.positions)
+        )
 
 
 class RotaryTable:
@@ -112,7 +118,9 @@ class RotaryTable:
         scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
         cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions
-        self.local: RotaryTable | None = None  # of the layers that turn in another way, where there are any
+        self.local: RotaryTable | None = (
+            None  # of the layers that turn in another way, where there are any
+        )
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 

@@ -70,8 +70,12 @@ def checkpoint_fill(
 
 
 DUMMY_BIAS = 0.02
-DUMMY_LOGITS = 3.0  # standard deviation of a dummy model's logits: far from uniform, far from certain
-DUMMY_DOWN = 4.0  # how much larger an MLP's output is than attention's: else one token is said for ever
+DUMMY_LOGITS = (
+    3.0  # standard deviation of a dummy model's logits: far from uniform, far from certain
+)
+DUMMY_DOWN = (
+    4.0  # how much larger an MLP's output is than attention's: else one token is said for ever
+)
 
 
 def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
@@ -144,7 +148,9 @@ def build_model(
     tables = space.block(weights.table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
     if at_once:
-        allocated.extend(space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers))
+        allocated.extend(
+            space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers)
+        )
     _filled(space, fill, layout)
     if layout.logit_scale != 1.0:
         tables["final_norm"].mul_(layout.logit_scale)
@@ -186,7 +192,9 @@ def build_model(
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
-    dims = {isinstance(each, GqaLayout) and each.local_rope: each.rotary for each in layout.attending}
+    dims = {
+        isinstance(each, GqaLayout) and each.local_rope: each.rotary for each in layout.attending
+    }
     given = (positions, exact, place.device, layout.shift)
     table = RotaryTable(config.rope, dims.get(False) or dims[True], *given)
     if config.local_rope is not None:
@@ -199,10 +207,14 @@ class Head:
     """A head that drafts beside a target: the configuration of its layers, and where its parts are found."""
 
     config: ModelConfig
-    find: Callable[[Checkpoint | None], Sequence[HeadPart]]  # the parts, seen to be in what is given
+    find: Callable[
+        [Checkpoint | None], Sequence[HeadPart]
+    ]  # the parts, seen to be in what is given
     target: Decoder
     target_folder: ModelFolder
-    apart: bool  # other ranks than the target's share the head: what it takes from there is read again
+    apart: (
+        bool  # other ranks than the target's share the head: what it takes from there is read again
+    )
 
     def tables(self, part: HeadPart, own: Checkpoint | None, place: Place) -> dict[str, Tensor]:
         """Tables of ids of the head's own. One that equals the target's is read only where that is apart."""
@@ -216,7 +228,9 @@ class Head:
                 table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
             elif shared.order is not None:
                 table = own.read(shared.own)[shared.order][first:end]
-            elif shared.own in own.tensors and not own.equal(shared.own, target.checkpoint, names[key]):
+            elif shared.own in own.tensors and not own.equal(
+                shared.own, target.checkpoint, names[key]
+            ):
                 table = own.read(shared.own, (first, end))
             else:
                 table = target.checkpoint.read(names[key], (first, end)) if self.apart else None
@@ -242,10 +256,15 @@ def load_model(
     head that reads its target's streams feeds it from then on.
     """
     config, meter = folder.config if head is None else head.config, meter or LoadMeter()
-    builder, made = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2), list[Decoder]()
+    builder, made = (
+        LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2),
+        list[Decoder](),
+    )
     on_cuda = torch.device(place.device).type == "cuda"
     # What is rounded at load would be there twice, and whole.
-    at_once = on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
+    at_once = (
+        on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
+    )
     fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
         own = None if load == "dummy" else files.enter_context(folder.checkpoint)
@@ -255,7 +274,9 @@ def load_model(
             if own is not None:
                 fill = checkpoint_fill(own, config, part.layout, place, meter)
             part = replace(part, layout=part.layout.sharded(place.shard))
-            build = partial(build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter)
+            build = partial(
+                build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter
+            )
             if head is None:
                 made.append(build())
             else:

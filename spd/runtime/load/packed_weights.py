@@ -21,7 +21,9 @@ from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.weights import PARTS, part_name
 
 Stored = Mapping[str, Tensor]
-STRIP = 2**22  # codes of odd widths unpacked at a time: each takes eight bytes several times meanwhile
+STRIP = (
+    2**22
+)  # codes of odd widths unpacked at a time: each takes eight bytes several times meanwhile
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,21 @@ class Unpacked:
 
 
 def unpacking_fill(
-    checkpoint: Checkpoint, fill: Fill, how: Quantization, shapes: Shapes, meter: LoadMeter, cuts: Cuts
+    checkpoint: Checkpoint,
+    fill: Fill,
+    how: Quantization,
+    shapes: Shapes,
+    meter: LoadMeter,
+    cuts: Cuts,
 ) -> Fill:
     """`fill`, but what is stored in few bits is unpacked, a matrix at a time. shapes: of whole matrices."""
 
     def unpacked(views: Mapping[str, Tensor]) -> None:
         rest = dict(views)
         for name, view in views.items():
-            found = None if name not in shapes else how.found(name, shapes[name], checkpoint.tensors)
+            found = (
+                None if name not in shapes else how.found(name, shapes[name], checkpoint.tensors)
+            )
             if found is None:
                 continue
             whole, cut = unpack(checkpoint, *found, shapes[name]), cuts.get(name)
@@ -74,14 +83,20 @@ def unpacking_fill(
             else:
                 plain = whole.plain()
                 view.copy_(plain if cut is None else torch.cat(cut.of(plain), cut.dim))
-            meter.advance(view.nbytes + sum(each.nbytes for each in own.values() if each is not None))
+            meter.advance(
+                view.nbytes + sum(each.nbytes for each in own.values() if each is not None)
+            )
         fill(rest)
 
     return unpacked
 
 
 def keep_packed(
-    checkpoint: Checkpoint, name: str, stored: Unpacked, view: Tensor, own: Mapping[str, Tensor | None]
+    checkpoint: Checkpoint,
+    name: str,
+    stored: Unpacked,
+    view: Tensor,
+    own: Mapping[str, Tensor | None],
 ) -> None:
     """Write a matrix as codes into a view uint8, with its scales and zeros in views of their own."""
     if stored.group == 1 < stored.codes.shape[1]:
@@ -114,7 +129,9 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
     if order is not None:
         groups, last = scales.shape[1], "g_idx" if "g_idx" in stored else "weight_g_idx"
         if bool(((order < 0) | (order >= groups)).any()):
-            raise checkpoint.refused(f"{module}.{last}", f"names a group beyond the {groups} of them")
+            raise checkpoint.refused(
+                f"{module}.{last}", f"names a group beyond the {groups} of them"
+            )
         if not torch.equal(order, torch.arange(columns) // group):
             group, scales, zeros = 1, scales[:, order], None if zeros is None else zeros[:, order]
     if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
@@ -162,7 +179,9 @@ def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of each row of words int32 [R, W], dense, low first: uint8 [R, count]."""
     words = torch.empty(words.shape, dtype=torch.int32).copy_(words)  # rows behind each other
     if bits in (4, 8):
-        codes = words.view(torch.uint8)  # words are little-endian, as the file and the processor are
+        codes = words.view(
+            torch.uint8
+        )  # words are little-endian, as the file and the processor are
         return (unpaired(codes) if bits == 4 else codes)[:, :count].contiguous()
     first = torch.arange(count) * bits
     word, shift = first // 32, first % 32

@@ -38,7 +38,9 @@ def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
     tensors = folder.checkpoint.tensors
     if mtp_too:
         heads = (n for n in tensors if n.endswith(own) and is_mtp_tensor(n, config.num_layers))
-        names |= {n for n in heads if len(size := tensors[n].shape) == 2 and size[1] % INT4_GROUP == 0}
+        names |= {
+            n for n in heads if len(size := tensors[n].shape) == 2 and size[1] % INT4_GROUP == 0
+        }
     return [name for name, meta in tensors.items() if name in names and meta.dtype in FLOAT_DTYPES]
 
 
@@ -64,20 +66,33 @@ def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[Ou
             yield _bytes_of(torch.tensor(sizes))
 
         found.append(OutputTensor(f"{stem}weight_packed", "I32", (rows, columns // 8), codes))
-        found.append(OutputTensor(f"{stem}weight_scale", "BF16", (rows, columns // INT4_GROUP), scale))
+        found.append(
+            OutputTensor(f"{stem}weight_scale", "BF16", (rows, columns // INT4_GROUP), scale)
+        )
         found.append(OutputTensor(f"{stem}weight_shape", "I64", (2,), shape))
     return found
 
 
 def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dict[str, Any]:
     """What config.json says of it; matrices that stay as they are stand in the ignore list."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": INT4_GROUP,
+    }
     kept = (
         _called(name, meta).removesuffix(".weight")
         for name, meta in checkpoint.tensors.items()
         if name not in rounded and len(meta.shape) == 2 and name.endswith(".weight")
     )
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
     how = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     groups = {"ignore": sorted(kept), "config_groups": {"group_0": group}}
     return {**how, "quantization_status": "compressed", **groups}

@@ -15,9 +15,13 @@ from spd.formats.files import write_whole
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.native.build import read_kept
 
-Widest = dict[str, int]  # by the dtype of weights, the widest tile of bfloat16 tokens; narrow where unsaid
+Widest = dict[
+    str, int
+]  # by the dtype of weights, the widest tile of bfloat16 tokens; narrow where unsaid
 KINDS = ("bfloat16", "int8")
-SHOWN: Mapping[str, Widest] = {"9.0": {"bfloat16": 64}}  # by compute capability: what long runs have shown
+SHOWN: Mapping[str, Widest] = {
+    "9.0": {"bfloat16": 64}
+}  # by compute capability: what long runs have shown
 
 
 def driver_version() -> str | None:
@@ -35,7 +39,12 @@ def bound_to(device: torch.device) -> dict[str, str]:
     found = torch.cuda.get_device_properties(device)
     versions = {"spd": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
     capability = f"{found.major}.{found.minor}"
-    return {"gpu": found.name, "capability": capability, "driver": driver_version() or "unknown", **versions}
+    return {
+        "gpu": found.name,
+        "capability": capability,
+        "driver": driver_version() or "unknown",
+        **versions,
+    }
 
 
 def widest_tiles(device: str, cache: Callable[[], Path]) -> tuple[Widest, str]:
@@ -46,7 +55,9 @@ def widest_tiles(device: str, cache: Callable[[], Path]) -> tuple[Widest, str]:
     if (answer := read_answer(cache, bound)) is not None:
         return answer, "as this GPU answered spd doctor"
     shown = SHOWN.get(bound["capability"], {})
-    return dict(shown), "shown on its architecture" if shown else "spd doctor has not asked this GPU"
+    return dict(
+        shown
+    ), "shown on its architecture" if shown else "spd doctor has not asked this GPU"
 
 
 def _place(cache: Callable[[], Path], bound: Mapping[str, str]) -> Path:
@@ -59,7 +70,9 @@ def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> Widest |
     with suppress(OSError, ValueError, TypeError, LookupError, RuntimeError):
         found = json.loads(read_kept(_place(cache, bound)))
         widest: Widest = found["widest"]
-        if found["for"] == bound and all(kind in KINDS and widest[kind] in TILES for kind in widest):
+        if found["for"] == bound and all(
+            kind in KINDS and widest[kind] in TILES for kind in widest
+        ):
             return dict(widest)
     return None
 

@@ -42,7 +42,9 @@ class Buffer:
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         # Not Tensor.numpy: torch may have been installed without NumPy.
-        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self._bytes.data_ptr())).cast("B")
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self._bytes.data_ptr())).cast(
+            "B"
+        )
 
     def elements(self, chunk: Chunk) -> Tensor:
         """A chunk's elements after its bytes were read, [n]."""
@@ -59,7 +61,9 @@ class Buffer:
 class PinnedBuffer(Buffer):
     """Pinned; casts by way of device memory. Copies begin after `ready`: destinations are allocated."""
 
-    def __init__(self, nbytes: int, device: torch.device, ready: torch.cuda.Event, casts: bool) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, ready: torch.cuda.Event, casts: bool
+    ) -> None:
         super().__init__(nbytes, pinned=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_event(ready)
@@ -132,7 +136,9 @@ def read_tensors(
         try:
             with torch.inference_mode(), where:
                 own.wait()
-                read_exactly(files[chunk.shard], own.view[: chunk.nbytes], chunk.offset, chunk.shard)
+                read_exactly(
+                    files[chunk.shard], own.view[: chunk.nbytes], chunk.offset, chunk.shard
+                )
                 own.copy(chunk)
         finally:
             free.put(own)
@@ -147,7 +153,9 @@ def read_tensors(
         for nbytes in pool.map(read, chunks):
             advance(nbytes)
     finally:
-        pool.shutdown(cancel_futures=True)  # also if the caller was interrupted: no thread outlives it
+        pool.shutdown(
+            cancel_futures=True
+        )  # also if the caller was interrupted: no thread outlives it
         for each in buffers:
             each.wait()
     checkpoint.check_unchanged()

@@ -37,7 +37,9 @@ _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.minimax_m2: "MiniMaxM2",
 }
 """Families, and the classes that they make layouts of, without ForCausalLM."""
-FAMILIES = {f"{name}ForCausalLM": layout for layout, names in _NAMES.items() for name in names.split()}
+FAMILIES = {
+    f"{name}ForCausalLM": layout for layout, names in _NAMES.items() for name in names.split()
+}
 LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}
 """Those, and what drafts for other models only."""
 

@@ -16,7 +16,9 @@ from spd.runtime.models.decoder import Decoder, Parts, looked_up
 class OrderedHead(AnyHead):
     """Logits of the ids of a few clusters only: those whose vectors fit a state best."""
 
-    def __init__(self, table: Tensor, centroids: Tensor, order: Tensor, kept: int, squares: bool) -> None:
+    def __init__(
+        self, table: Tensor, centroids: Tensor, order: Tensor, kept: int, squares: bool
+    ) -> None:
         """table [V, H]; centroids [C, H]; order int64 [V], the ids of one cluster after the other's."""
         self.table, self.centroids, self.kept = table, centroids, kept
         self.order, self.carries_squares = order.view(centroids.shape[0], -1), squares
@@ -60,10 +62,14 @@ class AssistantModel(Decoder):
         self.target, self.hidden_size = target, tables["pre_projection"].shape[0]
         self.state_size, self.caches = facts.target_hidden_size, target.caches
         self.varied_layers = len(target.caches)
-        self.before, self.behind = (build.linear(tables[f"{at}_projection"]) for at in ("pre", "post"))
+        self.before, self.behind = (
+            build.linear(tables[f"{at}_projection"]) for at in ("pre", "post")
+        )
         if order is not None:
             squares = target.head.carries_squares
-            self.head = OrderedHead(tables["ordered"], tables["centroids"], order, facts.kept, squares)
+            self.head = OrderedHead(
+                tables["ordered"], tables["centroids"], order, facts.kept, squares
+            )
         if never:
             ids = torch.tensor(never, device=build.place.device)
             self.head = NarrowedHead(self.head, ids)

@@ -36,9 +36,13 @@ class Attention:
             turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
             for name in ("qkv", "q_norm", "k_norm"):
                 build.reorder(tensors, name, order, turned)
-        self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
+        self.qkv = (
+            build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
+        )
         self.gates = build.after_norm(tensors, "gates") if layout.head_gates else None
-        self.output = build.summed(tensors, "output", layout.post_epsilon, centred=layout.centred_output)
+        self.output = build.summed(
+            tensors, "output", layout.post_epsilon, centred=layout.centred_output
+        )
         self.parts = [layout.widest, layout.num_heads * layout.head_dim]
         """Columns of queries, keys and values, and of gates behind them."""
         self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
@@ -54,7 +58,9 @@ class Attention:
         self.query_factor: Tensor | None = None
         """Of norms behind the rotation: their scales [D] meet in products of queries and keys alone."""
         if layout.late_norms and self.qk_weight is not None:
-            self.query_factor = (tensors["q_norm"].float() * tensors["k_norm"].float()).to(build.dtype)
+            self.query_factor = (tensors["q_norm"].float() * tensors["k_norm"].float()).to(
+                build.dtype
+            )
             self.qk_weight = torch.ones_like(self.qk_weight)
         self.whole_norms = [tensors["q_norm"], tensors["k_norm"]] if layout.whole_norms else None
         """Scales of one norm over all query heads, and of one over all key heads."""
@@ -99,7 +105,9 @@ class Attention:
             grown = 1 + slope * torch.log1p(torch.floor(batch.positions.float() / period))
             query = query * grown.to(query.dtype)[:, None, None]
         plan = batch.plan[self.layout.heads]
-        mixed = attended(query, batch, lambda rows: kernels.paged_attention(rows, pools, plan, scores))
+        mixed = attended(
+            query, batch, lambda rows: kernels.paged_attention(rows, pools, plan, scores)
+        )
         if self.layout.value_dim is not None:
             heads = mixed.view(mixed.shape[0], self.layout.num_heads, -1)
             mixed = heads[..., : self.layout.value_dim].flatten(1) * self.layout.value_scale
@@ -121,7 +129,9 @@ class Attention:
         """Queries, keys and values [T, (H + 2 K) * D] of [T, N], where values may be missing or narrower."""
         size, keys = self.layout.head_dim, self.layout.num_kv_heads
         turned = (self.layout.num_heads + keys) * size
-        value = qkv[:, turned - keys * size : turned] if self.layout.key_is_value else qkv[:, turned:]
+        value = (
+            qkv[:, turned - keys * size : turned] if self.layout.key_is_value else qkv[:, turned:]
+        )
         value = value.reshape(qkv.shape[0], keys, -1)
         if self.layout.value_norm:
             value = unscaled_norm(value, self.epsilon)
@@ -164,11 +174,15 @@ class LatentAttention:
             self.query = tensors["query_norm"], build.matrix(tensors, "query")
         self.down, self.latent_norm = build.after_norm(tensors, "down"), tensors["latent_norm"]
         self.output = build.summed(tensors, "output")
-        heads = tensors["up"].view(layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank)
+        heads = tensors["up"].view(
+            layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank
+        )
         key_up = heads[:, : latent.nope_dim].contiguous()
         value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
         self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack(key_up.mT)
-        self.value_up: Tensor | PackedWeight = value_up if native is None else native.pack(value_up.mT)
+        self.value_up: Tensor | PackedWeight = (
+            value_up if native is None else native.pack(value_up.mT)
+        )
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
@@ -178,13 +192,21 @@ class LatentAttention:
         query, latent = self._project(stream, batch)
         still, turning = torch.split(query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
-        turned = self.kernels.latent_store(turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages)
-        absorbed = in_tiles(lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile)
+        turned = self.kernels.latent_store(
+            turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages
+        )
+        absorbed = in_tiles(
+            lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile
+        )
         plan, scores = batch.plan[self.layout.heads], (self.latent.rank, self.scale)
         whole = torch.cat((absorbed, turned), dim=-1)
-        mixed = attended(whole, batch, lambda rows: self.kernels.mla_attention(rows, pages, plan, *scores))
+        mixed = attended(
+            whole, batch, lambda rows: self.kernels.mla_attention(rows, pages, plan, *scores)
+        )
         mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)
-        values = in_tiles(lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile)
+        values = in_tiles(
+            lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile
+        )
         return self.output(Residual(values.flatten(1)), batch, stream)
 
     def _project(self, stream: Residual, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -194,7 +216,9 @@ class LatentAttention:
         query, latent = down[:, :-kept], down[:, -kept:]
         if self.query is not None:
             norm, product = self.query
-            query = product(Residual(normed(Residual(query), norm, LATENT_EPSILON, self.kernels)), batch).x
+            query = product(
+                Residual(normed(Residual(query), norm, LATENT_EPSILON, self.kernels)), batch
+            ).x
         return query.reshape(query.shape[0], self.layout.num_heads, -1), latent
 
 

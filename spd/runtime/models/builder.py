@@ -15,7 +15,14 @@ from torch import Tensor
 from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.activation import Activation
-from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, int8_rows, magnitudes, tiled
+from spd.kernels.linear.few_bits import (
+    INT4_GROUP,
+    GroupedWeight,
+    int4_groups,
+    int8_rows,
+    magnitudes,
+    tiled,
+)
 from spd.runtime.layers import linear as products
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import ALONE, Around
@@ -23,7 +30,9 @@ from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
 
-Fill = Callable[[Mapping[str, Tensor]], None]  # writes every view from its namesake, wherever that comes from
+Fill = Callable[
+    [Mapping[str, Tensor]], None
+]  # writes every view from its namesake, wherever that comes from
 
 
 class Tensors(dict[str, Tensor]):
@@ -31,7 +40,9 @@ class Tensors(dict[str, Tensor]):
 
     def __init__(self, found: Mapping[str, Tensor]) -> None:
         super().__init__(found)
-        self.grouped: dict[str, GroupedWeight] = {}  # matrices in codes, with what stands beside these
+        self.grouped: dict[
+            str, GroupedWeight
+        ] = {}  # matrices in codes, with what stands beside these
 
 
 Kept = Tensor | GroupedWeight
@@ -101,7 +112,9 @@ class WeightSpace:
         zeros = empty(groups, torch.uint8, "zeros") if spec.zeros else None
         return GroupedWeight(spec.kind, codes, scales, zeros, spec.group or columns)
 
-    def _viewed(self, whole: Tensor, destination: Destination, prefix: str, part: str = "") -> Tensor:
+    def _viewed(
+        self, whole: Tensor, destination: Destination, prefix: str, part: str = ""
+    ) -> Tensor:
         """Keep which rows are each checkpoint tensor's, or belong to a part of it beside its codes."""
         row = 0
         for each in destination.parts:
@@ -123,7 +136,9 @@ class LayerBuilder:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
         self.fold_norms = place.kernels.facts.folds_norms
-        self.products: list[Product] = []  # all but the heads', in the order in which they were made
+        self.products: list[
+            Product
+        ] = []  # all but the heads', in the order in which they were made
 
     def linear(self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE) -> Product:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
@@ -142,7 +157,9 @@ class LayerBuilder:
         """A table [V, H] of `vocab_size` ids, or of a rank's own."""
         if self.ranks is None:
             return table
-        return products.ShardedEmbedding(table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks)
+        return products.ShardedEmbedding(
+            table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks
+        )
 
     def head(self, table: Tensor, vocab_size: int, ids: Tensor | None = None) -> products.AnyHead:
         """The product that makes logits by a table [V, H], or a rank's own rows.
@@ -158,10 +175,14 @@ class LayerBuilder:
 
     def share_workspace(self, rows: int) -> None:
         """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""
-        if skinny := [product for product in self.products if isinstance(product, products.SkinnyLinear)]:
+        if skinny := [
+            product for product in self.products if isinstance(product, products.SkinnyLinear)
+        ]:
             products.share_workspace(skinny, rows)
 
-    def after_norm(self, tensors: Tensors, name: str, act: Activation | None = None) -> products.AnyLinear:
+    def after_norm(
+        self, tensors: Tensors, name: str, act: Activation | None = None
+    ) -> products.AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
         bias, norm, folds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.fold_norms
         rounds = folds and self.form.kind == "int8"
@@ -193,7 +214,9 @@ class LayerBuilder:
         whole = self.ranks.gather(magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
         return int8_rows(weight, whole)
 
-    def reorder(self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)) -> None:
+    def reorder(
+        self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)
+    ) -> None:
         """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too."""
         if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
             for each in grouped.parts:
@@ -222,7 +245,9 @@ class LayerBuilder:
     def _centre(self, tensors: Tensors, name: str) -> None:
         """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
         if name in tensors.grouped:
-            raise IncompatibleError("packed weights cannot be centred, which layer norms of this model need")
+            raise IncompatibleError(
+                "packed weights cannot be centred, which layer norms of this model need"
+            )
         for each in (name, f"{name}_bias"):
             if each in tensors:
                 wide = tensors[each].float()

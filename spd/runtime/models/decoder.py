@@ -32,7 +32,9 @@ from spd.runtime.models.weights import HeadRules, ModelLayout
 
 AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]  # a layer's second block: each row by itself
+MlpBlock = (
+    GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
+)  # a layer's second block: each row by itself
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ BLOCKS: dict[type, Any] = {
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 
 
-def build_layer(layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
+def build_layer(
+    layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder
+) -> DecoderLayer:
     """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
     if layout.parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
@@ -84,7 +88,9 @@ class AuxStates:
     with the norms before it.
     """
 
-    def __init__(self, config: ModelConfig, tables: Tensors, build: LayerBuilder, layers: int) -> None:
+    def __init__(
+        self, config: ModelConfig, tables: Tensors, build: LayerBuilder, layers: int
+    ) -> None:
         """Of the head's tables, from which `fuse` is taken away; layers: how many its target has."""
         facts = config.eagle3
         assert facts is not None
@@ -95,7 +101,9 @@ class AuxStates:
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
         """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
         if self.norms:
-            streams = [rms_norm(x, norm, self.epsilon) for x, norm in zip(streams, self.norms, strict=True)]
+            streams = [
+                rms_norm(x, norm, self.epsilon) for x, norm in zip(streams, self.norms, strict=True)
+            ]
         together = torch.cat(list(streams), dim=-1)
         if self.whole_norm is not None:
             together = rms_norm(together, self.whole_norm, self.epsilon)
@@ -140,10 +148,14 @@ class Decoder:
         self.products = [*build.products, self.head]
         self.layout, self.logit_softcap = parts.layout, parts.logit_softcap
         scale = parts.layout.embedding_scale
-        self.embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
+        self.embedding_scale = (
+            None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
+        )
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
-        self.reads = [each.reads if isinstance(each, layouts.GqaLayout) else None for each in self.caches]
+        self.reads = [
+            each.reads if isinstance(each, layouts.GqaLayout) else None for each in self.caches
+        ]
         """For each layer the one whose cache it reads; None: its own."""
         kinds = [(layer.layout, type(layer.mlp)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
@@ -163,10 +175,14 @@ class Decoder:
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
         if self.layer_embeddings is not None:
-            batch = replace(batch, per_layer=self.layer_embeddings(batch.token_ids, stream.x, batch))
+            batch = replace(
+                batch, per_layer=self.layer_embeddings(batch.token_ids, stream.x, batch)
+            )
         reader = self.reader if len(caches) >= len(self.layers) else None
         streams = {0: stream.x} if reader is not None and 0 in reader.layers else {}
-        for passed, (layer, own, source) in enumerate(zip(self.layers, caches, self.reads, strict=False), 1):
+        for passed, (layer, own, source) in enumerate(
+            zip(self.layers, caches, self.reads, strict=False), 1
+        ):
             stream = layer(stream, rotary, batch, own if source is None else caches[source])
             if reader is not None and passed in reader.layers:
                 streams[passed] = stream.x
@@ -175,7 +191,9 @@ class Decoder:
         if reader is None:
             return ModelOutput.of(hidden)
         unit = self.layout.residual_scale
-        read = [streams[passed] if unit == 1.0 else streams[passed] * unit for passed in reader.layers]
+        read = [
+            streams[passed] if unit == 1.0 else streams[passed] * unit for passed in reader.layers
+        ]
         return ModelOutput(hidden, reader.fuse(read, batch))
 
     def settle(self, segments: Segments, caches: list[LayerCache]) -> None:
@@ -197,7 +215,11 @@ class Decoder:
         if self.layout.centred_stream or self.layout.normed_embedding:
             wide = table[ids].float()
             bare = self.layout.normed_embedding
-            wide = products.unscaled_norm(wide, self.epsilon) if bare else wide - wide.mean(-1, keepdim=True)
+            wide = (
+                products.unscaled_norm(wide, self.epsilon)
+                if bare
+                else wide - wide.mean(-1, keepdim=True)
+            )
             table = wide.to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
         if self.head.carries_squares and batch.chunk_start is None:
@@ -231,7 +253,9 @@ class HeadModel(Decoder):
 
     A decoder whose `forward` needs a batch with states; logits are over the target's ids."""
 
-    def __init__(self, rules: HeadRules, parts: Parts, build: LayerBuilder, ids: Tensor | None) -> None:
+    def __init__(
+        self, rules: HeadRules, parts: Parts, build: LayerBuilder, ids: Tensor | None
+    ) -> None:
         """Tables: `projection` [hidden, 2 * hidden] over token and state, norms [hidden] of both.
 
         Or none of these, where attention reads both. ids int64, ascending: the target's of the head's own;
@@ -242,9 +266,15 @@ class HeadModel(Decoder):
         self.projection: products.AnyLinear | None = None
         if "projection" in parts.tables:
             self.projection = build.linear(parts.tables["projection"])
-            self.token_norm, self.state_norm = parts.tables["token_norm"], parts.tables["state_norm"]
+            self.token_norm, self.state_norm = (
+                parts.tables["token_norm"],
+                parts.tables["state_norm"],
+            )
         else:
-            assert isinstance(self.layer.attention, Attention) and self.layer.attention.pair_norms is not None
+            assert (
+                isinstance(self.layer.attention, Attention)
+                and self.layer.attention.pair_norms is not None
+            )
             self.token_norm, self.state_norm = self.layer.attention.pair_norms
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
@@ -252,13 +282,17 @@ class HeadModel(Decoder):
         assert batch.states is not None
         rules, projection = self.rules, self.projection
         ids, table = looked_up(self.embedding, batch.token_ids)
-        norms = PairNorms(self.token_norm, self.state_norm, self.epsilon, rules.masked, rules.hidden_first)
+        norms = PairNorms(
+            self.token_norm, self.state_norm, self.epsilon, rules.masked, rules.hidden_first
+        )
         keeps_state = projection is None and not rules.normed_residual
         pairs, state = self.kernels.head_input(ids, table, batch, norms, keeps_state)
         rotary = self.rotary_rows(batch)
         if projection is not None:
             nothing = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
-            stream = self.layer(projection(Residual(pairs), batch, nothing), rotary, batch, caches[0])
+            stream = self.layer(
+                projection(Residual(pairs), batch, nothing), rotary, batch, caches[0]
+            )
         else:
             if state is None:
                 state = pairs[:, self.hidden_size :].contiguous()
@@ -268,7 +302,9 @@ class HeadModel(Decoder):
             stream = self.layer.mlp(stream, batch)
         if not rules.recycles_normed or self.final_norm is None:
             return ModelOutput.of(stream.x)
-        if projection is not None and stream.squares is None:  # in torch's form beside C's products too
+        if (
+            projection is not None and stream.squares is None
+        ):  # in torch's form beside C's products too
             return ModelOutput.of(rms_norm(stream.x, self.final_norm, self.epsilon))
         return ModelOutput.of(self.normed(stream, self.final_norm))
 
@@ -281,7 +317,11 @@ class HeadModel(Decoder):
     def _shown(self, states: Tensor) -> Tensor:
         """What the head reads of states [T, hidden]: normed, unless they are already or never are."""
         norm = self.final_norm
-        return states if self.rules.recycles_normed or norm is None else rms_norm(states, norm, self.epsilon)
+        return (
+            states
+            if self.rules.recycles_normed or norm is None
+            else rms_norm(states, norm, self.epsilon)
+        )
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V], minus infinity for ids that the head does not know."""

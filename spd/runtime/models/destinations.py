@@ -116,7 +116,9 @@ class Destination:
     wide: bool = False
 
     @classmethod
-    def of(cls, parts: Mapping[str, Shape], *, exact: bool = False, cut: Cut | None = None) -> Destination:
+    def of(
+        cls, parts: Mapping[str, Shape], *, exact: bool = False, cut: Cut | None = None
+    ) -> Destination:
         """From names and shapes in order, of each the same part."""
         return cls(tuple(Part(name, shape, cut) for name, shape in parts.items()), exact)
 
@@ -147,7 +149,9 @@ def fused(
 ) -> dict[str, Destination]:
     """A fused matrix of projections with the given rows, and NAME_bias if there is one. cut: of columns."""
     own = {each: WHOLE.rows(n) if isinstance(n, int) else n for each, n in rows.items()}
-    weight = (Part(f"{block}.{each}.weight", (n.taken, columns), cut or n.cut) for each, n in own.items())
+    weight = (
+        Part(f"{block}.{each}.weight", (n.taken, columns), cut or n.cut) for each, n in own.items()
+    )
     found = {name: Destination(tuple(weight))}
     if biased:
         bias = (Part(f"{block}.{each}.bias", (n.taken,), n.cut) for each, n in own.items())

@@ -31,7 +31,9 @@ INTEGERS = ("I64", "I32")
 def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelLayout:
     """One layer that reads pairs, and the tables around it but for some."""
     layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
-    return weights.ModelLayout((layer,), tables=partial(tables, config, without), prefix=LAYER, shift=1)
+    return weights.ModelLayout(
+        (layer,), tables=partial(tables, config, without), prefix=LAYER, shift=1
+    )
 
 
 def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
@@ -69,7 +71,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     tensors that would change what it drafts and are not read.
     """
     assert config.eagle3 is not None
-    rows, without = config.eagle3.draft_vocab_size, ("head",) if shares_head(config, checkpoint) else ()
+    rows, without = (
+        config.eagle3.draft_vocab_size,
+        ("head",) if shares_head(config, checkpoint) else (),
+    )
     expected = weights.expected_tensors(config, layout(config, without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
@@ -92,8 +97,14 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
     """
     facts = config.eagle3
     assert facts is not None
-    rules = weights.HeadRules(normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output)
-    shared = {} if facts.own_embedding else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
+    rules = weights.HeadRules(
+        normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output
+    )
+    shared = (
+        {}
+        if facts.own_embedding
+        else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
+    )
     rows, size = facts.draft_vocab_size, config.vocab_size
     if checkpoint is None:
         import torch
@@ -107,7 +118,9 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
     return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]
 
 
-def _vocabulary(rows: int, size: int, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:
+def _vocabulary(
+    rows: int, size: int, checkpoint: Checkpoint
+) -> tuple[Tensor | None, Tensor | None]:
     """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
 
     None where ids are the target's own, and where the order is this one.

@@ -63,14 +63,21 @@ def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
 
 
 def layered(
-    config: ModelConfig, attention: blocks.AttentionLayout, dense: blocks.MlpLayout | None = None, **slid: Any
+    config: ModelConfig,
+    attention: blocks.AttentionLayout,
+    dense: blocks.MlpLayout | None = None,
+    **slid: Any,
 ) -> ModelLayout:
     """One kind of attention but for its sliding windows; experts where the configuration says so.
 
     Elsewhere `dense`, which is this family's MLP unless given. slid: other fields of layers that slide.
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
-    wide, other, layers = config.quantization is None, usual_recurrent(config), list[blocks.LayerLayout]()
+    wide, other, layers = (
+        config.quantization is None,
+        usual_recurrent(config),
+        list[blocks.LayerLayout](),
+    )
     centred = isinstance(attention, blocks.GqaLayout) and attention.centred_norms
     dense = replace(dense, centred_norms=centred)
     sparse = usual_experts(config, centred_norms=centred, turned=wide) if experts else dense
@@ -82,7 +89,10 @@ def layered(
             window = config.sliding[i] if config.sliding else None
             own = {} if window is None else _local(config, attention) | slid
             mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
-        mlp, limits = sparse if experts and experts.sparse_layers[i] else dense, config.limits[i : i + 1]
+        mlp, limits = (
+            sparse if experts and experts.sparse_layers[i] else dense,
+            config.limits[i : i + 1],
+        )
         for routed, beside in limits:
             if isinstance(mlp, blocks.MoeLayout):
                 limited = mlp.shared_act._replace(limit=beside)
@@ -105,13 +115,17 @@ def _local(config: ModelConfig, attention: blocks.GqaLayout) -> dict[str, Any]:
     return {**heads, "local_rope": True, "rotary": turned}
 
 
-def varied(config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any) -> ModelLayout:
+def varied(
+    config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any
+) -> ModelLayout:
     """Llama, with other fields of its MLP's layout and of its attention's."""
     own = replace(usual_attention(config), **attention)
     return layered(config, own, replace(usual_mlp(config), **(mlp or {})))
 
 
-def _family(says: str, mlp: Mapping[str, Any] | None = None, **attention: Any) -> Callable[..., ModelLayout]:
+def _family(
+    says: str, mlp: Mapping[str, Any] | None = None, **attention: Any
+) -> Callable[..., ModelLayout]:
     """A family that is Llama but for such fields, and what it is called."""
     made = partial(varied, mlp=mlp, **attention)
     made.__doc__ = says
@@ -291,7 +305,9 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     wide = replace(usual, head_dim=size, num_kv_heads=facts.kv_heads, rotary=RotaryDims(size, size))
     wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
-    mlp = replace(usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind)
+    mlp = replace(
+        usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind
+    )
     experts = None if config.experts is None else replace(usual_experts(config), act=GELU)
     for i, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = i >= config.num_layers - facts.shared
@@ -303,4 +319,6 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
         side = blocks.SideLayout(replace(mlp, intermediate_size=width), experts, facts.per_layer, i)
         layers.append(blocks.LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
-    return ModelLayout(tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer)
+    return ModelLayout(
+        tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer
+    )

@@ -54,7 +54,9 @@ class GatedDelta:
         if self.skip is not None:
             read = read + convolved[:, -values:].view(read.shape) * self.skip[:, None]
             read = read.view(len(read), *self.norm.shape)
-        opened = self.kernels.gated_norm(read, opening, self.norm, self.layout.epsilon, not delta.corrects)
+        opened = self.kernels.gated_norm(
+            read, opening, self.norm, self.layout.epsilon, not delta.corrects
+        )
         return self.output(Residual(opened), batch, stream)
 
     def settle(self, cache: LayerCache, segments: Segments) -> None:
@@ -69,7 +71,10 @@ class ShortConv:
     """One layer's convolution over its inputs of a slot: what came before a pass stands in a ring."""
 
     def __init__(self, layout: ConvLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.inputs, self.output = build.after_norm(tensors, "inputs"), build.summed(tensors, "output")
+        self.inputs, self.output = (
+            build.after_norm(tensors, "inputs"),
+            build.summed(tensors, "output"),
+        )
         self.taps, self.kernels = tensors["conv"].squeeze(1).t().contiguous(), build.kernels
 
     def __call__(
@@ -78,14 +83,20 @@ class ShortConv:
         """The stream [T, hidden] with this block added; writes the slots' rings."""
         assert batch.segments is not None
         before, behind, x = self.inputs(stream, batch).x.chunk(3, 1)
-        mixed = self.kernels.short_conv(before * x, self.taps, None, *cache.pools, batch.segments, silu=False)
+        mixed = self.kernels.short_conv(
+            before * x, self.taps, None, *cache.pools, batch.segments, silu=False
+        )
         return self.output(Residual((behind * mixed).to(x.dtype)), batch, stream)
 
 
 def _by_use(layout: ScanLayout) -> tuple[list[int], list[int]]:
     """The old index of each row: queries, keys, values, gates of the output, steps; and of each channel."""
     gates, values, keys, queries, steps = layout.parts
-    channels = [*range(values + keys, values + keys + queries), *range(values, values + keys), *range(values)]
+    channels = [
+        *range(values + keys, values + keys + queries),
+        *range(values, values + keys),
+        *range(values),
+    ]
     behind = range(gates + len(channels), gates + len(channels) + steps)
     return [*(gates + row for row in channels), *range(gates), *behind], channels
 
@@ -100,6 +111,8 @@ def _by_kind(delta: DeltaConfig) -> tuple[list[int], list[int]]:
 
     def gathered(*widths: int) -> list[int]:
         by_head = torch.arange(delta.key_heads * sum(widths)).view(delta.key_heads, -1)
-        return torch.cat([kind.flatten() for kind in torch.split(by_head, list(widths), 1)]).tolist()
+        return torch.cat(
+            [kind.flatten() for kind in torch.split(by_head, list(widths), 1)]
+        ).tolist()
 
     return gathered(delta.key_dim, delta.key_dim, values, values), gathered(group, group)

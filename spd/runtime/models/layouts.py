@@ -17,11 +17,15 @@ from spd.runtime.models.destinations import WHOLE, Destination, Rows, Shape, Sha
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
 
-def _norms(before: str | None, behind: str | None, hidden: int, exact: bool) -> dict[str, Destination]:
+def _norms(
+    before: str | None, behind: str | None, hidden: int, exact: bool
+) -> dict[str, Destination]:
     """The norms of a stream around a block, by their names in a layer; None where there is none."""
     names = {"norm": before, "post_norm": behind}
     return {
-        key: Destination.of({f"{name}.weight": (hidden,)}, exact=exact) for key, name in names.items() if name
+        key: Destination.of({f"{name}.weight": (hidden,)}, exact=exact)
+        for key, name in names.items()
+        if name
     }
 
 
@@ -41,26 +45,42 @@ class GqaLayout:
     scale: float | None = None  # of the scores; None: one over the square root of head_dim
     softcap: float | None = None  # where scores are capped
     sliding: int | None = None  # the window of positions that a row sees; None: all up to its own
-    local_rope: bool = False  # it turns as the model's sliding layers do, where they turn in another way
+    local_rope: bool = (
+        False  # it turns as the model's sliding layers do, where they turn in another way
+    )
     still: bool = False  # queries and keys do not turn: the layer knows no positions
-    query_growth: tuple[float, int] | None = None  # (b, n): one at p counts 1 + b ln(1 + floor(p / n)) times
-    reads: int | None = None  # the number of the layer whose keys and values it reads: it makes none itself
-    value_dim: int | None = None  # of a value head, where keys are wider: the cache has zeros behind it
+    query_growth: tuple[float, int] | None = (
+        None  # (b, n): one at p counts 1 + b ln(1 + floor(p / n)) times
+    )
+    reads: int | None = (
+        None  # the number of the layer whose keys and values it reads: it makes none itself
+    )
+    value_dim: int | None = (
+        None  # of a value head, where keys are wider: the cache has zeros behind it
+    )
     value_scale: float = 1.0  # what values are multiplied by
     value_norm: bool = False  # each value head is normalised, without scales
     key_is_value: bool = False  # values are what keys are made of, before their norm
     sinks: bool = False  # each head has a score that every row sees, whose value is nothing
     late_norms: bool = False  # the norms of heads stand behind the rotation
-    whole_norms: bool = False  # one norm over all query heads, and one over all key heads, before they turn
+    whole_norms: bool = (
+        False  # one norm over all query heads, and one over all key heads, before they turn
+    )
     centred_norms: bool = False  # scales of norms are stored as their distance from 1
     pre_norm: str | None = "input_layernorm"  # the norm before the block; None: there is none
     post_norm: str | None = None  # a norm behind the block, before the sum
     head_norms: tuple[str, str] = ("q_norm", "k_norm")  # names of the norms of queries and keys
-    centred_output: bool = False  # what it adds has a mean of 0: later norms subtract the stream's anyway
+    centred_output: bool = (
+        False  # what it adds has a mean of 0: later norms subtract the stream's anyway
+    )
     fused_qkv: bool = False  # queries, keys and values are one tensor in the checkpoint too
-    reads_pairs: bool = False  # it reads a token and a state side by side, each with a norm of its own
+    reads_pairs: bool = (
+        False  # it reads a token and a state side by side, each with a norm of its own
+    )
     head_gates: bool = False  # as `gated`, by a gate for each whole head, of a matrix of its own
-    gated: bool = False  # its result is scaled by sigmoids of gates, which stand beside each head's queries
+    gated: bool = (
+        False  # its result is scaled by sigmoids of gates, which stand beside each head's queries
+    )
     gates_apart: bool = False  # such gates are of a matrix of their own
     post_epsilon: float | None = None  # of the norm behind the block, where it is another
     shard: Shard = WHOLE  # the rank that has these heads
@@ -105,14 +125,22 @@ class GqaLayout:
         if self.head_gates:
             found |= fused("gates", block, {"g_proj": rows(heads)}, hidden)
         columns = self.shard.columns(mixed)
-        found |= fused("output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cut=columns)
+        found |= fused(
+            "output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cut=columns
+        )
         if self.sinks:
-            found["sinks"] = Destination.of({f"{block}.sinks": (heads,)}, exact=True, cut=rows(heads).cut)
-        for own, name, whole in zip(("q_norm", "k_norm"), self.head_norms, (query, key), strict=True):
+            found["sinks"] = Destination.of(
+                {f"{block}.sinks": (heads,)}, exact=True, cut=rows(heads).cut
+            )
+        for own, name, whole in zip(
+            ("q_norm", "k_norm"), self.head_norms, (query, key), strict=True
+        ):
             if self.qk_norm and (own == "q_norm" or self.reads is None):
                 found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
             elif self.whole_norms:
-                found[own] = Destination.of({f"{block}.{name}.weight": (whole.taken,)}, cut=whole.cut)
+                found[own] = Destination.of(
+                    {f"{block}.{name}.weight": (whole.taken,)}, cut=whole.cut
+                )
         return found
 
     @property
@@ -173,7 +201,9 @@ class LatentLayout:
         found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
         up = {"kv_b_proj": self.shard.rows(self.num_heads * of.nope_dim + mixed)}
         found["up"] = replace(fused("up", block, up, rank)["up"], wide=True)
-        return found | fused("output", block, {"o_proj": hidden}, mixed, cut=self.shard.columns(mixed))
+        return found | fused(
+            "output", block, {"o_proj": hidden}, mixed, cut=self.shard.columns(mixed)
+        )
 
     @property
     def cache(self) -> tuple[Shape, ...]:
@@ -201,7 +231,9 @@ class MlpLayout:
     block: str = "mlp"  # what stands before the projections' names
     act: Activation = SILU
     centred_norms: bool = False  # scales of norms are stored as their distance from 1
-    pre_norm: str | None = "post_attention_layernorm"  # None: there is none, or attention's serves both
+    pre_norm: str | None = (
+        "post_attention_layernorm"  # None: there is none, or attention's serves both
+    )
     post_norm: str | None = None  # a norm behind the block, before the sum
     post_epsilon: float | None = None  # this and the next as of `GqaLayout`
     centred_output: bool = False
@@ -220,7 +252,9 @@ class MlpLayout:
     def matrices(self) -> dict[str, Destination]:
         """The destinations without the norm before them."""
         block, hidden, inner, of = self.block, self.hidden_size, self.intermediate_size, self.shard
-        rows = dict.fromkeys(("gate_proj", "up_proj") if self.act.gated else ("up_proj",), of.rows(inner))
+        rows = dict.fromkeys(
+            ("gate_proj", "up_proj") if self.act.gated else ("up_proj",), of.rows(inner)
+        )
         if self.fused_gate_up:
             rows = {"gate_up_proj": of.rows(inner, inner)}
         found = fused("gate_up", block, rows, hidden, biased=self.bias)
@@ -243,7 +277,9 @@ class MoeLayout:
     pre_norm: str = "post_attention_layernorm"
     act: Activation = SILU  # of routed experts
     shared_act: Activation = SILU
-    turned: bool = True  # experts with biases stand inputs before outputs, as `transformers` writes them
+    turned: bool = (
+        True  # experts with biases stand inputs before outputs, as `transformers` writes them
+    )
     shard: Shard = WHOLE  # the rank that has this part of every expert's width
 
     def sharded(self, shard: Shard) -> MoeLayout:
@@ -259,19 +295,31 @@ class MoeLayout:
         size, name = self.experts.shared_size, self.experts.shared_name
         if not size:
             return None
-        made = MlpLayout(self.hidden_size, size, block=f"mlp.{name}", fused_gate_up=name == "shared_mlp")
+        made = MlpLayout(
+            self.hidden_size, size, block=f"mlp.{name}", fused_gate_up=name == "shared_mlp"
+        )
         return replace(made, act=self.shared_act, shard=self.shard)
 
     def destinations(self) -> dict[str, Destination]:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
-        count, biased, read = experts.num_experts, experts.clamped is not None, experts.latent or hidden
+        count, biased, read = (
+            experts.num_experts,
+            experts.clamped is not None,
+            experts.latent or hidden,
+        )
         parts = ("up",) if not self.act.gated else ("gate_up",) if biased else ("gate", "up")
         rows = 2 * inner if biased else inner
         shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, read)), "down": (read, inner)}
         cuts = {"gate_up": self.shard.rows(rows).cut, "down": self.shard.columns(inner)}
         turned = biased and self.turned
-        if turned:  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
-            shapes = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows), "down": (inner, hidden)}
+        if (
+            turned
+        ):  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
+            shapes = {
+                "gate": (hidden // 2, rows),
+                "up": (hidden // 2, rows),
+                "down": (inner, hidden),
+            }
             cuts = {"gate_up": self.shard.columns(rows), "down": self.shard.rows(inner).cut}
         exact: dict[str, tuple[str, Shape]] = {"router": ("gate.weight", (count, hidden))}
         if biased:
@@ -282,11 +330,20 @@ class MoeLayout:
         if experts.shared_gated and experts.shared_size:
             exact["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, hidden))
         found = _norms(self.pre_norm, None, hidden, self.centred_norms)
-        found |= {key: Destination.of({f"mlp.{name}": own}, exact=True) for key, (name, own) in exact.items()}
+        found |= {
+            key: Destination.of({f"mlp.{name}": own}, exact=True)
+            for key, (name, own) in exact.items()
+        }
         stems = [f"mlp.experts.{number}." for number in range(count)]
         for name, width in (("gate_up", rows), ("down", hidden)):
-            own = {part: shape for part, shape in shapes.items() if (part == "down") == (name == "down")}
-            names = {f"{stem}{part}_proj.weight": shape for stem in stems for part, shape in own.items()}
+            own = {
+                part: shape
+                for part, shape in shapes.items()
+                if (part == "down") == (name == "down")
+            }
+            names = {
+                f"{stem}{part}_proj.weight": shape for stem in stems for part, shape in own.items()
+            }
             found[f"experts_{name}"] = Destination.of(names, cut=cuts.get(name))
             if biased:
                 cut = self.shard.columns(width) if name == "gate_up" else None
@@ -302,7 +359,9 @@ class MoeLayout:
         """Elements a row of the intermediate results: of the shared and of chosen experts, in float32."""
         experts = self.experts
         each = 3 * experts.intermediate_size + 2 * self.hidden_size
-        return 3 * experts.shared_size + 2 * each * min(experts.num_experts, 4 * experts.router.per_token)
+        return 3 * experts.shared_size + 2 * each * min(
+            experts.num_experts, 4 * experts.router.per_token
+        )
 
 
 @dataclass(frozen=True)
@@ -336,7 +395,9 @@ class SideLayout:
             return found
         routed = self.experts.destinations()
         for name in ("experts_gate_up", "experts_down"):
-            parts = [part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts]
+            parts = [
+                part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts
+            ]
             found[name] = replace(routed[name], parts=tuple(parts))
         count = self.experts.experts.num_experts
         exact: dict[str, tuple[str, Shape]] = {

@@ -42,7 +42,10 @@ class Experts:
             biases[0] = biases[0][:, order].contiguous()
             if build.ranks is not None and build.ranks.rank:
                 biases[1].zero_()  # of the ranks' sum it is a part once
-        each = [build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1]) for name in EXPERT_NAMES]
+        each = [
+            build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1])
+            for name in EXPERT_NAMES
+        ]
         made: list[Any] = each
         if (native := build.kernels.native) is not None:
             made = [native.pack(each[0], gated=layout.act.gated), native.pack(each[1])]
@@ -50,12 +53,16 @@ class Experts:
             made = [tiled(one) if isinstance(one, GroupedWeight) else one for one in each]
         self.weights = ExpertWeights(made[0], made[1], layout.act, *biases)
 
-    def __call__(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+    def __call__(
+        self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch
+    ) -> Residual:
         """The stream [T, K] plus the weighed sum of what they make of rows x [T, K] that go to them."""
         case = (x, *chosen, self.weights)
         if stream.squares is not None or self.kernels.native is not None:
             return Residual(*self.kernels.experts(*case, stream.x))
-        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
+        return Residual(
+            stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0]
+        )
 
 
 class GatedMlp:
@@ -69,9 +76,13 @@ class GatedMlp:
         if shared:
             self.down = build.matrix(tensors, "down", cut=True)
         else:
-            self.down = build.summed(tensors, "down", layout.post_epsilon, centred=layout.centred_output)
+            self.down = build.summed(
+                tensors, "down", layout.post_epsilon, centred=layout.centred_output
+            )
 
-    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+    def __call__(
+        self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
+    ) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
         return self.down(self.gate_up(stream, batch), batch, stream if onto is None else onto)
 
@@ -88,7 +99,9 @@ class MoeMlp:
         correction = tensors.get("correction")
         self.correction = None if correction is None else correction.flatten()
         self.norm, self.router = tensors["norm"], tensors["router"]
-        self.shared = GatedMlp(layout.shared, tensors, build, shared=True) if layout.shared else None
+        self.shared = (
+            GatedMlp(layout.shared, tensors, build, shared=True) if layout.shared else None
+        )
         self.shared_gate = tensors.get("shared_gate")
         self.router_bias = tensors.get("router_bias")
         self.experts = Experts(layout, tensors, build)
@@ -132,7 +145,10 @@ class LayerEmbeddings:
     """What every layer adds of a token: a row of its own table, and a part of a product of the embedding."""
 
     def __init__(self, tables: Tensors, build: LayerBuilder, layers: int) -> None:
-        self.table, self.norm = tables.pop("embed_tokens_per_layer"), tables.pop("per_layer_projection_norm")
+        self.table, self.norm = (
+            tables.pop("embed_tokens_per_layer"),
+            tables.pop("per_layer_projection_norm"),
+        )
         self.projection = build.linear(tables.pop("per_layer_model_projection"))
         self.layers, self.width, self.epsilon = layers, self.norm.shape[0], build.epsilon
         self.scale = float(torch.tensor(self.width**0.5, dtype=build.dtype))
@@ -159,7 +175,9 @@ class SideExperts:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, hidden] of the stream x [T, hidden], normed."""
         routed = rms_norm(x, self.router_norm, self.epsilon)
-        logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), routed, batch.tile)
+        logits = in_tiles(
+            lambda rows: self.kernels.router_logits(rows, self.router), routed, batch.tile
+        )
         ids, weights = self.kernels.route(logits, None, self.rule)
         chosen = ids, weights * self.expert_scale[ids]
         read, nothing = rms_norm(x, self.norms[0], self.epsilon), Residual(torch.zeros_like(x))
@@ -174,7 +192,9 @@ class SideMlp:
     def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.index, self.epsilon, self.kernels = layout.index, build.epsilon, build.kernels
         self.mlp, self.scalar = GatedMlp(layout.mlp, tensors, build), float(tensors["scalar"])
-        self.experts = None if layout.experts is None else SideExperts(layout.experts, tensors, build)
+        self.experts = (
+            None if layout.experts is None else SideExperts(layout.experts, tensors, build)
+        )
         self.joined_norm = tensors.get("joined_norm")
         self.side: tuple[AnyLinear, AnyLinear] | None = None
         if layout.per_layer:
@@ -196,4 +216,8 @@ class SideMlp:
             opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
             made = projection(Residual(activate(opened, GELU)), batch).x
             x = x + rms_norm(made, self.side_norm, self.epsilon)
-        return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)
+        return (
+            Residual(x * self.scalar)
+            if stream.squares is None
+            else squared(x, self.kernels, self.scalar)
+        )

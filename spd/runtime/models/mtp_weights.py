@@ -25,12 +25,20 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
     layers = [layer for layer in every if layer.attention.cache]
     if isinstance(layers[-1].mlp, NoLayout):  # a block a layer: the module has one of each
         experts = [layer.mlp for layer in every if isinstance(layer.mlp, MoeLayout)]
-        mlp = replace(experts[-1], pre_norm="post_attention_layernorm") if experts else layers[-1].mlp
+        mlp = (
+            replace(experts[-1], pre_norm="post_attention_layernorm") if experts else layers[-1].mlp
+        )
         layers = [replace(layer, mlp=mlp) for layer in layers]
     if family.slides:
-        dense = next((layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config))
+        dense = next(
+            (layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config)
+        )
         dense = replace(dense, act=SILU)
-        layers = [replace(layer, mlp=dense) for layer in layers if getattr(layer.attention, "sliding", None)]
+        layers = [
+            replace(layer, mlp=dense)
+            for layer in layers
+            if getattr(layer.attention, "sliding", None)
+        ]
     return layers[family.like_layer].sharded(shard)
 
 
@@ -38,10 +46,15 @@ def _glue(source: MtpSource, module: int, shard: Shard) -> dict[str, Destination
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
     hidden, named = source.config.hidden_size, source.layout.named
     names, shapes = source.layout.family.glue.items(), {"projection": (hidden, 2 * hidden)}
-    return {key: Destination.of({named(name, module): shapes.get(key, (hidden,))}) for key, name in names}
+    return {
+        key: Destination.of({named(name, module): shapes.get(key, (hidden,))})
+        for key, name in names
+    }
 
 
-def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
+def module_parts(
+    source: MtpSource, modules: int, checkpoint: Checkpoint | None
+) -> list[weights.HeadPart]:
     """What loads the first `modules` modules, seen to be in a checkpoint. Raises CheckpointError."""
     if checkpoint is not None:
         check_source(source, checkpoint)
@@ -57,7 +70,9 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
         )
         masked = number + 1 if family.masks_first else -1
         rules = weights.HeadRules(masked, family.hidden_first, family.recycles_normed)
-        names = {key: layout.named(family.tables.get(key, ""), number) for key in ("embedding", "head")}
+        names = {
+            key: layout.named(family.tables.get(key, ""), number) for key in ("embedding", "head")
+        }
         shared = {key: weights.SharedTable(name, config.vocab_size) for key, name in names.items()}
         parts.append(weights.HeadPart(own, rules, shared))
     return parts

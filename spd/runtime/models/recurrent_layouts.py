@@ -35,7 +35,10 @@ class DeltaLayout:
     @property
     def sizes(self) -> tuple[int, int]:
         """Elements of all keys, which queries have too, and of all values."""
-        return self.delta.key_heads * self.delta.key_dim, self.delta.value_heads * self.delta.value_dim
+        return (
+            self.delta.key_heads * self.delta.key_dim,
+            self.delta.value_heads * self.delta.value_dim,
+        )
 
     @property
     def channels(self) -> int:
@@ -45,14 +48,20 @@ class DeltaLayout:
 
     def destinations(self) -> dict[str, Destination]:
         delta, hidden, values = self.delta, self.hidden_size, self.sizes[1]
-        (block, convolved, inputs, gates), heads = self._products, self.shard.rows(delta.value_heads)
+        (block, convolved, inputs, gates), heads = (
+            self._products,
+            self.shard.rows(delta.value_heads),
+        )
         exact: dict[str, tuple[str, Rows, Shape]] = {
             "conv": ("conv1d.weight", convolved, (1, delta.kernel)),
             **{"rate": ("A_log", heads, ()), "step_bias": ("dt_bias", heads, ())},
             "head_norm": ("norm.weight", WHOLE.rows(delta.value_dim), ()),
         }
         if not delta.corrects:
-            exact |= {"skip": ("D", heads, ()), "head_norm": ("norm.weight", self.shard.rows(values), ())}
+            exact |= {
+                "skip": ("D", heads, ()),
+                "head_norm": ("norm.weight", self.shard.rows(values), ()),
+            }
         if delta.conv_bias:
             exact["conv_bias"] = ("conv1d.bias", convolved, ())
         return {
@@ -60,7 +69,9 @@ class DeltaLayout:
             **fused("inputs", block, inputs, hidden),
             **(fused("gates", block, gates, hidden) if gates else {}),
             **{
-                key: Destination.of({f"{block}.{name}": (rows.taken, *rest)}, exact=True, cut=rows.cut)
+                key: Destination.of(
+                    {f"{block}.{name}": (rows.taken, *rest)}, exact=True, cut=rows.cut
+                )
                 for key, (name, rows, rest) in exact.items()
             },
             **fused("output", block, {"out_proj": hidden}, values, cut=self.shard.columns(values)),
@@ -74,7 +85,12 @@ class DeltaLayout:
         if self.delta.interleaved:  # stored key head by key head
             return "linear_attn", convolved, inputs, {"in_proj_ba": rows(2 * heads)}
         inputs = {"in_proj_qkv": convolved, "in_proj_z": rows(values)}
-        return "linear_attn", convolved, inputs, dict.fromkeys(("in_proj_b", "in_proj_a"), rows(heads))
+        return (
+            "linear_attn",
+            convolved,
+            inputs,
+            dict.fromkeys(("in_proj_b", "in_proj_a"), rows(heads)),
+        )
 
     @property
     def kernel(self) -> int:
@@ -132,7 +148,9 @@ class ConvLayout:
 
     def sharded(self, shard: Shard) -> ConvLayout:
         """A rank's channels. The output makes a part of the sum."""
-        return replace(self, channels=shard.share(self.channels, "channels of convolutions"), shard=shard)
+        return replace(
+            self, channels=shard.share(self.channels, "channels of convolutions"), shard=shard
+        )
 
     def destinations(self) -> dict[str, Destination]:
         hidden, own, block, shard = self.hidden_size, self.channels, "conv", self.shard

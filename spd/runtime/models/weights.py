@@ -31,18 +31,28 @@ class ModelLayout:
 
     layers: tuple[LayerLayout, ...]
     centred_norm: bool = False  # the scales of the last norm are stored as their distance from 1
-    plain_norm: str = "linear_attn.norm.weight"  # scales whose name ends so are what they are even then
+    plain_norm: str = (
+        "linear_attn.norm.weight"  # scales whose name ends so are what they are even then
+    )
     normed_embedding: bool = False  # embeddings are normalised, without scales
     embedding_scale: float | None = None  # what embeddings are multiplied by
-    residual_scale: float = 1.0  # of what blocks add; the stream is divided by it, which norms do not see
+    residual_scale: float = (
+        1.0  # of what blocks add; the stream is divided by it, which norms do not see
+    )
     logit_scale: float = 1.0  # what logits are multiplied by, with the scales of the last norm
-    per_layer: tuple[int, int] | None = None  # of layers' own embeddings: how many ids, and elements a layer
+    per_layer: tuple[int, int] | None = (
+        None  # of layers' own embeddings: how many ids, and elements a layer
+    )
     centred_stream: bool = False  # norms subtract the mean: the stream is kept without one
     tables: Callable[[Shard], dict[str, Destination]] | None = None
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
     shard: Shard = WHOLE  # the rank that has this part of the model
-    prefix: str = "model.layers.{}."  # what stands before the names of a layer's tensors, {} for its number
-    shift: int = 0  # what a slot holds turns so many positions less than its own; earlier slots hold nothing
+    prefix: str = (
+        "model.layers.{}."  # what stands before the names of a layer's tensors, {} for its number
+    )
+    shift: int = (
+        0  # what a slot holds turns so many positions less than its own; earlier slots hold nothing
+    )
 
     def sharded(self, shard: Shard) -> ModelLayout:
         """A rank's part. Raises IncompatibleError where there is none."""
@@ -80,7 +90,9 @@ class HeadRules:
     masked: int = -1  # the slot with a zero embedding; -1 if there is none
     hidden_first: bool = False  # of token and state side by side, the state comes first
     recycles_normed: bool = False  # what goes on is the layer's output after the final norm
-    normed_residual: bool = False  # where attention reads both: the normed state is added to its output
+    normed_residual: bool = (
+        False  # where attention reads both: the normed state is added to its output
+    )
     never: tuple[int, ...] = ()  # ids that an assistant does not draft
 
 
@@ -90,7 +102,9 @@ class SharedTable:
 
     own: str
     rows: int
-    order: Tensor | None = None  # in which the checkpoint's rows are taken; it is not the target's table then
+    order: Tensor | None = (
+        None  # in which the checkpoint's rows are taken; it is not the target's table then
+    )
 
 
 @dataclass(frozen=True)
@@ -104,13 +118,17 @@ class HeadPart:
     layout: ModelLayout
     rules: HeadRules
     shared: Mapping[str, SharedTable]
-    ids: Tensor | None = None  # the target's ids of the head's own, int64 and ascending; None: the same
+    ids: Tensor | None = (
+        None  # the target's ids of the head's own, int64 and ascending; None: the same
+    )
 
 
 def tell_unused(names: Sequence[str], folder: Path) -> None:
     """Warn of tensors that nothing reads."""
     if names:
-        logger.warning("%d tensors of %s are not used, %s first", len(names), folder, shown(names[0]))
+        logger.warning(
+            "%d tensors of %s are not used, %s first", len(names), folder, shown(names[0])
+        )
 
 
 def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
@@ -125,7 +143,10 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     if layout.per_layer is not None:
         ids, width = layout.per_layer
         every = len(layout.layers) * width
-        shapes = {"embed_tokens_per_layer": (ids, every), "per_layer_model_projection": (every, hidden)}
+        shapes = {
+            "embed_tokens_per_layer": (ids, every),
+            "per_layer_model_projection": (every, hidden),
+        }
         for key, shape in {**shapes, "per_layer_projection_norm": (width,)}.items():
             tables[key] = Destination.of({f"model.{key}.weight": shape})
     return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=exact)}
@@ -244,21 +265,29 @@ class WeightForm:
         for spec, part in zip(specs, destination.parts, strict=True):
             if spec is None or (spec.kind, spec.group) != (first.kind, first.group):
                 return None
-            edges = (edge for pair in part.cut.ranges for edge in pair) if part.cut and part.cut.dim else ()
+            edges = (
+                (edge for pair in part.cut.ranges for edge in pair)
+                if part.cut and part.cut.dim
+                else ()
+            )
             if any(edge % (spec.group or 2) for edge in edges):
                 return None
         found = [spec for spec in specs if spec is not None]
         zeros, wide = any(spec.zeros for spec in found), any(spec.wide_scales for spec in found)
         return PackedSpec(first.kind, first.group, zeros, wide)
 
-    def bytes_of(self, destination: Destination, prefix: str, dtype: str, *, table: bool = False) -> int:
+    def bytes_of(
+        self, destination: Destination, prefix: str, dtype: str, *, table: bool = False
+    ) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
         (rows, *columns), size = destination.shape, destination.size
         if not table and (spec := self.stays_packed(destination, prefix)) is not None:
             return spec.bytes_of(*destination.shape)
         if not table and destination.multiplied and not self.widened:
             if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
-                return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(*destination.shape)
+                return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(
+                    *destination.shape
+                )
             if self.kind == "int8":
                 return size + 4 * rows
         return size * (4 if destination.exact else DTYPE_BYTES[dtype])

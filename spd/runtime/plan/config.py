@@ -33,7 +33,11 @@ METHODS = {
 """Every method that can be asked for; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
-WEIGHT_WISHES = ("draft_model", "mtp", "draft_tp")  # what can be asked of a model or head that drafts
+WEIGHT_WISHES = (
+    "draft_model",
+    "mtp",
+    "draft_tp",
+)  # what can be asked of a model or head that drafts
 NGRAM_MIN, LONG_MATCH = 3, 5  # tokens of a match: where lookup drafts alone, and instead of a model
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -74,7 +78,9 @@ class EngineConfig:
     load: str = "auto"
     tp: int = 1
     draft_tp: int | None = None
-    rendezvous: int | None = None  # ranks that torchrun has started; without it the engine starts its own
+    rendezvous: int | None = (
+        None  # ranks that torchrun has started; without it the engine starts its own
+    )
 
     @property
     def method(self) -> str:
@@ -98,7 +104,9 @@ class EngineConfig:
             if value not in known:
                 raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
-            raise UsageError(f"--device {self.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
+            raise UsageError(
+                f"--device {self.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"]
+            )
         for flag, number, low, high in (
             ("--draft-max", self.draft_max, 0, MAX_DRAFT),
             ("--draft-ctx", self.draft_ctx, 1, 2**24),
@@ -114,7 +122,9 @@ class EngineConfig:
             ("--draft-tp", self.draft_tp, 1, 64),
         ):
             if number is not None and not low <= number <= high:
-                raise UsageError(f"{flag} {number} is out of range", reason=[f"valid: {low} to {high}"])
+                raise UsageError(
+                    f"{flag} {number} is out of range", reason=[f"valid: {low} to {high}"]
+                )
         for clash in CLASHES:
             if clash.when(self):
                 raise clash.kind(clash.message, reason=clash.reason, fix=clash.fix)
@@ -179,7 +189,10 @@ CLASHES = (
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(
-        lambda c: c.method == "off" and bool(c.draft_max or c.adaptive or c.synthetic_acceptance is not None),
+        lambda c: (
+            c.method == "off"
+            and bool(c.draft_max or c.adaptive or c.synthetic_acceptance is not None)
+        ),
         "--draft-max, --adaptive and --synthetic-acceptance are about drafts, and --spec off asks for none",
         LEAVE_ONE_OUT,
     ),

@@ -71,7 +71,9 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         kind = HEADS[method]
         raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
     if method == "draft":
-        raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
+        raise UsageError(
+            "--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"]
+        )
     return Drafter("ngram", why)
 
 
@@ -116,8 +118,13 @@ def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -
     head, kind = draft.config, draft.config.head_kind
     if kind is None or config.method not in ("auto", kind):
         asked, is_a = HEADS.get(config.method, "a model"), HEADS.get(kind or "", "a model")
-        fix = [f"--spec {kind or 'draft'} --draft-model {draft}", f"--draft-model FOLDER of {asked}"]
-        raise IncompatibleError(f"{draft}: is {is_a}, not {asked}", fix=fix, code=f"no_{config.method}")
+        fix = [
+            f"--spec {kind or 'draft'} --draft-model {draft}",
+            f"--draft-model FOLDER of {asked}",
+        ]
+        raise IncompatibleError(
+            f"{draft}: is {is_a}, not {asked}", fix=fix, code=f"no_{config.method}"
+        )
     check_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
@@ -150,8 +157,14 @@ def _cache_facts(config: ModelConfig) -> dict[str, Any]:
     facts = config.gemma4
     wide = (0, 0) if facts is None else (facts.head_dim, facts.kv_heads)
     found = {"head size": config.head_dim, "key heads": config.num_kv_heads}
-    found |= {f"{name} of layers that see everything": size for name, size in zip(found, wide, strict=True)}
-    return {**found, "sliding window": next((each for each in config.sliding if each is not None), 0)}
+    found |= {
+        f"{name} of layers that see everything": size
+        for name, size in zip(found, wide, strict=True)
+    }
+    return {
+        **found,
+        "sliding window": next((each for each in config.sliding if each is not None), 0),
+    }
 
 
 def _reuse(config: EngineConfig, source: MtpSource) -> str:
@@ -170,6 +183,10 @@ def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
     own, other = (folder.tokenizer and folder.tokenizer.fingerprint for folder in (target, draft))
     if own != other:
         why = "the draft model does not share the target's vocabulary"
-        reason = [f"target {target}", f"draft  {draft}", "Accepted tokens would be other text than proposed."]
+        reason = [
+            f"target {target}",
+            f"draft  {draft}",
+            "Accepted tokens would be other text than proposed.",
+        ]
         fix = ["--spec ngram", "--draft-model FOLDER with the same tokenizer.json"]
         raise IncompatibleError(why, reason=reason, fix=fix, code="vocab_mismatch")

@@ -20,9 +20,15 @@ from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, Weigh
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
-OLDEST_CAPABILITY = (8, 0)  # of a GPU with bfloat16 products and the shared memory that the kernels need
+OLDEST_CAPABILITY = (
+    8,
+    0,
+)  # of a GPU with bfloat16 products and the shared memory that the kernels need
 AS_STORED = "as the dtype says"  # why weights are wide that were not quantized
-SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}  # what --quantize makes
+SCALES = {
+    "int8": "a scale a row",
+    "int4": f"a scale for {INT4_GROUP} columns",
+}  # what --quantize makes
 
 
 def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> str | None:
@@ -32,13 +38,17 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
     if dtype not in DTYPE_FLAGS:
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
     blocks = (layer.attention for layer in layers)
-    largest = max((block.heads[2] for block in blocks if isinstance(block, AttentionLayout)), default=0)
+    largest = max(
+        (block.heads[2] for block in blocks if isinstance(block, AttentionLayout)), default=0
+    )
     if largest > LARGEST_HEAD:
         return f"heads of {largest} are too large for them"
     return obstacle()
 
 
-def choose_kernels(wish: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> tuple[str, str]:
+def choose_kernels(
+    wish: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]
+) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
     if wish == "torch":
         return wish, "asked for"
@@ -47,16 +57,22 @@ def choose_kernels(wish: str, machine: Machine, dtype: str, layers: Iterable[Lay
     if not machine.foreseen and find_spec("triton") is None:
         if wish == "auto":
             return "torch", "triton is not installed"
-        raise ResourceError("--kernels triton, but triton is not installed", fix=["--kernels torch"])
+        raise ResourceError(
+            "--kernels triton, but triton is not installed", fix=["--kernels torch"]
+        )
     if not machine.on_cpu:
         if machine.capability >= OLDEST_CAPABILITY or machine.capability == (0, 0):
             return "triton", "a GPU's"
         found = (*OLDEST_CAPABILITY, *machine.capability)
-        return _torch_instead(wish, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found))
+        return _torch_instead(
+            wish, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found)
+        )
     from triton import knobs
 
     if not knobs.runtime.interpret:
-        reason = ["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."]
+        reason = [
+            "Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."
+        ]
         why = "--kernels triton needs a CUDA device"
         raise ResourceError(why, reason=reason, fix=["--kernels torch"])
     if dtype == "bfloat16":
@@ -80,25 +96,38 @@ def _native(wish: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple
         from spd.kernels.native.library import open_library
 
         try:
-            return "native", f"compiled for this processor's {open_library(own_cache, dtype).instructions}"
+            return (
+                "native",
+                f"compiled for this processor's {open_library(own_cache, dtype).instructions}",
+            )
         except NativeUnavailable as error:
             why_not = str(error)
     return _torch_instead(wish, why_not if wish == "native" else f"not the C kernels: {why_not}")
 
 
 def choose_form(
-    model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, machine: Machine, kernels: str, dtype: str
+    model: ModelConfig,
+    folder: ModelFolder,
+    wishes: EngineConfig,
+    machine: Machine,
+    kernels: str,
+    dtype: str,
 ) -> tuple[WeightForm, str]:
     """The form of a folder's weights, and why; headers are read where they are quantized, and only there."""
     if wishes.quantize != "none":
         if model.quantization is not None:
-            reason = [f"quantization_config in config.json speaks of {model.quantization.method} weights."]
+            reason = [
+                f"quantization_config in config.json speaks of {model.quantization.method} weights."
+            ]
             why = f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already"
             raise IncompatibleError(why, reason=reason, fix=["leave --quantize out"])
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
         rows = wishes.quantize == "int8"
         form = WeightForm("int8") if rows else int4_form(kernels, dtype)
-        return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
+        return (
+            form,
+            f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why,
+        )
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)
     return WIDE, AS_STORED
@@ -119,12 +148,16 @@ def _packed(
         scheme = how.scheme_of(stem) if last in CODES else None
         if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
-        if scheme.reordered or ((scheme.group or STEP) not in (16, 32, 64) and (scheme.group or STEP) % STEP):
+        if scheme.reordered or (
+            (scheme.group or STEP) not in (16, 32, 64) and (scheme.group or STEP) % STEP
+        ):
             odd += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
-        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, not narrow)
+        packed[f"{stem}.weight"] = PackedSpec(
+            scheme.kind, scheme.group, not scheme.symmetric, not narrow
+        )
     why = f"{how.method} weights are multiplied as stored, activations are not rounded"
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"

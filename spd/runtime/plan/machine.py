@@ -13,8 +13,14 @@ from typing import Any
 from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
-LIBRARY, OK = "libnvidia-ml.so.1", 0  # NVIDIA's management library, and the status of a call that worked
-FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}  # of processors on which torch multiplies bfloat16 quickly
+LIBRARY, OK = (
+    "libnvidia-ml.so.1",
+    0,
+)  # NVIDIA's management library, and the status of a call that worked
+FAST_BFLOAT16 = {
+    "amx_tile",
+    "avx512_bf16",
+}  # of processors on which torch multiplies bfloat16 quickly
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,10 @@ class Machine:
 
     device: str
     free: int
-    capability: tuple[int, int] = (0, 0)  # of CUDA; (0, 0) without one, or where the driver does not say
+    capability: tuple[int, int] = (
+        0,
+        0,
+    )  # of CUDA; (0, 0) without one, or where the driver does not say
     foreseen: bool = False  # known from the driver alone: nothing is compiled for a plan on it
 
     @property
@@ -51,13 +60,18 @@ def machine_of(wish: str) -> Machine:
         raise ResourceError(f"--device {wish}, but torch sees no CUDA device", fix=["--device cpu"])
     device = "cuda" if wish == "auto" else wish
     if device != "cuda" and int(device[5:]) >= torch.cuda.device_count():
-        raise ResourceError(f"--device {wish}, but there are {torch.cuda.device_count()} CUDA devices")
+        raise ResourceError(
+            f"--device {wish}, but there are {torch.cuda.device_count()} CUDA devices"
+        )
     return Machine(device, free_memory(device), torch.cuda.get_device_capability(device))
 
 
 def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
-    device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
+    device, memory = (
+        ctypes.c_void_p(),
+        (ctypes.c_ulonglong * 3)(),
+    )  # nvmlMemory_t: total, free, used
     major, minor = ctypes.c_int(), ctypes.c_int()
     with suppress(OSError, AttributeError):
         library = load(LIBRARY)
@@ -67,7 +81,9 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         )
         if status == OK:
-            library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+            library.nvmlDeviceGetCudaComputeCapability(
+                device, ctypes.byref(major), ctypes.byref(minor)
+            )
             return Machine("cuda", memory[1], (major.value, minor.value), foreseen=True)
     return Machine("cpu", free_memory("cpu"), foreseen=True)
 

@@ -20,11 +20,20 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
-from spd.runtime.models.weights import DTYPE_BYTES, WIDE, ModelLayout, WeightForm, int4_form, layout_bytes
+from spd.runtime.models.weights import (
+    DTYPE_BYTES,
+    WIDE,
+    ModelLayout,
+    WeightForm,
+    int4_form,
+    layout_bytes,
+)
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
-ATTENTION_BLOCK = 512  # positions that attention walks at a time; a slot's pages come in whole blocks
+ATTENTION_BLOCK = (
+    512  # positions that attention walks at a time; a slot's pages come in whole blocks
+)
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 GRAPH_BYTES = 2**29  # kept free for captured graphs and their private pools
@@ -46,12 +55,18 @@ class EngineShape:
     kernels: str
     graphs: bool
     on_cpu: bool
-    pages: int | None = None  # of the caches; None for all slots at full length, one where `squeezed`
+    pages: int | None = (
+        None  # of the caches; None for all slots at full length, one where `squeezed`
+    )
     squeezed: bool = False
     keep_laws: bool = False  # whether what each draft was drawn from is kept until it is verified
-    model_drafts: int = 0  # the most that a draft model or head drafts; lookup may draft `draft_max`
+    model_drafts: int = (
+        0  # the most that a draft model or head drafts; lookup may draft `draft_max`
+    )
     mtp: MtpSource | None = None
-    head_embedding: bool = False  # whether an EAGLE-3 head holds embeddings, which may not be the target's
+    head_embedding: bool = (
+        False  # whether an EAGLE-3 head holds embeddings, which may not be the target's
+    )
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE  # of the draft model or the MTP head
     tp: int = 1  # ranks that share the target; everything here is of the first one, which has most
@@ -150,7 +165,9 @@ def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
     width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
-    kept = [each for block in rank_layout(config, ranks).recurrent for each in block.slot_shapes(depth)]
+    kept = [
+        each for block in rank_layout(config, ranks).recurrent for each in block.slot_shapes(depth)
+    ]
     return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
 
 
@@ -159,7 +176,9 @@ def checkpoint_bytes(shape: EngineShape) -> int:
     width, total = DTYPE_BYTES[shape.dtype], 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
-            inputs = sum((each.kernel - 1) * each.channels for each in rank_layout(config, ranks).recurrent)
+            inputs = sum(
+                (each.kernel - 1) * each.channels for each in rank_layout(config, ranks).recurrent
+            )
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
             total += (inputs + captured) * width
@@ -197,7 +216,9 @@ def measure(shape: EngineShape) -> MemoryNeed:
         states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
-        checkpoints=shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints and shape.on_cpu else 0,
+        checkpoints=shape.checkpoints * checkpoint_bytes(shape)
+        if shape.checkpoints and shape.on_cpu
+        else 0,
     )
 
 
@@ -212,8 +233,12 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
         return 0
     rows = max(shape.chunk, FACTS[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1))
     own = 0
-    if facts.target_hidden_size == draft.hidden_size and (shape.head_embedding or shape.draft_tp != shape.tp):
-        own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size  # else it is among the weights
+    if facts.target_hidden_size == draft.hidden_size and (
+        shape.head_embedding or shape.draft_tp != shape.tp
+    ):
+        own = (
+            -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size
+        )  # else it is among the weights
     streams = 2 * rows * facts.num_aux * facts.target_hidden_size
     return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
@@ -224,10 +249,14 @@ def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     shard = shape.draft_shard
     positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _states(shape, modules) * config.hidden_size
-    weights = sum(module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
+    weights = sum(
+        module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
+    )
     # Each module has both tables where the target's are divided among other ranks, and Step's their heads.
     tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.tables] == ["head"]
-    weights += modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
+    weights += (
+        modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
+    )
     return weights, modules * (positions + states) * width
 
 
@@ -236,10 +265,14 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
     ids = -(-config.vocab_size // ranks)
-    return tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width
+    return (
+        tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width
+    )
 
 
-def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int) -> int:
+def _workspace(
+    shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int
+) -> int:
     """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
     rows = max(rows, FACTS[shape.kernels].tail_rows)
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
@@ -249,7 +282,9 @@ def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, samp
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
     context = pages_a_slot(ctx) * PAGE_SIZE
     # Sums of the split softmax; torch also has a mask a head of a group and window, and perhaps scores.
-    attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
+    attention = (
+        sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
+    )
     if shape.kernels == "torch":
         groups = sum(heads // keys for heads, keys, _ in shapes)
         attention += widest * groups * context * (width + 1) * len(layout.windows())
@@ -259,7 +294,9 @@ def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, samp
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in set(layout.layers))
     gathered = ranks + 2 if ranks > 1 else 0  # a part of the hidden state from every rank
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
-    tables = 2 if model.local_rope is None else 4  # of sines and cosines, others for layers that slide
+    tables = (
+        2 if model.local_rope is None else 4
+    )  # of sines and cosines, others for layers that slide
     rotary = tables * ctx * max(size for *_, size in shapes) * width
     return logits + history + attention + activations + rotary
 
@@ -295,7 +332,9 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
         ctx = largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
     if not ctx or not fits(least(ctx), usable):
         smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
-        raise refusal(smallest, device, free, wishes.memory_fraction, bool(wishes.draft_model or wishes.mtp))
+        raise refusal(
+            smallest, device, free, wishes.memory_fraction, bool(wishes.draft_model or wishes.mtp)
+        )
     whole = at_context(shape, ctx)
     if whole.pages is not None:
         if whole.pages < fewest_pages(ctx):
@@ -329,11 +368,17 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
 
 def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
     """The same with fewer positions or slots: as many as fit, or half."""
-    ctx = largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE) or shape.ctx // 2
+    ctx = (
+        largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
+        or shape.ctx // 2
+    )
     ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # easy to type
     if 2 <= ctx < shape.ctx:
         yield f"--ctx {ctx}", at_context(shape, ctx)
-    slots = largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1) or shape.slots // 2
+    slots = (
+        largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1)
+        or shape.slots // 2
+    )
     if slots:
         yield f"--concurrency {slots}", replace(shape, slots=slots)
 
@@ -341,7 +386,9 @@ def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, Engi
 def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
     """Another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
-        without = f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
+        without = (
+            f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
+        )
         most = METHODS["ngram"].draft_max
         yield f"--spec ngram{without}", replace(shape, draft=None, mtp=None, draft_max=most)
     elif shape.draft_max:
@@ -373,13 +420,20 @@ def refusal(
         fix.append(f"--memory-fraction {percent / 100:g}  (allows {show_size(gained)} more)")
     why = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
     share = f"{fraction:g} of the {show_size(free)} that are free"
-    reason = [f"needed are {show_size(need.total)}, usable {show_size(usable)}: {share}", need.words()]
-    return ResourceError(why, reason=reason, fix=fix or ["a smaller model, or a device with more memory"])
+    reason = [
+        f"needed are {show_size(need.total)}, usable {show_size(usable)}: {share}",
+        need.words(),
+    ]
+    return ResourceError(
+        why, reason=reason, fix=fix or ["a smaller model, or a device with more memory"]
+    )
 
 
 def longest_context(shape: EngineShape, usable: int) -> int:
     """The longest context of the model with which a shape fits into so many bytes; 0 where none does."""
-    return largest(lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE)
+    return largest(
+        lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE
+    )
 
 
 def at_context(shape: EngineShape, ctx: int) -> EngineShape:

@@ -26,7 +26,14 @@ from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
-from spd.runtime.plan.memory import EngineShape, MemoryNeed, checkpoint_bytes, fitted, measure, state_bytes
+from spd.runtime.plan.memory import (
+    EngineShape,
+    MemoryNeed,
+    checkpoint_bytes,
+    fitted,
+    measure,
+    state_bytes,
+)
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -35,7 +42,17 @@ CHECKPOINTS = 8  # of recurrent states, besides two a slot
 MOST_RANKS = 64
 FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
-    *("dtype", "mtp_modules", "draft_max", "model_drafts", "draft_ctx", "graphs", "kernels", "slots", "ctx"),
+    *(
+        "dtype",
+        "mtp_modules",
+        "draft_max",
+        "model_drafts",
+        "draft_ctx",
+        "graphs",
+        "kernels",
+        "slots",
+        "ctx",
+    ),
     *("num_pages", "chunk", "tp", "draft_tp"),
 )
 """What `as_dict` shows of what a plan holds."""
@@ -153,7 +170,9 @@ def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str
     return "bfloat16" if model.dtype != "float32" and quick else "float32"
 
 
-def _kernels(wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter) -> tuple[str, ...]:
+def _kernels(
+    wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
+) -> tuple[str, ...]:
     """The dtype, the form of the kernels, which no drafter changes, why, and that of what drafts."""
     layers = family_layout(model).layers
     dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
@@ -263,7 +282,9 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     spec, model_drafts, draft_max = _draft_lengths(wishes, drafter.method, adaptive)
     length = wishes.synthetic_acceptance
     if length is not None and not 1 <= length <= draft_max + 1:
-        reason = f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
+        reason = (
+            f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
+        )
         why = f"--synthetic-acceptance {length:g} is out of range"
         raise UsageError(why, reason=[reason], fix=["--draft-max K with a larger K"])
     form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
@@ -292,7 +313,8 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         draft_form=form_of(*source)[0] if source else WIDE,
         tp=wishes.tp,
         draft_tp=draft_tp,
-        checkpoints=(CHECKPOINTS + 2 * wishes.slots) * (wishes.prefix_sharing and _recurrent(model, draft)),
+        checkpoints=(CHECKPOINTS + 2 * wishes.slots)
+        * (wishes.prefix_sharing and _recurrent(model, draft)),
     )
     beside = machine.beside(wishes.tp)
     shortest = min(LONG_MATCH, wishes.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
@@ -326,6 +348,8 @@ def make_plan(wishes: EngineConfig) -> EnginePlan:
     machine = machine_of(wishes.device)
     plan = outline(wishes, machine)
     free = machine.free // machine.beside(plan.shape.tp)
-    tiles, why = widest_tiles(machine.device if plan.shape.kernels == "triton" else "cpu", own_cache)
+    tiles, why = widest_tiles(
+        machine.device if plan.shape.kernels == "triton" else "cpu", own_cache
+    )
     shape = fitted(plan.shape, wishes, machine.device, free)
     return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)

@@ -23,7 +23,9 @@ BY_MODELS: dict[str, type[ModelProposer]] = {
 """Every method of `METHODS` that drafts by models."""
 
 
-def build_proposer(plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]) -> Proposer | None:
+def build_proposer(
+    plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]
+) -> Proposer | None:
     """The proposer that the plan names, with the models that draft; None when nothing is speculated."""
     (method, arbitrated), shape = split_spec(plan.spec), plan.shape
     if method == "off":

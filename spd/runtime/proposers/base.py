@@ -35,7 +35,9 @@ class Proposer:
     """Whether each draft is drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     watches: bool = False
     """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
-    most_drafts: int = sys.maxsize  # where more are drafted no model drafts: its cache is not brought up
+    most_drafts: int = (
+        sys.maxsize
+    )  # where more are drafted no model drafts: its cache is not brought up
     by_slot: tuple[str, ...]  # the attributes that are kept by slots; see `narrowed`
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
@@ -60,7 +62,9 @@ class Proposer:
     def capture(self, window: RoundWindow, states: Tensor) -> None:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
 
-    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def draft(
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+    ) -> None:
         """Propose the next k tokens of every active slot, 0 where it `watches`; window: what was verified."""
         raise NotImplementedError
 
@@ -109,7 +113,11 @@ class ModelProposer(Proposer):
     by_slot: tuple[str, ...] = ("state", "sampler")
 
     def __init__(
-        self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
+        self,
+        sampler: Sampler,
+        runners: Sequence[ModelRunner],
+        limit: int,
+        beside: Beside | None = None,
     ) -> None:
         """limit: positions that the models take."""
         self.state, self.kernels, self.sampler = sampler.state, sampler.kernels, sampler
@@ -124,10 +132,14 @@ class ModelProposer(Proposer):
         first, cache = self.state.prompt_length - 1, self.runners[0].cache
         if cache.recurrent:  # what a state has taken in cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
-        rows: Rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
+        rows: Rows = self.kernels.committed_window(
+            self.state, width, slots, self.places, first, ahead
+        )
         return rows
 
-    def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
+    def _run(
+        self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [S, W, hidden] of rows.
 
         made: those of the row before [S, 1, hidden], where the last runner goes on from its own draft.
@@ -144,7 +156,9 @@ class ModelProposer(Proposer):
         for module in range(len(self.runners)):
             self._run(module, rows, views)
 
-    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def draft(
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+    ) -> None:
         """Propose k tokens a slot: what followed a long match, else the models'; 0: only look for a match."""
         drafts = self.lookup is None or 0 < k <= self.most_drafts
         if drafts:
@@ -154,7 +168,9 @@ class ModelProposer(Proposer):
             if drafts:
                 self.sampler.make_certain(k)
 
-    def _draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def _draft(
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+    ) -> None:
         """Propose k tokens a slot, fewer where the models' context ends."""
         # After the prefill the last prompt token is fed too, though the round committed one token only.
         # A request that ended in this round is fed as well: later ones find its pages.

@@ -27,6 +27,8 @@ class DraftModelProposer(ModelProposer):
         limit = self.places.limit
         self.runners[0].write([part.below(limit) for part in parts if part.begin < limit])
 
-    def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
+    def _run(
+        self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None
+    ) -> Tensor:
         keeps = made is None  # behind its own draft nothing is sure to stay
         return self.runners[module].forward(rows, self.state.page_table, views, keeps=keeps).hidden

@@ -35,7 +35,11 @@ class HeadProposer(ModelProposer):
     by_slot = (*ModelProposer.by_slot, "rings")
 
     def __init__(
-        self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
+        self,
+        sampler: Sampler,
+        runners: Sequence[ModelRunner],
+        limit: int,
+        beside: Beside | None = None,
     ) -> None:
         super().__init__(sampler, runners, limit, beside)
         state, first = self.state, runners[0]
@@ -52,7 +56,9 @@ class HeadProposer(ModelProposer):
         for ring, pages in zip(self.rings, self.page_states, strict=True):
             ring[slot].zero_()  # rows before the first pair read something, which must be finite
             if start:
-                ring[slot, (start - 1) % self.depth] = pages[view.pages[(start - 1) // self.places.page_size]]
+                ring[slot, (start - 1) % self.depth] = pages[
+                    view.pages[(start - 1) // self.places.page_size]
+                ]
 
     def leave(self, slot: int, end: int, page: int) -> None:
         """Keep the states at the end of a page that is not full beside it, as full ones have theirs."""
@@ -66,7 +72,9 @@ class HeadProposer(ModelProposer):
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the modules' entries from the target's states; a ring has room for those of a part."""
         own = [part.below(self.places.limit) for part in parts if part.begin < self.places.limit]
-        made = [seen for part, seen in zip(parts, states, strict=True) if part.begin < self.places.limit]
+        made = [
+            seen for part, seen in zip(parts, states, strict=True) if part.begin < self.places.limit
+        ]
         for module, runner in enumerate(self.runners):
             rings = []
             for part, seen in zip(own, made, strict=True):
@@ -78,14 +86,18 @@ class HeadProposer(ModelProposer):
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
-        self.kernels.keep_states(states, rows, ring, self.page_states[stream], self.places.page_size)
+        self.kernels.keep_states(
+            states, rows, ring, self.page_states[stream], self.places.page_size
+        )
         return ring
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
         """Keep the target's states [S, R, hidden] of a round's rows; rejected ones are overwritten."""
         self._keep(0, states, window)
 
-    def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
+    def _run(
+        self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None
+    ) -> Tensor:
         """The states that a module makes of rows; the next module reads them, or the last one itself."""
         rings = HeadStates(self.rings[module], self.depth) if made is None else HeadStates(made, 1)
         states = self.runners[module].forward(rows, self.state.page_table, views, rings).states

@@ -24,6 +24,8 @@ class NgramProposer(Proposer):
     def __init__(self, state: RoundState, lookup: Lookup) -> None:
         self.state, self.lookup = state, lookup
 
-    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def draft(
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+    ) -> None:
         """Write up to k tokens that followed the match; none where nothing matches."""
         self.lookup.draft(self.state, k, views, over=False)

@@ -144,4 +144,8 @@ def describe_rank(device: str) -> dict[str, str]:
         return {"spd": __version__, **found, "device": torch.cuda.get_device_name(device)}
     said = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     name = platform.machine() if said is None else said[1].strip()
-    return {"spd": __version__, **found, "device": f"{name}, {torch.backends.cpu.get_cpu_capability()}"}
+    return {
+        "spd": __version__,
+        **found,
+        "device": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
+    }

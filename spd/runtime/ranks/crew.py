@@ -21,7 +21,14 @@ from spd.formats.chat_template import isolated
 from spd.runtime.engine.assembly import assemble
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.ranks.communicator import LostRank, Pulse, Ranks, describe_rank, open_ranks, open_store
+from spd.runtime.ranks.communicator import (
+    LostRank,
+    Pulse,
+    Ranks,
+    describe_rank,
+    open_ranks,
+    open_store,
+)
 from spd.runtime.ranks.follower import LOOPBACK, Line, greet
 from spd.runtime.ranks.rendezvous import announce, meet
 from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
@@ -131,7 +138,9 @@ class Crew:
                     self._greet(ready, own)
                 else:  # a stranger may say nothing for long: no rank waits for it
                     there = listeners[0].accept()[0]
-                    threading.Thread(target=greet, args=(there, key, self._coming), daemon=True).start()
+                    threading.Thread(
+                        target=greet, args=(there, key, self._coming), daemon=True
+                    ).start()
 
     def _greet(self, line: Line, own: dict[str, str]) -> None:
         """Take in what has come: a rank's first words."""
@@ -158,13 +167,17 @@ class Crew:
 
     # -- orders ----------------------------------------------------------------------------------
 
-    def guard(self, act: Callable[[], Result], *, order: Sequence[Any] = (), waits: bool = False) -> Result:
+    def guard(
+        self, act: Callable[[], Result], *, order: Sequence[Any] = (), waits: bool = False
+    ) -> Result:
         """Act, and have the other ranks do so by an order; whatever breaks off ends the crew.
 
         waits: whether that waits for them. Raises EngineError naming a rank that has failed.
         """
         if self.broken:
-            raise self._watch.failure or EngineError("the ranks have ended: an earlier order broke off")
+            raise self._watch.failure or EngineError(
+                "the ranks have ended: an earlier order broke off"
+            )
         try:
             self.pulse.beat()
             self.pulse.waiting = waits

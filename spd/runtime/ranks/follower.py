@@ -88,7 +88,13 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
     import torch
 
     from spd.runtime.engine.assembly import assemble
-    from spd.runtime.ranks.communicator import LostRank, Pulse, describe_rank, open_ranks, open_store
+    from spd.runtime.ranks.communicator import (
+        LostRank,
+        Pulse,
+        describe_rank,
+        open_ranks,
+        open_store,
+    )
 
     pulse, rank, orders = Pulse(), spec["rank"], SimpleQueue[Any]()
     try:
@@ -118,7 +124,9 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
         return 1
 
 
-def listen(line: Line, order: Callable[[Any], None], pulse: Any, leave: Callable[[int], None]) -> None:
+def listen(
+    line: Line, order: Callable[[Any], None], pulse: Any, leave: Callable[[int], None]
+) -> None:
     """Pass on rank 0's orders, tell it how far this rank is, and end this process where it is gone."""
     parent, quiet = os.getppid(), 0
     while os.getppid() == parent:

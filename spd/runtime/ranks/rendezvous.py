@@ -38,7 +38,9 @@ def meet() -> Any:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))
     except (RuntimeError, ValueError) as error:
         fix = ["torchrun with the same --master-addr and --master-port on every machine"]
-        raise EngineError("the ranks cannot meet", reason=str(error).splitlines()[:1], fix=fix) from None
+        raise EngineError(
+            "the ranks cannot meet", reason=str(error).splitlines()[:1], fix=fix
+        ) from None
     return c10d.PrefixStore("spd", store)
 
 

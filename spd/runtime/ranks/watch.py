@@ -26,7 +26,9 @@ Counted in looks, not by the clock: while the terminal has stopped the program, 
 LAST_WORDS_TICKS = 8
 """Looks for which a rank that ended because of another one waits for the news of that one."""
 KEPT_WAITING = f"has kept the others waiting for {HANG_SECONDS} seconds"
-NOTICE_SECONDS = 4  # in which rank 0 notices that a rank has failed; if it does not, it hangs itself
+NOTICE_SECONDS = (
+    4  # in which rank 0 notices that a rank has failed; if it does not, it hangs itself
+)
 
 
 def failure(rank: int, words: str, details: str = "") -> EngineError:

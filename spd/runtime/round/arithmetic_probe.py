@@ -21,7 +21,9 @@ up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.
 PROBED_LAYERS = 4
 
 Pass = tuple[Tensor, Tensor]  # hidden states [T, H] and logits [T, V] of rows of one fixed text
-Window = Callable[[int, int, int], Pass]  # (first row, rows, blocks of context) to what becomes of those rows
+Window = Callable[
+    [int, int, int], Pass
+]  # (first row, rows, blocks of context) to what becomes of those rows
 
 
 @torch.inference_mode()

@@ -19,7 +19,9 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import narrowed
 
-MOST_RECORDED = 64  # rounds that are recorded at most: each holds the arguments of some hundred calls
+MOST_RECORDED = (
+    64  # rounds that are recorded at most: each holds the arguments of some hundred calls
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class CapturedRounds:
         self.lazily = False  # nothing more is captured before it is run: memory ran out
         self._capture = capture or self.capture_cuda
         slots = round_.state.slots
-        self.sizes: tuple[int, ...] = (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
+        self.sizes: tuple[int, ...] = (
+            *(4**i for i in range(slots.bit_length()) if 4**i < slots),
+            slots,
+        )
         """1, 4, 16 and so on up to all slots: a wider round costs more, and each number its own graphs."""
 
     def slots_for(self, views: Sequence[SlotView]) -> int:
@@ -57,7 +62,10 @@ class CapturedRounds:
         return next(size for size in self.sizes if size >= taken)
 
     def usual(
-        self, pairs: Callable[[bool], set[tuple[int, int]]], params: Collection[SamplingParams], least: int
+        self,
+        pairs: Callable[[bool], set[tuple[int, int]]],
+        params: Collection[SamplingParams],
+        least: int,
     ) -> list[RoundShape]:
         """What is not captured and such requests, at least so many, are nearly sure to run: largest first.
 
@@ -70,7 +78,9 @@ class CapturedRounds:
             for k, next_k in pairs(count == 1)
             for each in params
         }
-        return sorted(shapes - self.captured.keys(), key=lambda s: (-s.slots * (s.k + 1), -s.next_k))
+        return sorted(
+            shapes - self.captured.keys(), key=lambda s: (-s.slots * (s.k + 1), -s.next_k)
+        )
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
@@ -94,11 +104,15 @@ class CapturedRounds:
             for tensor, value in kept:
                 tensor.copy_(value)
 
-    def program(self, shape: RoundShape, views: Sequence[SlotView]) -> Callable[[], Logprobs | None]:
+    def program(
+        self, shape: RoundShape, views: Sequence[SlotView]
+    ) -> Callable[[], Logprobs | None]:
         """The round of a shape."""
         count = shape.slots
         part = self.round if count == self.round.state.slots else narrowed(self.round, count)
-        return lambda: part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)
+        return lambda: part.run(
+            shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k
+        )
 
     def capture_cuda(self, program: Any) -> tuple[Any, Any]:
         """Record the program's kernels; all graphs share one memory pool, since they run in turn."""
@@ -125,7 +139,11 @@ class RecordedRounds(CapturedRounds):
         """See `CapturedRounds.run`; the log-probabilities have their own memory."""
         shape, replay, logprobs = replace(shape, threads=self.library.threads), None, None
         if all(view.bound for view in views[: shape.slots]):
-            if shape in self.met and shape not in self.captured and len(self.captured) < MOST_RECORDED:
+            if (
+                shape in self.met
+                and shape not in self.captured
+                and len(self.captured) < MOST_RECORDED
+            ):
                 self.capture(shape, views)
             self.met.add(shape)
             replay, logprobs = self.captured.get(shape, (None, None))

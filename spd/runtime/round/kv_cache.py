@@ -51,11 +51,16 @@ class KvCache:
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
         self.paged, self.layers = [not isinstance(layer, RecurrentLayout) for layer in layers], []
-        self.layouts, self.recurrent = layers, not all(self.paged)  # recurrent: a layer keeps states
+        self.layouts, self.recurrent = (
+            layers,
+            not all(self.paged),
+        )  # recurrent: a layer keeps states
         for layer in layers:
             if isinstance(layer, RecurrentLayout):
                 kept = layer.slot_shapes(depth)
-                sizes = [((slots, *shape), torch.float32 if exact else dtype) for shape, exact in kept]
+                sizes = [
+                    ((slots, *shape), torch.float32 if exact else dtype) for shape, exact in kept
+                ]
             else:
                 sizes = [((num_pages, page_size, *shape), dtype) for shape in layer.cache]
             self.layers.append(LayerCache(tuple(lazy_zeros(*size, device) for size in sizes)))
@@ -110,7 +115,9 @@ class StateStore:
         parts = list(self._parts(slot, end, page))
         if place not in self.places:
             pinned = parts[0].is_cuda
-            self.places[place] = [torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts]
+            self.places[place] = [
+                torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts
+            ]
         for copy, part in zip(self.places[place], parts, strict=True):
             copy.copy_(part, non_blocking=True)
 

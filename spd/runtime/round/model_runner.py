@@ -44,7 +44,14 @@ class ModelRunner:
     """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
     def __init__(
-        self, model: Decoder, cache: KvCache, chunk: int, device: str, kernels: Kernels, *, alone: bool = True
+        self,
+        model: Decoder,
+        cache: KvCache,
+        chunk: int,
+        device: str,
+        kernels: Kernels,
+        *,
+        alone: bool = True,
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
@@ -53,7 +60,9 @@ class ModelRunner:
         self.kernels, self.dtype = kernels, cache.dtype
         self.merges = kernels.facts.rows_alike
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
-        self.pages_per_block = KV_BLOCK // cache.page_size  # pages of a whole block of an attended context
+        self.pages_per_block = (
+            KV_BLOCK // cache.page_size
+        )  # pages of a whole block of an attended context
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
@@ -82,9 +91,13 @@ class ModelRunner:
 
         def window(first: int, rows: int, blocks: int) -> probe.Pass:
             place = start + first
-            part = PromptPart(0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), False)
+            part = PromptPart(
+                0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), False
+            )
             given = SlotRows(self.prompt_rows(part), self.page_tables([part]), [part.view], states)
-            if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
+            if (
+                cache.recurrent
+            ):  # a state as of the text's first row, from where tokens are applied again
                 run = torch.tensor([[0], [0], [rows], [place], [start]], device=self.device)
                 given = given._replace(segments=Segments(run, cache.applied.fill_(start)))
             hidden = model.forward(self._batch(given), cache.layers).hidden
@@ -121,11 +134,16 @@ class ModelRunner:
         if self.cache.recurrent:
             own = torch.arange(slots, device=self.device) if present is None else present
             given = given.windows(own, self.cache.applied, keeps=keeps)
-        made = self._run(self._batch(given)).each(lambda t: t[: slots * width].view(slots, width, -1))
+        made = self._run(self._batch(given)).each(
+            lambda t: t[: slots * width].view(slots, width, -1)
+        )
         return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
 
     def _of_prompts(
-        self, parts: Sequence[PromptPart], states: Sequence[HeadStates | None], width: int | None = None
+        self,
+        parts: Sequence[PromptPart],
+        states: Sequence[HeadStates | None],
+        width: int | None = None,
     ) -> SlotRows:
         """The rows of parts of prompts, see `prompt_rows`, and all that one pass over them reads.
 
@@ -135,12 +153,16 @@ class ModelRunner:
         rows = Rows(*map(torch.cat, zip(*map(columns, own), strict=True)))
         counts, held, segments = [len(each.valid) for each in own], None, None
         if states[0] is not None:
-            rings = [each.rings.expand(n, -1, -1) for each, n in zip(states, counts, strict=True) if each]
+            rings = [
+                each.rings.expand(n, -1, -1) for each, n in zip(states, counts, strict=True) if each
+            ]
             held = HeadStates(torch.cat(rings), states[0].depth)
         if self.cache.recurrent:  # all of their rows stay
             firsts = accumulate((rows.valid.numel() for rows in own[:-1]), initial=0)
             runs = zip(parts, firsts, strict=True)
-            segments = self._segments(*((p.slot, row, p.end - p.begin, p.begin, p.end) for p, row in runs))
+            segments = self._segments(
+                *((p.slot, row, p.end - p.begin, p.begin, p.end) for p, row in runs)
+            )
         table = torch.cat([one.expand(n, -1) for one, n in zip(tables, counts, strict=True)])
         views = [part.view for part, n in zip(parts, counts, strict=True) for _ in range(n)]
         return SlotRows(rows, table, views, held, segments)
@@ -155,12 +177,18 @@ class ModelRunner:
         if self.kernels.facts.host_free:
             return None
         present = [slot for slot, view in enumerate(views) if view.bound]
-        return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
+        return (
+            to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
+        )
 
-    def _batch(self, own: SlotRows, tile: int | None = None, chunk_start: int | None = None) -> ForwardBatch:
+    def _batch(
+        self, own: SlotRows, tile: int | None = None, chunk_start: int | None = None
+    ) -> ForwardBatch:
         rows, tile = own.rows, tile or self.tile
         slots, width = rows.token_ids.shape
-        ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
+        ids, positions, places = (
+            t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)
+        )
         if self.buckets is not None and chunk_start is None:
             extra = bucket_for(slots * width, self.buckets) - slots * width
             if extra:
@@ -201,7 +229,9 @@ class ModelRunner:
                 pages = list(view.pages[:count])
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
                 first_pages.append(pages[0] if in_order else None)
-        windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages, chunk_start)
+        windows = Windows(
+            positions, given.rows.valid, given.page_table, bounds, first_pages, chunk_start
+        )
         plan, form = self.kernels.plan_attention, (self.cache.page_size, self.dtype)
         every = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
         return {shape: plan(windows, heads, *form) for shape, heads in every.items()}
@@ -281,7 +311,9 @@ class ModelRunner:
             made.append(self.forward_prompt(piece, ring).states)
         return made[0] if len(made) == 1 else torch.cat(made, 1)
 
-    def _write_together(self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]) -> list[Tensor]:
+    def _write_together(
+        self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]
+    ) -> list[Tensor]:
         """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
         made = self._run(self._batch(self._of_prompts(parts, held, MERGED_WIDTH))).states
         each = torch.split(made, [part.filled for part in parts])
@@ -293,5 +325,9 @@ class ModelRunner:
         states: of its slot, for models that read some.
         """
         given, count = self._of_prompts([part], [states]), part.end - part.begin
-        batch = self._batch(given, count, chunk_start=part.begin) if part.chunked else self._batch(given)
+        batch = (
+            self._batch(given, count, chunk_start=part.begin)
+            if part.chunked
+            else self._batch(given)
+        )
         return self._run(batch).each(lambda tensor: tensor[None, :count])

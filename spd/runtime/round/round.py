@@ -33,7 +33,9 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
 
-Logprobs = tuple[Tensor, Tensor, Tensor]  # of the samples [S, R]; the likeliest values and ids [S, R, N]
+Logprobs = tuple[
+    Tensor, Tensor, Tensor
+]  # of the samples [S, R]; the likeliest values and ids [S, R, N]
 DRAWS = 8192  # uniform draws, looked up by position: the same acceptance for the same text lengths
 
 
@@ -90,7 +92,12 @@ class Round:
 
     @torch.inference_mode()
     def run(
-        self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
+        self,
+        k: int,
+        views: Sequence[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
+        next_k: int,
     ) -> Logprobs | None:
         """Verify the k drafts of every active slot, commit, emit, and draft next_k more: the lines above.
 
@@ -105,7 +112,9 @@ class Round:
             self.proposer.capture(window, states)
         if not kernels.facts.host_free:  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
-        sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
+        sampled, finite, accepted, logprobs = self._sample(
+            hidden, window, views, needs, num_logprobs
+        )
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
         self._commit(window, (sampled, finite, accepted), needs)

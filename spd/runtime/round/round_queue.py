@@ -68,7 +68,9 @@ class Ticket(NamedTuple):
         verified = verified if began <= verified <= committed else committed
         gap = max(0, began - self.queue.ended) if self.queue.ended else 0
         self.queue.ended = ended
-        scores = None if logprobs is None else HostLogprobs(*(tensor.tolist() for tensor in logprobs))
+        scores = (
+            None if logprobs is None else HostLogprobs(*(tensor.tolist() for tensor in logprobs))
+        )
         return RoundResult(
             ring.tolist(),
             scores,
@@ -89,7 +91,9 @@ class HostCopies:
         self.ring = torch.empty_like(state.ring, device="cpu").pin_memory()
         self.times = torch.empty_like(state.times, device="cpu").pin_memory()
 
-    def start(self, row: int, logprobs: Logprobs | None, drafts: Tensor | None) -> Callable[[], Fetched]:
+    def start(
+        self, row: int, logprobs: Logprobs | None, drafts: Tensor | None
+    ) -> Callable[[], Fetched]:
         """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
         # A graph's outputs, not `drafts`, are overwritten by its next replay, which does not wait for this.
         kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
@@ -141,11 +145,15 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
-        self.ended = 0  # when the round that was read last had run, in nanoseconds by the device's clock
+        self.ended = (
+            0  # when the round that was read last had run, in nanoseconds by the device's clock
+        )
         self._ids: Tensor | None = None  # of the prompt that is being written: int64 [length]
         self.unwritten: list[PromptPart] = []
         """Parts of prompts that are written together, in one pass where the kernels allow that."""
-        self.unsaved: list[tuple[int, int, int, int]] = []  # what `save` is to copy once they are written
+        self.unsaved: list[
+            tuple[int, int, int, int]
+        ] = []  # what `save` is to copy once they are written
 
     # -- slots -----------------------------------------------------------------------------------
 
@@ -228,7 +236,9 @@ class RoundQueue:
     def write(self, slot: int, pages: list[int], start: int, end: int, chunked: bool) -> None:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
-        part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), chunked)
+        part = PromptPart(
+            slot, self._ids[None], start, end, SlotView(len(self._ids), pages), chunked
+        )
         rows = sum(each.filled for each in (*self.unwritten, part))
         if rows > self.runner.chunk or any(each.slot == slot for each in self.unwritten):
             self.flush()
@@ -247,12 +257,20 @@ class RoundQueue:
                 self.proposer.prefill(self.unwritten, states)
         for each in self.unsaved:
             self.states.save(*each)
-        self.unwritten, self.unsaved = [], []  # and not before: what broke off is still to be written
+        self.unwritten, self.unsaved = (
+            [],
+            [],
+        )  # and not before: what broke off is still to be written
 
     # -- rounds ----------------------------------------------------------------------------------
 
     def launch(
-        self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
+        self,
+        k: int,
+        views: Sequence[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
+        next_k: int,
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         self.threads.follow()
@@ -277,7 +295,9 @@ class RoundQueue:
         self.launched += 1
         drafts = None
         if needs.grammar:
-            drafts = torch.cat((self.state.num_drafts.unsqueeze(-1), self.state.draft[:, :next_k]), dim=1)
+            drafts = torch.cat(
+                (self.state.num_drafts.unsqueeze(-1), self.state.draft[:, :next_k]), dim=1
+            )
         if self.copies is not None:
             return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self)
         emitted = (*self.rows[row], logprobs, drafts)

@@ -80,4 +80,6 @@ class SlotRows(NamedTuple):
         start = positions.gather(1, first[:, None])[:, 0]
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
         keep = start if keeps else applied[slots]
-        return self._replace(segments=Segments(torch.stack((slots, row, count, start, keep)), applied))
+        return self._replace(
+            segments=Segments(torch.stack((slots, row, count, start, keep)), applied)
+        )

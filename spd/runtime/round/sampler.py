@@ -22,21 +22,42 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import upload
 
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 """The parameters that are float32 numbers; their defaults change nothing."""
 
 
 class Sampler:
     """Sampling parameters of every slot as tensors, and the draw."""
 
-    by_slot = ("state", "numbers", "top_k", "seed", "in_prompt", "generated", "bias", "mask", "draft_laws")
+    by_slot = (
+        "state",
+        "numbers",
+        "top_k",
+        "seed",
+        "in_prompt",
+        "generated",
+        "bias",
+        "mask",
+        "draft_laws",
+    )
 
-    def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
+    def __init__(
+        self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels
+    ) -> None:
         slots, device = state.slots, state.device
         self.kernels = kernels
         self.state, self.vocab_size, self.usable_vocab = state, vocab_size, usable_vocab
         self.numbers = {
-            name: torch.full((slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device)
+            name: torch.full(
+                (slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device
+            )
             for name in NUMBERS
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
@@ -71,7 +92,9 @@ class Sampler:
             self.bias[slot, token_id].fill_(value)
         self.in_prompt[slot, prompt] = True
         if generated is not None and generated.shape[0]:
-            self.generated[slot].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+            self.generated[slot].scatter_add_(
+                0, generated, torch.ones_like(generated, dtype=torch.int32)
+            )
 
     def allow(self, slot: int, rows: Tensor) -> None:
         """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
@@ -141,7 +164,9 @@ class Sampler:
         draw = Draw(*keys, min(self.usable_vocab, runner.model.vocab_size))
         return runner.sample(hidden, draw)
 
-    def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
+    def draw_draft(
+        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
+    ) -> Tensor:
         """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
 
         Sharing the noise makes the draft likely to equal the target's draw; it decides nothing. Where laws

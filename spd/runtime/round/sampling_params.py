@@ -52,7 +52,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
             if self.min_tokens > self.max_tokens:
-                raise UsageError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+                raise UsageError(
+                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}"
+                )
         check_range("seed", self.seed, 0, 2**63 - 1)
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -83,7 +85,8 @@ class SamplerClass:
         """What one request's parameters need."""
         return SamplerClass(
             noise=params.temperature > 0,
-            truncation=params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+            truncation=params.temperature > 0
+            and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
             penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             != (1, 0, 0),
             bias=bool(params.logit_bias),
@@ -95,9 +98,15 @@ class SamplerClass:
         return SamplerClass(*(getattr(self, step) or getattr(other, step) for step in steps))
 
 
-def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def check_range(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
     """Raise UsageError naming the parameter and its range, for a value outside of it."""
     if not low <= value <= high or (open_low and value == low):
         valid = f"valid: {'above ' * open_low}{low:g} to {high}".removesuffix(".0")
-        shown = f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**99 else value
+        shown = (
+            f"of {value.bit_length()} bits"
+            if isinstance(value, int) and abs(value) > 2**99
+            else value
+        )
         raise UsageError(f"{name} {shown} is out of range", reason=[valid])

@@ -52,7 +52,16 @@ class RoundState:
     """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
 
     by_slot = (
-        *("tokens", "length", "prompt_length", "length_limit", "min_length", "draft", "num_drafts", "match"),
+        *(
+            "tokens",
+            "length",
+            "prompt_length",
+            "length_limit",
+            "min_length",
+            "draft",
+            "num_drafts",
+            "match",
+        ),
         *("draft_limit", "draft_cap", "page_table", "stop_ids", "active", "occupied"),
     )
 
@@ -78,7 +87,9 @@ class RoundState:
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         self.occupied = torch.zeros(slots, dtype=torch.bool, device=device)
         """Whether a request holds the slot, also while the end of its text is not read yet."""
-        self.ring = torch.zeros(RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device)
+        self.ring = torch.zeros(
+            RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device
+        )
         """What each round emitted: int64 [depth, S, W], see `read_emission`."""
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
         self.counter = torch.zeros(1, dtype=torch.long, device=device)

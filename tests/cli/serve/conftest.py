@@ -38,7 +38,9 @@ class Served:
     port: int
     server: Server
 
-    def send(self, method: str, path: str, body: Any = None, headers: Any = None) -> tuple[int, Any]:
+    def send(
+        self, method: str, path: str, body: Any = None, headers: Any = None
+    ) -> tuple[int, Any]:
         """Status and JSON, or text where it is none."""
         data = body if isinstance(body, bytes | str | None) else json.dumps(body)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -73,7 +75,9 @@ class Served:
         body = {"max_tokens": 16, **fields, "stream": True}
         if "chat" in path:
             body.setdefault("messages", MESSAGES)
-        events = [line[6:] for line in self.ask(path, body).split("\n\n") if line.startswith("data: ")]
+        events = [
+            line[6:] for line in self.ask(path, body).split("\n\n") if line.startswith("data: ")
+        ]
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
 
@@ -82,7 +86,9 @@ class Served:
         told = self.ask(path, {**body, "stream": True}).split("\n\n")
         lines = [event.split("\n") for event in told if event]
         events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-        assert [name.removeprefix("event: ") for name, _ in lines] == [event["type"] for event in events]
+        assert [name.removeprefix("event: ") for name, _ in lines] == [
+            event["type"] for event in events
+        ]
         return events
 
 
@@ -160,7 +166,9 @@ class Scripted:
     @property
     def prompts(self) -> list[str]:
         """What each request made the model read."""
-        return [self._tokenizer.decode(each.prompt_ids, skip_special=False) for each in self.requests]
+        return [
+            self._tokenizer.decode(each.prompt_ids, skip_special=False) for each in self.requests
+        ]
 
     def metrics(self, name: str) -> RequestMetrics:
         """Of any request."""
@@ -189,7 +197,10 @@ def scripted(
     before = service.settings, service.thread
     own = ChatTemplate("test", {"default": template}, {})
     vocabulary = dataclasses.replace(service.settings.vocabulary, template=own)
-    service.settings, service.thread = dataclasses.replace(service.settings, vocabulary=vocabulary), script
+    service.settings, service.thread = (
+        dataclasses.replace(service.settings, vocabulary=vocabulary),
+        script,
+    )
     try:
         yield script
     finally:

@@ -54,7 +54,9 @@ def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, a
             events = served.stream(messages=messages, **fields)
             text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
         else:
-            text = served.chat(f"Explain example {seed}.", **fields)["choices"][0]["message"]["content"]
+            text = served.chat(f"Explain example {seed}.", **fields)["choices"][0]["message"][
+                "content"
+            ]
         found[seed, stream] = text
 
     def leave(seed: int) -> None:
@@ -134,33 +136,61 @@ def test_completions(served: Served) -> None:
 
 def test_structured_output(served: Served) -> None:
     kinds = {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}
-    schema = {"type": "object", "properties": kinds, "required": ["ok", "n"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    schema = {
+        "type": "object",
+        "properties": kinds,
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
     said = served.chat(response_format=wanted, max_tokens=60)["choices"][0]
     value = json.loads(said["message"]["content"])
-    assert isinstance(value["ok"], bool) and value["n"] in (1, 22) and said["finish_reason"] == "stop"
+    assert (
+        isinstance(value["ok"], bool) and value["n"] in (1, 22) and said["finish_reason"] == "stop"
+    )
     wanted["json_schema"] = {"name": "x", "schema": {"type": 3}}
     body = {"messages": MESSAGES, "response_format": wanted}
     refused = served.send("POST", "/v1/chat/completions", body)
     assert refused[0] == 400 and refused[1]["error"]["code"] == "grammar"
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {**CITY, "additionalProperties": False}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {**CITY, "additionalProperties": False}},
+    }
     for name in ("get_weather", "get_time")
 ]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
+)
 def test_calls_that_have_to_come(served: Served, choice: Any) -> None:
     """Streamed as they are whole."""
-    fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 150, "parallel_tool_calls": False}
+    fields = {
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 150,
+        "parallel_tool_calls": False,
+    }
     for seed in range(3):
         said = served.chat(seed=seed, **fields)["choices"][0]
         (call,) = (each["function"] for each in said["message"]["tool_calls"])
-        assert said["message"]["content"] is None and list(json.loads(call["arguments"])) == ["city"]
-        assert call["name"] in (("get_weather", "get_time") if choice == "required" else ("get_time",))
+        assert said["message"]["content"] is None and list(json.loads(call["arguments"])) == [
+            "city"
+        ]
+        assert call["name"] in (
+            ("get_weather", "get_time") if choice == "required" else ("get_time",)
+        )
         assert said["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
         deltas = [event["choices"][0] for event in served.stream(seed=seed, **fields)]
         pieces = [each["function"] for one in deltas for each in one["delta"].get("tool_calls", ())]
@@ -171,7 +201,9 @@ def test_calls_that_have_to_come(served: Served, choice: Any) -> None:
 
 
 def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) -> None:
-    status, answer = served.send("POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
+    status, answer = served.send(
+        "POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS}
+    )
     assert status == 400 and answer["error"]["param"] == "tools"
     assert "leave them out" in answer["error"]["message"]
     assert served.say(tools=[]) and served.say(tools=TOOLS, tool_choice="none")
@@ -189,7 +221,9 @@ def test_other_paths_and_what_is_cached(served) -> None:
     assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
     assert int(named['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
     system = {"role": "system", "content": "Be exact about every function. " * 30}
-    first, second = (served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2))
+    first, second = (
+        served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2)
+    )
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
 
@@ -214,7 +248,13 @@ def head(length: int) -> bytes:
 def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTPConnection:
     """A request that is answered for long; a stream's head has come, and what follows is not read."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    body = {"messages": MESSAGES, "max_tokens": tokens, "ignore_eos": True, "stream": True, **fields}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
     connection.request("POST", CHAT, json.dumps(body), KEY)
     assert not body["stream"] or connection.getresponse().status == 200
     return connection
@@ -229,7 +269,9 @@ def settle(served: Served) -> float:
 
 def test_a_key_is_wanted(small: Served) -> None:
     for key in ("Bearer wrong", "secret", None):
-        found, answer = small.send("GET", "/v1/models", None, {"Authorization": key} if key else None)
+        found, answer = small.send(
+            "GET", "/v1/models", None, {"Authorization": key} if key else None
+        )
         assert (found, answer["error"]["code"]) == (401, "invalid_api_key")
     assert small.send("GET", "/v1/models", None, KEY)[0] == small.send("GET", "/health")[0] == 200
 
@@ -265,10 +307,18 @@ def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_that_takes_nothing_is_left(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_takes_nothing_is_left(
+    small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(front, "SEND_SECONDS", 0.3)
     before = small.service.counters.get('requests_total{reason="abort"}', 0)
-    body = {"messages": MESSAGES, "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": True}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": True,
+    }
     data = json.dumps({**body, "top_logprobs": 20}).encode()  # large events, so that buffers fill
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -282,7 +332,11 @@ def test_a_client_that_takes_nothing_is_left(small: Served, monkeypatch: pytest.
 def test_slow_bodies_and_heads(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
-    for sent, said in ((head(9) + b"{", b"HTTP/1.1 408"), (b"GET / HTTP/1.1\r\nHost: lo", b""), (b"", b"")):
+    for sent, said in (
+        (head(9) + b"{", b"HTTP/1.1 408"),
+        (b"GET / HTTP/1.1\r\nHost: lo", b""),
+        (b"", b""),
+    ):
         with connected(small.port) as connection:
             connection.sendall(sent)
             assert connection.recv(1000)[: len(said) or 1] == said
@@ -299,7 +353,9 @@ def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(small.service.engine, "add", breaks)
     other = begin(small, tokens=40)
-    status, answer = small.send("POST", CHAT, {"messages": MESSAGES, "seed": 13, "max_tokens": 4}, KEY)
+    status, answer = small.send(
+        "POST", CHAT, {"messages": MESSAGES, "seed": 13, "max_tokens": 4}, KEY
+    )
     assert status == 500 and answer["error"]["type"] == "api_error"
     assert "secret" not in answer["error"]["message"]
     data = b""
@@ -309,7 +365,9 @@ def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch)
     settle(small)
 
 
-def test_many_prompts_at_once_take_few_threads(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_prompts_at_once_take_few_threads(
+    small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each thread has memory of its own that the allocator keeps: 13 MiB where it encoded a long prompt."""
     used, prepare = set[int](), small.service.prepare
 

@@ -20,7 +20,12 @@ from tests.cli.serve.conftest import is_allowed
 from tests.every_template import found
 
 KINDS = {"city": {"type": "string"}, "days": {"type": "integer"}}
-WEATHER = {"type": "object", "properties": KINDS, "required": ["city"], "additionalProperties": False}
+WEATHER = {
+    "type": "object",
+    "properties": KINDS,
+    "required": ["city"],
+    "additionalProperties": False,
+}
 FUNCTIONS = {"get_weather": WEATHER, "now": {"type": "object", "additionalProperties": False}}
 PARIS = {"city": 'Pa"ris}{ \\', "days": 3}
 ARGS = json.dumps(PARIS)
@@ -76,10 +81,15 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     "Hermes: cut before a name": 'a <tool_call>{"na',
     "Qwen3": ("Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"), ONE, "Yes."),
     "Qwen3: marks in a value": (
-        tag("<function=now>\n<parameter=a>\n</parameter> x </tool_call>\n</parameter>\n</function>"),
+        tag(
+            "<function=now>\n<parameter=a>\n</parameter> x </tool_call>\n</parameter>\n</function>"
+        ),
         now(a="</parameter> x </tool_call>"),
     ),
-    "Qwen3: newlines of a value's own": (tag(f"<function=now>\n{LINES}</function>"), now(a="\nx\n")),
+    "Qwen3: newlines of a value's own": (
+        tag(f"<function=now>\n{LINES}</function>"),
+        now(a="\nx\n"),
+    ),
     "Qwen3: without arguments": (tag("<function=now>\n</function>"), now()),
     "Qwen3: without an end": (tag(f"<function=get_weather>\n{CITY}{DAYS}"), ONE),
     "Qwen3: cut": f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip(),
@@ -104,14 +114,24 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     ),
     "Gemma: texts of JSON": (gemma(f"now{{a:{QUOTED}}}"), now(a=json.loads(QUOTED))),
     "Gemma: broken": gemma("now{a:b c}"),
-    "gpt-oss": (f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>", ONE),
-    "gpt-oss: first": ("<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", now()),
+    "gpt-oss": (
+        f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>",
+        ONE,
+    ),
+    "gpt-oss: first": (
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+        now(),
+    ),
     "gpt-oss: two objects": (f"{COMMENTARY}now<|message|>{{}} {{}}", now(), " {}"),
     "gpt-oss: text": (f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", [], "Sunny < 3"),
     "gpt-oss: no JSON": f"{COMMENTARY}now<|message|>{{a",
     "gpt-oss: without channels": '{"a": 3}',
     "Muse: text": (" to=user<|message|>Sunny < 3<|eot|>", [], "Sunny < 3"),
-    "Muse: broken": (" to=now<|message|><atem:function_calls>\n<atem", [], "<atem:function_calls>\n<atem"),
+    "Muse: broken": (
+        " to=now<|message|><atem:function_calls>\n<atem",
+        [],
+        "<atem:function_calls>\n<atem",
+    ),
     "GigaChat": (f"So.<|function_call|>{OBJECT}", ONE, "So."),
 }
 """A form and what is odd, with a reply, its calls and its text; a reply alone is all text."""
@@ -121,7 +141,11 @@ def call_text(form: Form, *, required: bool = False) -> str:
     """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
     said, pairs = ARGS, form.pairs
     if pairs is not None:
-        city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
+        city = (
+            json.dumps(PARIS["city"])
+            if pairs.quote is None
+            else pairs.quote + PARIS["city"] + pairs.quote
+        )
         written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
         said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
     call = form.call.replace("NAME", "get_weather").replace("#", "0")
@@ -138,7 +162,11 @@ CASES |= {form: (call_text(FORMS[form]), ONE) for form in FORMS}
 def case_of(name: str) -> tuple[str, str, str, list[Call]]:
     """Form, reply, text and calls."""
     case, begin = CASES[name], name.partition(":")[0]
-    form = begin if begin in FORMS else min((form for form in FORMS if form.startswith(begin)), key=len)
+    form = (
+        begin
+        if begin in FORMS
+        else min((form for form in FORMS if form.startswith(begin)), key=len)
+    )
     reply, calls, content = (case, [], case) if isinstance(case, str) else (*case, "")[:3]
     return form, reply, content, calls
 
@@ -152,7 +180,9 @@ def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
     each = found(tools_of(form), pieces)
     content = "".join(piece.text for piece in each if piece.kind == "text")
-    return content, [(str(piece.name), json.loads(piece.text)) for piece in each if piece.kind == "call"]
+    return content, [
+        (str(piece.name), json.loads(piece.text)) for piece in each if piece.kind == "call"
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -190,7 +220,10 @@ def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
 def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
     """Kimi's templates show it to the model in place of the name."""
     for form in FORMS.values():
-        assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form
+        assert (
+            call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}")
+            is form
+        )
     guessed = call_form("nothing")
     assert guessed == FORMS["Hermes, Qwen3"] and Tools(FUNCTIONS, guessed).grammar is None
     pieces = CallParser(tools_of("Kimi K2")).feed(NUMBERED["Kimi K2"])
@@ -215,7 +248,9 @@ def wrong(text: str) -> str:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.channels])
-def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special: bool, model: Path) -> None:
+def test_a_call_that_may_come_is_held_once_its_mark_has_come(
+    form: str, special: bool, model: Path
+) -> None:
     """Marks are tokens, special ones or not; before them, and behind calls, any text is allowed."""
     written = FORMS[form]
     call = call_text(written)
@@ -227,11 +262,18 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special:
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.of(model).tokenizer
     body = {"tools": [wishes.function({"name": "get_weather", "parameters": WEATHER})]}
-    tools = wishes.tools_of(body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer)
+    tools = wishes.tools_of(
+        body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer
+    )
     grammar, compiler = tools.grammar, GrammarCompiler(model, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
     fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
-    for said in (*fine, call.replace("get_weather", "get_money"), wrong(call), f"{call} So. {wrong(call)}"):
+    for said in (
+        *fine,
+        call.replace("get_weather", "get_money"),
+        wrong(call),
+        f"{call} So. {wrong(call)}",
+    ):
         ids = tokenizer.encode(said, parse_special=True)
         assert is_allowed(compiler, grammar, ids) is (said in fine), said
 
@@ -248,7 +290,11 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     said = call_text(written, required=how == "required")
     ends = [(said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)]
     if text:
-        ends += [(f"{said} So.", True), (f"{said} So. {said}", True), (f"{said} So. {wrong(said)}", False)]
+        ends += [
+            (f"{said} So.", True),
+            (f"{said} So. {said}", True),
+            (f"{said} So. {wrong(said)}", False),
+        ]
     for end, may_be in ends:
         assert takes(grammar, text + end) is may_be, end
     told, calls = replies(tools, list(text + said))
@@ -260,14 +306,28 @@ def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
     answer, written = GrammarText("schema", json.dumps(schema)), FORMS[form]
-    call, said = call_text(written), (written.channels.answer if written.channels else "") + '{"days": 3}'
+    call, said = (
+        call_text(written),
+        (written.channels.answer if written.channels else "") + '{"days": 3}',
+    )
     tools = tools_of(form, answer=answer)
     assert tools.held and tools.grammar is not None and not tools.grammar.optional
-    others = (wrong(said), wrong(call), said.replace('{"days": 3}', "Well"), call.replace("get_w", "get_m"))
+    others = (
+        wrong(said),
+        wrong(call),
+        said.replace('{"days": 3}', "Well"),
+        call.replace("get_w", "get_m"),
+    )
     for text in (said, call, *others):
         assert takes(tools.grammar, text) is (text not in others), text
-    assert replies(tools, list(said)) == ('{"days": 3}', []) and len(replies(tools, list(call))[1]) == 1
-    assert tools_of(form, answer=answer, required=True).grammar == tools_of(form, required=True).grammar
+    assert (
+        replies(tools, list(said)) == ('{"days": 3}', [])
+        and len(replies(tools, list(call))[1]) == 1
+    )
+    assert (
+        tools_of(form, answer=answer, required=True).grammar
+        == tools_of(form, required=True).grammar
+    )
 
 
 NUMBERED = {
@@ -286,7 +346,11 @@ def test_calls_are_numbered_through_a_conversation(form: str) -> None:
 
 def test_arguments_with_commas_are_held_whichever_there_are() -> None:
     """All that have to come, in their order, with nothing but commas between them."""
-    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": ["b"]}
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "integer"} for key in "abc"},
+        "required": ["b"],
+    }
     grammar = Tools({"f": schema, "g": {}}, FORMS["LFM2"], required=True).grammar
     fine = ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")
     for said in (*fine, "f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)"):
@@ -334,7 +398,20 @@ FRAGMENTS = [
     *sorted(MARKS),
     *("<function=now>", "<parameter=city>", '<invoke name="now">', '<parameter name="a">'),
     *('{"name": "now"', '"arguments": {', "call:now{", "now(", ")", "a='x'", "to=functions.now"),
-    *("}", "[", "]", ",", '"', "\\", ": ", '{"name": "now", "parameters": {}}', "now", " text ", "\n", ";"),
+    *(
+        "}",
+        "[",
+        "]",
+        ",",
+        '"',
+        "\\",
+        ": ",
+        '{"name": "now", "parameters": {}}',
+        "now",
+        " text ",
+        "\n",
+        ";",
+    ),
     *("<", "{", "0", '"x"'),
 ]
 

@@ -22,7 +22,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 def schema(value: Any) -> dict[str, Any]:
     """A response format of a JSON schema."""
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+    }
 
 
 def user(content: Any, **fields: Any) -> dict[str, Any]:
@@ -45,10 +47,17 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (user([{"type": "text"}]), "messages[0].content[0].text"),
-    (user([{"type": "image_url", "image_url": {"url": "file:///etc"}}]), "messages[0].content[0].type"),
+    (
+        user([{"type": "image_url", "image_url": {"url": "file:///etc"}}]),
+        "messages[0].content[0].type",
+    ),
     (user("x", tool_calls=[{}]), "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
-    *((user("word " * 5000), "messages"), (user("\ud800"), None), ({"temperature": math.inf}, None)),
+    *(
+        (user("word " * 5000), "messages"),
+        (user("\ud800"), None),
+        ({"temperature": math.inf}, None),
+    ),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     *(({"stop": ["a", 3]}, "stop[1]"), ({"stop": "x" * 300}, None)),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -57,7 +66,10 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"speculative": {"draft_max": 99}}, "speculative.draft_max"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     *((schema(value), None) for value in ({"type": "flower"}, {"$ref": "file:///etc/passwd"})),
@@ -68,9 +80,16 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("fields", "param"), FIELDS)
 def test_fields(served: Served, fields: dict[str, Any], param: str | None) -> None:
-    found, answer = served.send("POST", CHAT_PATH, {"messages": MESSAGES, "max_tokens": 4, **fields})
+    found, answer = served.send(
+        "POST", CHAT_PATH, {"messages": MESSAGES, "max_tokens": 4, **fields}
+    )
     assert found == (404 if "model" in fields else 400), answer
-    assert answer["type"] == "error" and set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["type"] == "error" and set(answer["error"]) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     kind = "not_found_error" if "model" in fields else "invalid_request_error"
     assert answer["error"]["message"] and answer["error"]["type"] == kind
     assert param is None or answer["error"]["param"] == param, answer
@@ -84,7 +103,16 @@ def test_large_grammars_cost_little(served: Served) -> None:
 
 DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 BODIES: list[bytes] = [
-    *(b"", b"null", b"[]", b"3", b'{"messages": ', b"\xff\xfe{}", b'{"messages": "\xc3("}', b"[" * 200_000),
+    *(
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b'{"messages": ',
+        b"\xff\xfe{}",
+        b'{"messages": "\xc3("}',
+        b"[" * 200_000,
+    ),
     *(DEEP, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"messages": [' + b"[]," * 600_000 + b"[]]}"),
     *(b'{"seed": ' + b"9" * 100_000 + b"}", b'{"x": NaN}', b'{"n": 1e400}', b" " * (17 << 20)),
     b'{"metadata": {"a": ' + b"[" * 150 + b"]" * 150 + b"}}",
@@ -99,7 +127,10 @@ def test_bodies(served: Served, number: int) -> None:
 
 HEADS: dict[str, list[dict[str, str]]] = {
     "403": [  # names of others, and web pages
-        *({"Host": host} for host in ("evil.example", "evil.example:7373", "localhost.evil.example", "")),
+        *(
+            {"Host": host}
+            for host in ("evil.example", "evil.example:7373", "localhost.evil.example", "")
+        ),
         *({"Host": host} for host in ("localhost@evil.example", "192.168.1.2:7373")),
         *({"Origin": origin} for origin in ("https://evil.example", "http://localhost:1", "null")),
     ],
@@ -125,7 +156,10 @@ def test_heads(served: Served, status: str) -> None:
 
 
 PATHS = [
-    *(("GET", f"/{path}", 404) for path in ("../../etc/passwd", "v1/models/..%2f..%2fetc%2fpasswd", "/evil")),
+    *(
+        ("GET", f"/{path}", 404)
+        for path in ("../../etc/passwd", "v1/models/..%2f..%2fetc%2fpasswd", "/evil")
+    ),
     *(("GET", "/v1/models/%00", 404), ("GET", CHAT_PATH, 405), ("DELETE", "/v1/models", 405)),
     *(("POST", "/v1/embeddings", 404), ("POST", "/health", 405), ("POST", f"{CHAT_PATH}/", 404)),
     ("TRACE", "/", 404),
@@ -136,13 +170,18 @@ PATHS = [
 def test_paths(served: Served, method: str, path: str, status: int) -> None:
     found, answer = served.send(method, path)
     assert found == status
-    assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert answer["error"]["type"] == (
+        "not_found_error" if status == 404 else "invalid_request_error"
+    )
 
 
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         *({"prompt": prompt} for prompt in (None, 3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
-        *({"prompt": "x", name: value} for name, value in (("suffix", "y"), ("best_of", 3), ("echo", True))),
+        *(
+            {"prompt": "x", name: value}
+            for name, value in (("suffix", "y"), ("best_of", 3), ("echo", True))
+        ),
     ],
     "/tokenize": [{}, {"prompt": 3}],
     "/detokenize": [{"tokens": [token]} for token in (-1, "x", 10**9)],
@@ -163,7 +202,12 @@ WRONG: list[Any] = ["x", 3.5, -(10**30), True, [], [[]], [{}], {}, {"type": []},
 def test_every_field_with_every_type(served: Served, path: str) -> None:
     """A value of any type is read, or refused as the API does it."""
     chat = {"messages": MESSAGES, "max_tokens": 3}
-    bases = (CHAT, chat), (COMPLETION, {"prompt": "x"}), (RESPONSES, {"input": "x"}), (MESSAGE, chat)
+    bases = (
+        (CHAT, chat),
+        (COMPLETION, {"prompt": "x"}),
+        (RESPONSES, {"input": "x"}),
+        (MESSAGE, chat),
+    )
     table, base = bases[list(READERS).index(path)]
     for name, value in itertools.product(table, WRONG):
         with suppress(ApiError):

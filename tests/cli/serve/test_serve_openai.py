@@ -129,7 +129,9 @@ def blocks(language: str) -> list[str]:
 def python_with(package: str) -> str:
     """An interpreter that has a package."""
     python = os.environ.get("OPENAI_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", f"import {package}"], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        [python, "-c", f"import {package}"], check=False, capture_output=True
+    ).returncode:
         pytest.skip(f"no interpreter has the {package} package; OPENAI_PYTHON names one")
     return python
 
@@ -142,7 +144,9 @@ def test_the_official_clients(served: Served, package: str) -> None:
     code = SHARED + (SCRIPT + shown if package == "openai" else ANTHROPIC)
     command = [python_with(package), "-c", code, f"http://127.0.0.1:{served.port}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), ran.stderr
+    assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), (
+        ran.stderr
+    )
     until(lambda: served.service.open == 0)
 
 
@@ -170,7 +174,9 @@ def test_llm(served: Served, tmp_path: Path) -> None:
 def test_curl(served: Served) -> None:
     (command,) = (block for block in blocks("sh") if block.startswith("curl"))
     command = command.replace("curl", "curl -s", 1).replace("7373", str(served.port))
-    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(ran.stdout)["choices"][0]["message"]["content"].startswith("Join two or more")
 
 

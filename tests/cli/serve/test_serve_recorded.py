@@ -60,7 +60,10 @@ CALLS = {
     "Llama 3": "{%- set call = m.tool_calls[0].function -%}"
     '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}',
 }
-DEEPSEEK = "{{ {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(m['role'], '') }}", "<｜end｜>"
+DEEPSEEK = (
+    "{{ {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(m['role'], '') }}",
+    "<｜end｜>",
+)
 FRAMES = {
     "gpt-oss": ("<|start|>{{ m.role }}<|message|>", "<|end|>"),
     "Muse-Glimmer": ("<|start|>{{ m.role }}<|message|>", "<|eot|>"),

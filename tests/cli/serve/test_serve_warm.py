@@ -40,7 +40,9 @@ def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
-def spd(home: Path, *words: str, said: str = "", code: str = "") -> subprocess.CompletedProcess[str]:
+def spd(
+    home: Path, *words: str, said: str = "", code: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run spd on some input to its end."""
     process = begin(home, *words, code=code)
     out, err = process.communicate(said, timeout=120)
@@ -77,8 +79,15 @@ COMMANDS: list[list[str]] = [
     ["--schema", '{"type": "boolean"}', "--seed", "1", "-n", "20", QUESTION],
     ["--json", "--logprobs", "2", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
     ["--json", "--set", "top_k=5", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
-    *(["--temperature", "900", QUESTION], ["--think", "5", QUESTION], ["--json", "--logprobs", "99", "a"]),
-    *(["--schema", '{"type": "flower"}', QUESTION], ["-n", "4000", "--temperature", "0", "word " * 4050]),
+    *(
+        ["--temperature", "900", QUESTION],
+        ["--think", "5", QUESTION],
+        ["--json", "--logprobs", "99", "a"],
+    ),
+    *(
+        ["--schema", '{"type": "flower"}', QUESTION],
+        ["-n", "4000", "--temperature", "0", "word " * 4050],
+    ),
     *(["word " * 9000], []),
 ]
 
@@ -117,11 +126,15 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
     """Those that are refused, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
-    warm, alone = spd(home, *words, said=lines), spd_run(*words, "--no-server", stdin=lines.encode())
+    warm, alone = (
+        spd(home, *words, said=lines),
+        spd_run(*words, "--no-server", stdin=lines.encode()),
+    )
     assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert warm.returncode == alone.code == 7
     one, other = (
-        [timeless(json.loads(line)) for line in ran.splitlines()] for ran in (warm.stdout, alone.text)
+        [timeless(json.loads(line)) for line in ran.splitlines()]
+        for ran in (warm.stdout, alone.text)
     )
     assert one == other and len(one) == len(LINES)
 
@@ -130,12 +143,16 @@ def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
     """Turns are taken back and asked again; another engine is loaded here."""
     words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
     warm, alone = spd(home, *words, said=SAID), spd_run(*words, "--no-server", stdin=SAID.encode())
-    assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count("\n") >= 5
+    assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count(
+        "\n"
+    ) >= 5
     assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert "not used: another spec" in warm.stderr
 
 
-@pytest.mark.parametrize("words", [["generate", QUESTION], ["generate", "--jsonl"], ["chat", "--no-save"]])
+@pytest.mark.parametrize(
+    "words", [["generate", QUESTION], ["generate", "--jsonl"], ["chat", "--no-save"]]
+)
 def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[str]) -> None:
     unused = {"torch", "starlette"} | (NOT_WARM if QUESTION in words else set())
     code = (
@@ -149,7 +166,9 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
 
 
 @pytest.mark.parametrize("words", [["--json", QUESTION], ["--jsonl"]])
-def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int, words: list[str]) -> None:
+def test_ctrl_c_ends_the_request_and_keeps_what_came(
+    home: Path, server: int, words: list[str]
+) -> None:
     process = begin(home, "generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words)
     process.stdin.write('{"prompt": "a"}')
     process.stdin.close()
@@ -195,12 +214,17 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
     """Others can reach it, or it belongs to another user."""
     (tmp_path / "spd").mkdir(mode=0o755)
     (tmp_path / "spd" / "x.sock").touch()
-    ran = [spd(tmp_path, *words) for words in (["generate", QUESTION], ["serve"], ["serve", "--status"])]
+    ran = [
+        spd(tmp_path, *words)
+        for words in (["generate", QUESTION], ["serve"], ["serve", "--status"])
+    ]
     if os.geteuid() == 0:  # only root can give a folder away
         (tmp_path / "spd").chmod(0o700)
         os.chown(tmp_path / "spd", 65534, -1)
         ran.append(spd(tmp_path, "generate", QUESTION))
-    assert all(each.returncode == 5 and "not a folder of yours alone" in each.stderr for each in ran)
+    assert all(
+        each.returncode == 5 and "not a folder of yours alone" in each.stderr for each in ran
+    )
 
 
 def test_a_chat_is_told_that_its_server_has_ended(tmp_path: Path) -> None:

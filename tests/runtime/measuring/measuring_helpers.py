@@ -4,7 +4,13 @@ from typing import Any
 
 from spd.runtime.lab.load import Sample, Work
 
-PLAIN: dict[str, Any] = {"spec": "off", "draft_max": 0, "adaptive": True, "verify": "coupled", "lag": 0}
+PLAIN: dict[str, Any] = {
+    "spec": "off",
+    "draft_max": 0,
+    "adaptive": True,
+    "verify": "coupled",
+    "lag": 0,
+}
 PLAIN |= {"graphs": False, "synthetic_acceptance": None, "tp": 1, "draft_tp": 1}
 DRAFT: dict[str, Any] = {**PLAIN, "spec": "draft", "draft_max": 2, "adaptive": False}
 

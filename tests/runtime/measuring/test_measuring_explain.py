@@ -12,22 +12,47 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab import explain
-from spd.runtime.lab.explain import Trace, TraceHeader, bottleneck, explain_traces, next_step, read_trace
+from spd.runtime.lab.explain import (
+    Trace,
+    TraceHeader,
+    bottleneck,
+    explain_traces,
+    next_step,
+    read_trace,
+)
 
 GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
 CASES = {
     "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
-    "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without verification", "--spec off"),
+    "a poor drafter": (
+        4,
+        0.15,
+        {"verify": NARROW},
+        "acceptance: without verification",
+        "--spec off",
+    ),
     "a slow drafter": (4, 0.6, {"draft": 6.0}, "drafting", "--spec"),
     "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "verification", "--draft-max 1"),
     "a slow host": (3, 0.5, {"host": 12.0}, "the host", "--graphs on"),
     "a good drafter": (4, 0.8, {}, "drafting", "nothing: this is the best"),
-    "a free drafter": (4, 0.8, {"draft": 0.01}, "acceptance: the rounds are as cheap", "--draft-max 6"),
+    "a free drafter": (
+        4,
+        0.8,
+        {"draft": 0.01},
+        "acceptance: the rounds are as cheap",
+        "--draft-max 6",
+    ),
 }
 
 
 def make_trace(
-    k: int, rate: float, *, verify: Any = GOOD, draft: float = 1.0, host: float = 0.1, rounds: int = 400
+    k: int,
+    rate: float,
+    *,
+    verify: Any = GOOD,
+    draft: float = 1.0,
+    host: float = 0.1,
+    rounds: int = 400,
 ) -> Trace:
     """Rounds at k of a model whose verify takes base + slope * rows, and each draft `draft` ms."""
     draws = random.Random(k)
@@ -41,7 +66,9 @@ def make_trace(
         ms = {part: value * draws.uniform(0.95, 1.05) for part, value in times.items()}
         committed = [draws.randrange(1000) for _ in range(accepted + 1)]
         drafts = [0] * k, [0] * (k + 1)
-        trace.rounds.append(RoundRecord("r", number, 9, "draft", *drafts, accepted, committed, ms, k, k))
+        trace.rounds.append(
+            RoundRecord("r", number, 9, "draft", *drafts, accepted, committed, ms, k, k)
+        )
     return trace
 
 
@@ -56,7 +83,9 @@ def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
     """Within 10 %: 400 rounds at each of the others leave about 4 % of error at the most."""
     found = explain_traces([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
     assert left_out not in found.costs["verify"]
-    assert found.prospects[left_out].tokens_per_second == pytest.approx(truth(left_out, rate), rel=0.1)
+    assert found.prospects[left_out].tokens_per_second == pytest.approx(
+        truth(left_out, rate), rel=0.1
+    )
     best = max(range(17), key=lambda k: truth(k, rate))
     assert truth(found.best.k, rate) >= 0.97 * truth(best, rate)
 
@@ -70,7 +99,9 @@ def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: i
     law = sum(rates[left_out] ** i for i in range(left_out + 1))
     assert found.prospects[left_out].length == pytest.approx(law, rel=0.08)
     together = Trace([record for trace in traces.values() for record in trace.rounds])
-    assert len(explain.fit_acceptance([together.rounds])) == 1, "adaptive k tells nothing of other k"
+    assert len(explain.fit_acceptance([together.rounds])) == 1, (
+        "adaptive k tells nothing of other k"
+    )
 
 
 def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
@@ -136,7 +167,9 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
         *((1, {"plan": None}), (1, {"plan": {"model_drafts": "all"}})),
     ],
 )
-def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: dict[str, Any]) -> None:
+def test_a_damaged_line_of_a_trace_is_named(
+    tmp_path: Path, line: int, change: dict[str, Any]
+) -> None:
     path = write(tmp_path / "trace", make_trace(3, 0.5, rounds=20))
     lines = path.read_text().splitlines()
     assert len(lines) == 21

@@ -41,7 +41,10 @@ class CountingEngine:
     def step(self) -> list[Event]:
         time.sleep(self.seconds)
         self.left = {name: steps - 1 for name, steps in self.left.items()}
-        events = [Event(name, (1, 2), "", None if steps else "length") for name, steps in self.left.items()]
+        events = [
+            Event(name, (1, 2), "", None if steps else "length")
+            for name, steps in self.left.items()
+        ]
         self.left = {name: steps for name, steps in self.left.items() if steps}
         return events
 
@@ -85,7 +88,9 @@ def test_times_by_their_definitions() -> None:
     (request,) = requests(1)
     chunks = [(10.5, 1), (11.0, 3), (12.0, 2)]
     line = Timeline(chunks=chunks, token_ids=[1] * 6, request=request, arrived=10.0)
-    ran = Pass([line, Timeline(request=request, arrived=10.0)], [], 4.0)  # of the second nothing came
+    ran = Pass(
+        [line, Timeline(request=request, arrived=10.0)], [], 4.0
+    )  # of the second nothing came
     for load, speed in ((Load(), (5, 1.5)), (Load(4), (6, 4.0)), (Load(4, 2.0), (1, 0.3))):
         work = Work(category="code", temperature=0.0, **vars(load))
         sample = take_sample(ran, 0, work, 0, ["code/1", "code/2"])
@@ -99,7 +104,9 @@ SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
 
 
 def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishes: object) -> Sweep:
-    plain = EngineConfig(model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False)
+    plain = EngineConfig(
+        model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False
+    )
     spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
     first, second = random_prompts(2, 20, 256)
     told = {"code": first, "edit": first if alike else second}
@@ -121,10 +128,14 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
     spec = rows[-1]
     assert sum(spec["drafted_per_position"]) > 0
     # a round commits its accepted drafts and one token more, but for what the end cuts off
-    assert spec["acceptance_length"] <= 1 + sum(spec["accepted_per_position"]) / spec["rounds"] + 1e-9
+    assert (
+        spec["acceptance_length"] <= 1 + sum(spec["accepted_per_position"]) / spec["rounds"] + 1e-9
+    )
     assert seen[0] == ("warming up", 1, 2) and seen[-1] == ("measuring", 16, 16)
     turns = [sample.config for sample in sweep.samples]
-    assert turns == [0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1], "they take turns in being first"
+    assert turns == [0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1], (
+        "they take turns in being first"
+    )
 
 
 @pytest.mark.parametrize("load", [Load(), Load(3)])
@@ -136,7 +147,9 @@ def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Tiny, load: Load) -> N
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_a_verifier_that_lets_drafts_through_is_seen(tiny: Tiny, monkeypatch: Patch, alike: bool) -> None:
+def test_a_verifier_that_lets_drafts_through_is_seen(
+    tiny: Tiny, monkeypatch: Patch, alike: bool
+) -> None:
     verify(first_is_free)(monkeypatch)  # in torch's form
     sweep = make_sweep(tiny(), SETTINGS, alike=alike, kernels="torch")
     sweep.run()
@@ -150,15 +163,24 @@ def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Tiny) -> None:
     sweep.run()
     assert sweep.differences == []
     rows = make_rows(sweep.samples, sweep.plans)
-    assert {row["method"]: row["acceptance"] for row in rows} == {"plain": "natural", "ngram": "imposed"}
+    assert {row["method"]: row["acceptance"] for row in rows} == {
+        "plain": "natural",
+        "ngram": "imposed",
+    }
 
 
-def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(tiny: Tiny, monkeypatch: Patch) -> None:
+def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
+    tiny: Tiny, monkeypatch: Patch
+) -> None:
     """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
     sizes, encode = list[int](), Tokenizer._encode
     watched = lambda self, text, special: sizes.append(len(text)) or encode(self, text, special)  # noqa: E731
     monkeypatch.setattr(Tokenizer, "_encode", watched)
-    folder, long, short = tiny("qwen3"), Prompt("a/1", "a", "word " * 200_000), Prompt("a/2", "a", "hi")
+    folder, long, short = (
+        tiny("qwen3"),
+        Prompt("a/1", "a", "word " * 200_000),
+        Prompt("a/2", "a", "hi"),
+    )
     for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
         with pytest.raises(error, match="context"):
             encode_questions(folder, [long, short], lengths, 4)
@@ -171,11 +193,17 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     """Sums are made in another order there: only speculation must not be seen."""
     folder = tiny("qwen3")
     wishes = {"model": folder, "spec": "off"}
-    configs = [EngineConfig(**wishes), EngineConfig(**wishes, tp=2), EngineConfig(model=folder, tp=2)]
+    configs = [
+        EngineConfig(**wishes),
+        EngineConfig(**wishes, tp=2),
+        EngineConfig(model=folder, tp=2),
+    ]
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [question], Settings())
     request = question.request("r", 0)
-    lines = [Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])]
+    lines = [
+        Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])
+    ]
     ran = {i: Pass([line], [], 1.0) for i, line in enumerate(lines)}
     sweep._compare(Work(category="code", temperature=0.0), [question], ran)
     assert [(each["config"], each["expected"]) for each in sweep.differences] == [(2, 7)]
@@ -185,7 +213,9 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     ("ids", "reason", "parted"),
     [*(([5, 7], "", (1, 6, 7)), ([5], "", (1, 6, ""))), ([5, 6], "stop", (2, "length", "stop"))],
 )
-def test_texts_part_at_a_token_or_an_end(ids: list[int], reason: str, parted: tuple[Any, ...]) -> None:
+def test_texts_part_at_a_token_or_an_end(
+    ids: list[int], reason: str, parted: tuple[Any, ...]
+) -> None:
     """The end is told by its reason, for which a text of the same tokens is another one too."""
     shared = {"request": requests(1)[0], "arrived": 0.0}
     plain = Pass([Timeline([5, 6], finish_reason="length", **shared)], [], 1.0)
@@ -228,7 +258,9 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
     assert result.tokens == 215 and result.differences == []
 
 
-@pytest.mark.parametrize("plant", [verify(first_is_free), kv_one_off], ids=["first-is-free", "kv-one-off"])
+@pytest.mark.parametrize(
+    "plant", [verify(first_is_free), kv_one_off], ids=["first-is-free", "kv-one-off"]
+)
 def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: Any) -> None:
     plant(monkeypatch)  # in torch's form
     result = replay_requests(*(replace(each, kernels="torch") for each in pair), asked())

@@ -8,7 +8,13 @@ import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.load import Work, per_position
-from spd.runtime.lab.rows import compare_results, make_rows, repeat_interval, student_quantile, verdict
+from spd.runtime.lab.rows import (
+    compare_results,
+    make_rows,
+    repeat_interval,
+    student_quantile,
+    verdict,
+)
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 PLANS = [PLAIN, DRAFT]
@@ -23,12 +29,17 @@ def test_ratios_are_paired_by_repetition() -> None:
     assert plain["tokens_per_second"]["median"] == pytest.approx(10 / 2.5, rel=0.05)
     assert plain["speed_up"] is None
     assert draft["speed_up"]["values"] == pytest.approx([2.0] * 4)
-    assert draft["speed_up"]["half_width"] == pytest.approx(0, abs=1e-9) and verdict(draft["speed_up"])
+    assert draft["speed_up"]["half_width"] == pytest.approx(0, abs=1e-9) and verdict(
+        draft["speed_up"]
+    )
     assert draft["tokens_per_second"]["half_width"] > 0.1
 
 
 def test_all_categories_follow_each_one() -> None:
-    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=Work(category="edit", temperature=0.0))]
+    samples = [
+        make_sample(0, 0, 1.0),
+        make_sample(0, 0, 3.0, work=Work(category="edit", temperature=0.0)),
+    ]
     rows = make_rows(samples, PLANS)
     assert [row["category"] for row in rows] == ["code", "edit", "all"]
     assert rows[-1]["tokens_per_second"]["median"] == pytest.approx(20 / 4)
@@ -52,7 +63,9 @@ def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
     return {**made, "model": "demo", "prompts": {"code/1": "abc"}}
 
 
-def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03) -> dict[str, Any]:
+def change(
+    before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03
+) -> dict[str, Any]:
     (found,) = compare_results(before, after, threshold)["changes"]
     return dict(found)
 
@@ -64,7 +77,9 @@ def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 0.0
         *((90, 30, 0.03, ("within noise", False)), (120, 1, 0.0, ("faster", False))),
     ],
 )
-def test_a_change_is_told_from_noise(to: int, spread: int, threshold: float, told: tuple[str, bool]) -> None:
+def test_a_change_is_told_from_noise(
+    to: int, spread: int, threshold: float, told: tuple[str, bool]
+) -> None:
     before, after = ([at, at + spread, at - spread, at] for at in (100, to))
     found = change(result(before), result(after), threshold)
     assert (found["verdict"], found["regressed"]) == told
@@ -76,7 +91,11 @@ def test_only_the_same_work_is_compared() -> None:
     assert (found["changes"], found["only_before"], found["only_after"]) == ([], 1, 1)
     real = result([100.0])
     imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
-    for other in (imposed, {**real, "prompts": {"code/1": "abd"}}, {**real, "plans": [{"load": "dummy"}]}):
+    for other in (
+        imposed,
+        {**real, "prompts": {"code/1": "abd"}},
+        {**real, "plans": [{"load": "dummy"}]},
+    ):
         assert compare_results(real, other, 0.03)["changes"] == []
     more = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
     assert change(real, more), "a prompt of other rows"
@@ -85,7 +104,14 @@ def test_only_the_same_work_is_compared() -> None:
 
 
 def test_students_t_is_the_table_s_and_one_repetition_has_no_interval() -> None:
-    for freedom, expected in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 7: 2.3646, 30: 2.0423}.items():
+    for freedom, expected in {
+        1: 12.7062,
+        2: 4.3027,
+        3: 3.1824,
+        4: 2.7764,
+        7: 2.3646,
+        30: 2.0423,
+    }.items():
         assert student_quantile(freedom) == pytest.approx(expected, rel=0.01)
     spread = repeat_interval([2.0])
     assert (spread["median"], spread["low"], spread["half_width"]) == (2.0, None, None)
@@ -93,8 +119,12 @@ def test_students_t_is_the_table_s_and_one_repetition_has_no_interval() -> None:
         repeat_interval([])
 
 
-@pytest.mark.parametrize(("repetitions", "hiccups"), [(3, 0.0), (5, 0.0), (12, 0.0), (9, 0.1), (12, 0.1)])
-def test_a_second_run_lies_within_the_interval_as_often_as_said(repetitions: int, hiccups: float) -> None:
+@pytest.mark.parametrize(
+    ("repetitions", "hiccups"), [(3, 0.0), (5, 0.0), (12, 0.0), (9, 0.1), (12, 0.1)]
+)
+def test_a_second_run_lies_within_the_interval_as_often_as_said(
+    repetitions: int, hiccups: float
+) -> None:
     """4,000 pairs: 95 % +- 1.4 points at four standard errors, a chance of 6e-5 to fail; so with hiccups."""
     draws, inside, widths = random.Random(repetitions), 0, []
 
