@@ -165,7 +165,15 @@ def test_no_arrow_is_broken_and_planted_ones_are_seen() -> None:
 
 
 FACADE = {
-    *room("engine.driver", "engine.request", "lab", "plan.config", "plan.memory", "ranks.follower"),
+    *room(
+        "engine.clock",
+        "engine.driver",
+        "engine.request",
+        "lab",
+        "plan.config",
+        "plan.memory",
+        "ranks.follower",
+    ),
     *("spd.runtime", *room("ranks.rendezvous", "round.sampling_params")),
 }  # All of the runtime that the command line may import; ten modules at most.
 

@@ -2,6 +2,7 @@
 
 The first SIGINT or SIGTERM says `stopping…` and unwinds, the second ends the process at once. It ends by
 the signal itself, so that a shell loop around `spd` stops too (a status of 130 alone does not tell it).
+Ctrl-Z stops it for a while, which counts in no speed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import signal
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from spd.errors import EngineError
+from spd.runtime.engine.clock import leave_out
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 CALM = "\x1b[?2004l\x1b[?25h\x1b[0m\r\n"
@@ -39,6 +42,7 @@ class SignalGuard:
         self._held = 0
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         self._hook = threading.excepthook
+        self._terminal = terminal_mode()
 
     def install(self) -> None:
         """Take the signals over; one that the parent process ignores stays ignored."""
@@ -46,6 +50,9 @@ class SignalGuard:
             with suppress(ValueError):  # not in the main thread: the caller keeps its own handlers
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     self._previous[signum] = signal.signal(signum, self._handle)
+        with suppress(ValueError):
+            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._sleep)
 
     def uninstall(self) -> None:
         """Give back the handlers that were there before; that of lost threads too."""
@@ -64,6 +71,19 @@ class SignalGuard:
             )
         if not self._held:
             raise Interrupted(signum)
+
+    def _sleep(self, signum: int, frame: FrameType | None) -> None:
+        """Stop as Ctrl-Z asks, and go on later with the terminal as it was, by clocks that stood still."""
+        mode = terminal_mode()
+        if self._terminal is not None and mode != self._terminal:
+            termios.tcsetattr(0, termios.TCSANOW, self._terminal)
+        began = time.perf_counter()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)  # returns when the process is continued
+        signal.signal(signum, self._sleep)
+        leave_out(time.perf_counter() - began)
+        if mode is not None and terminal_mode() not in (None, mode):
+            termios.tcsetattr(0, termios.TCSANOW, mode)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -86,12 +106,12 @@ class SignalGuard:
             signal.signal(signal.SIGINT, self._handle)
             act()
 
-        signal.signal(signal.SIGINT, handle)
+        before = signal.signal(signal.SIGINT, handle)
         try:
             yield
         finally:
             if self.received is None:
-                signal.signal(signal.SIGINT, self._handle)
+                signal.signal(signal.SIGINT, before)
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come, also one whose exception was lost in a callback."""
@@ -106,11 +126,17 @@ def die_by(signum: int) -> int:
     return 128 + signum
 
 
+def terminal_mode() -> list[Any] | None:
+    """Return how the terminal at standard input is set; None where there is none in the foreground."""
+    with suppress(OSError, ValueError, termios.error):
+        if os.tcgetpgrp(0) == os.getpgrp():
+            return termios.tcgetattr(0)
+    return None
+
+
 def end_when_lost(show: Callable[[Exception], object]) -> None:
     """Let an EngineError that ends a thread be shown and end the program: the main thread may hang."""
-    usual, terminal = threading.excepthook, None
-    with suppress(OSError, ValueError, termios.error):
-        terminal = termios.tcgetattr(0)
+    usual, terminal = threading.excepthook, terminal_mode()
 
     def end(thread: threading.ExceptHookArgs) -> None:
         error = thread.exc_value
@@ -118,7 +144,7 @@ def end_when_lost(show: Callable[[Exception], object]) -> None:
             usual(thread)
             return
         with suppress(BaseException):
-            if terminal is not None and termios.tcgetattr(0) != terminal:
+            if terminal is not None and terminal_mode() not in (None, terminal):
                 termios.tcsetattr(0, termios.TCSANOW, terminal)
                 os.write(2, CALM.encode())
             show(error)

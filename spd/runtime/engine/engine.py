@@ -6,7 +6,6 @@ the host never stands between two rounds; with lag 0 it reads at once. The text 
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Listed
@@ -18,6 +17,7 @@ import torch
 
 from spd.errors import UsageError
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, Emission, read_emission
+from spd.runtime.engine import clock
 from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
@@ -58,7 +58,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        began = time.perf_counter()
+        began = clock.now()
         self.config = config
         self.plan = plan = make_plan(config)
         shape = plan.shape
@@ -88,7 +88,7 @@ class Engine:
         self.prefilling: Callable[[int, int], None] = lambda written, wanted: (
             None
         )  # positions of a prompt
-        self.load_ms = 1000 * (time.perf_counter() - began)
+        self.load_ms = 1000 * (clock.now() - began)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """Write prompts: one pass, or a few where more wait."""
-        scheduler, stalls, began = self._scheduler, self._scheduler.busy, time.perf_counter()
+        scheduler, stalls, began = self._scheduler, self._scheduler.busy, clock.now()
         passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
         while (
@@ -246,7 +246,7 @@ class Engine:
                 break
         if rows := sum(count for _, count in written):
             self._device.flush()
-            each = 1000 * (time.perf_counter() - began) / rows
+            each = 1000 * (clock.now() - began) / rows
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
 
@@ -254,7 +254,7 @@ class Engine:
         """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
         request, sequence.placed = sequence.request, True
         if not sequence.metrics.preemptions:
-            sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
+            sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
         asked = sequence.tokens(), len(request.prompt_ids), request.params, request.draft_max
         row = *asked, sequence.length_limit, sequence.stop_ids, sequence.prefilled, sequence.pages
@@ -356,7 +356,7 @@ class Engine:
         self._draft_length.observe_cost(
             result.k, verify + rest, draft, result.draft_forwards, result.gap
         )
-        now = time.perf_counter()
+        now = clock.now()
         for sequence in oldest.sequences:
             if (
                 scheduler.slots[sequence.slot] is sequence

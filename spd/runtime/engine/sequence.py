@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.runtime.engine import clock
 from spd.runtime.engine.draft_length import Acceptance
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
@@ -137,7 +137,7 @@ class Sequence:
     in_flight: int = 0
     """Widths (k + 1) of rounds enqueued and not yet read: what they commit is known late, see `bound`."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    arrived_at: float = field(default_factory=time.perf_counter)
+    arrived_at: float = field(default_factory=clock.now)
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
 
