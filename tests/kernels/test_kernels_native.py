@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import platform
@@ -165,6 +166,7 @@ def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
     """The compiler runs once for all; grows with each library that would have been compiled."""
     runs: list[int] = []
+    monkeypatch.setattr(build, "UNKEPT", {})
     monkeypatch.setattr(
         build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1]
     )
@@ -212,23 +214,41 @@ def test_a_kept_library_that_cannot_be_trusted_is_made_again(
     assert NativeLibrary(library_path(lambda: folder)).instructions
     assert len(compiled) == 2 and "compiled anew" in caplog.text and str(folder) in caplog.text
     library_path(lambda: folder)
-    assert len(compiled) == (3 if "folder" in harm else 2)
+    assert len(compiled) == 2 and caplog.text.count("compiled anew") == 1
+    assert ("at every start" in caplog.text) == ("folder" in harm)
 
 
 def test_a_library_without_a_place(
-    tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    compiled: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nowhere to keep it: it is compiled for each run."""
+    """Nowhere to keep it: it is compiled once for each run, which one line says."""
     (tmp_path / "file").write_text("")
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    for folder in (homeless, lambda: tmp_path / "file"):
-        assert NativeLibrary(library_path(folder)).instructions
-    assert (
-        len(compiled) == 2 and "home directory" in caplog.text and "Not a directory" in caplog.text
-    )
+    def limited(place: Path) -> bytes:
+        if place.exists():
+            raise OSError(errno.EFBIG, "File too large")
+        raise FileNotFoundError
+
+    read = build._read
+    for folder, words in (
+        (homeless, "home directory"),
+        (lambda: tmp_path / "file", "Not a directory"),
+        (lambda: tmp_path / "limited", "File too large"),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(build, "UNKEPT", {})
+        monkeypatch.setattr(build, "_read", limited if "large" in words else read)
+        for _ in range(2):
+            assert NativeLibrary(library_path(folder)).instructions
+        (record,) = caplog.records
+        assert words in record.message and "compiled anew at every start" in record.message
+    assert len(compiled) == 3 and not list((tmp_path / "limited").iterdir())
 
 
 def test_what_was_checked_is_loaded(tmp_path: Path, compiled: list[int]) -> None:

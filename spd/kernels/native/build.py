@@ -71,6 +71,10 @@ HASH = hashlib.sha256().digest_size
 LARGEST = 16 << 20  # bytes that are read of a kept file; a library has below a hundred thousand
 
 
+UNKEPT: dict[str, bytes] = {}
+"""Libraries that this process compiled and could not keep, by file name: they are not made twice."""
+
+
 class NativeUnavailable(Exception):
     """Why the kernels cannot run here, in words."""
 
@@ -124,7 +128,8 @@ def library_path(
 ) -> Path:
     """The compiled library as a file to load: kept in the folder that `folder` names, or made now.
 
-    It is made now too where the kept one is broken or others could have written it.
+    It is made now too where the kept one is broken or others could have written it. A warning says
+    so, and also where it cannot be kept.
     chosen: the instructions, where they are not the best that there are; dtype: one of `DTYPE_FLAGS`.
     Raises NativeUnavailable.
     """
@@ -134,6 +139,9 @@ def library_path(
     flags = (*FLAGS, *OWN_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
     try:
         name = f"native-{_key(compiler, flags)}.so"
+        if name in UNKEPT:
+            return _in_memory(UNKEPT[name])
+        fault: Exception | None = None
         try:
             return _in_memory(_read(folder() / name))
         except FileNotFoundError:
@@ -143,10 +151,17 @@ def library_path(
             RuntimeError,
             ValueError,
         ) as error:  # RuntimeError: no home folder is known
-            logger.warning("the C kernels are compiled anew: %s", error)
+            fault = error
         made = _compile(compiler, flags)
-        with suppress(OSError, RuntimeError):
+        try:
             _keep(folder() / name, made)
+        except (OSError, RuntimeError, ValueError) as error:
+            UNKEPT[name] = made
+            cause = fault or error
+            logger.warning("the C kernels are compiled anew at every start: %s", cause)
+        else:
+            if fault is not None:
+                logger.warning("the C kernels were compiled anew: %s", fault)
         return _in_memory(made)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"they cannot be compiled: {error}") from error
@@ -173,11 +188,22 @@ def _read(place: Path) -> bytes:
 
 
 def _keep(place: Path, made: bytes) -> None:
-    """Write a library and its hash. A process that reads meanwhile finds it broken and makes its own."""
+    """Write a library and its hash, and read it back as the next process will.
+
+    A process that reads meanwhile finds it broken and makes its own. Raises as `_read` does; nothing
+    incomplete is left then.
+    """
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
-    with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(made + hashlib.sha256(made).digest())
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(made + hashlib.sha256(made).digest())
+        _read(place)
+    except BaseException:
+        with suppress(OSError):
+            place.unlink()
+        raise
 
 
 @cache
