@@ -80,3 +80,9 @@ class EngineError(SpdError):
     """A worker or the engine failed while running."""
 
     exit_code, default_code = 9, "engine"
+
+
+class IncompleteError(SpdError):
+    """A reply ended before the schema or grammar that it has to follow was complete."""
+
+    exit_code, default_code = 10, "incomplete"

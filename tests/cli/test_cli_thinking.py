@@ -16,6 +16,7 @@ from spd.cli.text.prompt import Asked, ThinkingSplitter, end_of_thinking, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_terminal import on_terminal, slow_program, start
+from tests.json_schema import faults
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]'
@@ -208,25 +209,57 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("code", "argv", "words"),
     [
         (
+            10,
             ["--schema", SCHEMA, "-n", 6],
-            "the text ended before the schema was complete: -n 6 was reached",
+            "error: the text ended before the schema was complete: -n 6 was reached",
         ),
-        (["--grammar", "/[a-z]{60}/", "-n", 6], "before the regex was complete: -n 6 was reached"),
         (
-            ["--schema", SCHEMA, "-n", 60, "--stop", '"a"'],
-            "schema was complete: a stop text or token came",
+            10,
+            ["--grammar", "/[a-z]{60}/", "-n", 6],
+            "error: the text ended before the regex was complete: -n 6 was reached",
         ),
-        (["--grammar", "/[a-z]+/", "-n", 6], ""),
-        (["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
+        (
+            10,
+            ["--grammar", "start: /[a-z]{500}/", "--ctx", 64],
+            "error: the text ended before the grammar was complete: the context is full",
+        ),
+        (
+            10,
+            ["--schema", SCHEMA, "-n", 60, "--stop", '"a"'],
+            "error: the text ended before the schema was complete: a stop text or token came",
+        ),
+        (0, ["--grammar", "/[a-z]+/", "-n", 6], ""),
+        (0, ["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
 )
-def test_what_ended_early_says_so(argv, words, spd_run, thinker) -> None:
-    ran = spd_run(*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "--json", "Hi")
-    assert ran.code == 0 and words in ran.err and bool(ran.err) == bool(words), ran
+def test_what_ended_early_says_so(code, argv, words, spd_run, thinker) -> None:
+    """A text that breaks its grammar has an exit code of its own, with --json too."""
+    command = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "Hi"]
+    ran = spd_run(*command, "--json")
+    assert ran.code == code and words in ran.err and bool(ran.err) == bool(words), ran
     assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
+    plain = spd_run(*command)
+    assert (plain.code, plain.err) == (ran.code, ran.err)
+    assert plain.text.removesuffix("\n") == ran.json["text"]
+
+
+def test_a_line_that_ended_early_is_an_error(spd_run, thinker) -> None:
+    """The text and the reason stay beside the error; a line that may end anywhere is none."""
+    shapes = {"schema": json.loads(SCHEMA)}, {"regex": "[a-z]{60}"}, {"regex": "[a-z]+"}
+    lines = [json.dumps({"prompt": "Hi", "params": {"max_tokens": 6, **one}}) for one in shapes]
+    argv = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", "--jsonl"]
+    ran = spd_run(*argv, stdin="\n".join(lines).encode())
+    found = [json.loads(line) for line in ran.out.splitlines()]
+    assert [fault for one in found for fault in faults(one, "generate.line")] == []
+    assert ran.code == 7 and "2 of 3 lines failed" in ran.err
+    assert [one["finish_reason"] for one in found] == ["length"] * 3
+    assert all(one["text"] for one in found)
+    errors = [one.get("error", {}) for one in found]
+    assert [error.get("code") for error in errors] == ["incomplete", "incomplete", None]
+    assert "the schema was complete: -n 6 was reached" in errors[0]["message"]
 
 
 def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:

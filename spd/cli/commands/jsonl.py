@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from spd.cli.signals import Interrupted
 from spd.cli.text.job import Settings, check_ids, plan_settings
 from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
 from spd.cli.text.prompt import Asked, check_messages, check_text, gather_shared
-from spd.cli.text.reply import reply_fields
+from spd.cli.text.reply import reply_failure, reply_fields
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
+from spd.runtime.engine.clock import now
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, Gathered, GrammarText, Request, derived_seed
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
@@ -66,7 +66,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             engine.capture_ahead([settings.sampling.params], together=slots)
         say_before(session.console, options, settings, engine, None)
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
-        began = time.perf_counter()
+        began = now()
         batch = Batch(session, settings, shared, options.raw, engine, sink, done, failed)
         try:
             batch.run(rest)
@@ -75,7 +75,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             session.console.note(f"stopped after {batch.done:,} of {len(lines):,} lines; {how}")
             raise
         engine.close()
-        done, failed, seconds = batch.done, batch.failed, time.perf_counter() - began
+        done, failed, seconds = batch.done, batch.failed, now() - began
         if options.stats:
             rate = f"{batch.tokens / seconds:.1f} tok/s"
             tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
@@ -302,9 +302,12 @@ class Batch:
             parts, self.engine.metrics(request.id), self.engine, request, line.inside
         )
         line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
-        if parts.finish_reason == "error":
-            code = "grammar" if request.grammar is not None else "engine"
-            line.answer["error"] = {"code": code, "message": parts.error or "the model failed"}
+        failure = reply_failure(parts, request)
+        if failure is not None:
+            code = failure.code
+            if parts.finish_reason == "error" and request.grammar is not None:
+                code = "grammar"
+            line.answer["error"] = {"code": code, "message": failure.message}
 
     def _flush(self) -> None:
         """Write every answer that is next in the order of the input."""

@@ -16,7 +16,7 @@ from spd import __version__
 from spd.cli.signals import Interrupted
 from spd.cli.text import output as out
 from spd.cli.text.prompt import ThinkingSplitter, parted
-from spd.errors import EngineError
+from spd.errors import EngineError, IncompleteError, SpdError
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, Gathered, Request, TokenLogprob
@@ -220,26 +220,35 @@ class Delivery:
             self.sink.write(out.to_json({**shown, "versions": versions()}) + "\n")
         else:
             self._finish_text()
-        if early := early_end(fields, self.reply.error, request):
-            self.session.console.note(early)
+        if note := unanswered(fields, self.reply, request):
+            self.session.console.note(note)
         if options.stats:
             out.tell(stats_line(metrics))
 
     def _outcome(self) -> int:
-        """The exit status for a reply that has ended. Raises EngineError."""
-        if self.reply.finish_reason != "error":
+        """Return the exit status of a reply that has ended. Raises EngineError and IncompleteError."""
+        failure = reply_failure(self.reply, self.request)
+        if failure is None:
             return 0
-        fix = "--dtype float32, or run it again with -vv and report what it prints"
-        if self.request.grammar is not None:
-            fix = "a grammar that always allows a next token, or a larger -n"
-        message = self.reply.error or "the model failed while generating"
-        failure = EngineError(
-            message, reason=["What came before the fault was printed."], fix=[fix]
-        )
         if not self.options.json:
             raise failure
         out.write_error(failure, self.session.console)  # the one object on stdout is the reply
         return failure.exit_code
+
+
+def reply_failure(reply: Gathered, request: Request) -> SpdError | None:
+    """Return the error of a reply that failed, or ended before its grammar was complete; else None."""
+    if reply.finish_reason == "error":
+        fix = "--dtype float32, or run it again with -vv and report what it prints"
+        if request.grammar is not None:
+            fix = "a grammar that always allows a next token, or a larger -n"
+        message = reply.error or "the model failed while generating"
+        reason = ["What came before the fault was printed."]
+        return EngineError(message, reason=reason, fix=[fix])
+    if reply.error is not None and reply.finish_reason in ("stop", "length"):
+        why, fix = _early_end(reply, request)
+        return IncompleteError(f"{reply.error}: {why}", fix=[fix])
+    return None
 
 
 def reply_fields(
@@ -265,16 +274,25 @@ def reply_fields(
     return shown
 
 
-def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) -> str | None:
-    """What a reply lacks because it ended early, and why it did; None where it lacks nothing."""
-    if lacks is None and fields["reasoning"] is not None and not fields["text"]:
-        lacks = "the reply ended while thinking, without an answer"
-    finish, most = fields["finish_reason"], request.params.max_tokens
-    if lacks is None or finish not in ("stop", "length"):
+def unanswered(fields: Mapping[str, Any], reply: Gathered, request: Request) -> str | None:
+    """Return the note for a reply that ended while it was thinking; None for any other."""
+    if reply.error is not None or reply.finish_reason not in ("stop", "length"):
         return None
-    full = most is not None and len(fields["token_ids"]) >= most
-    why = f"-n {most:,} was reached" if full else "the context is full"
-    return f"{lacks}: {why if finish == 'length' else 'a stop text or token came'}"
+    if fields["reasoning"] is None or fields["text"]:
+        return None
+    why, _ = _early_end(reply, request)
+    return f"the reply ended while thinking, without an answer: {why}"
+
+
+def _early_end(reply: Gathered, request: Request) -> tuple[str, str]:
+    """Return what ended a reply early, and what to type instead."""
+    if reply.finish_reason == "stop":
+        return "a stop text or token came", "leave --stop out, or name another text"
+    limit = request.params.max_tokens
+    if limit is not None and len(reply.token_ids) >= limit:
+        return f"-n {limit:,} was reached", "a larger -n"
+    bounds = "bounds in the schema or grammar, such as maxLength, maxItems and maximum"
+    return "the context is full", f"{bounds}, or a larger --ctx"
 
 
 def versions() -> dict[str, str]:

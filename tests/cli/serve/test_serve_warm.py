@@ -86,6 +86,15 @@ COMMANDS: list[list[str]] = [
     ),
     *(
         ["--schema", '{"type": "flower"}', QUESTION],
+        [
+            "--schema",
+            '{"type": "string", "minLength": 90}',
+            "--temperature",
+            "0",
+            "-n",
+            "6",
+            QUESTION,
+        ],
         ["-n", "4000", "--temperature", "0", "word " * 4050],
     ),
     *(["word " * 9000], []),
