@@ -39,13 +39,13 @@ def main(argv: Sequence[str]) -> int:
         )
     if (stderr := sys.stderr) is not None:
         sys.stderr = out.PrintableStderr(stderr)
-    with suppress(AttributeError, ValueError):  # for help where the locale has fewer letters
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     # torch says so on import where NumPy is absent; spd does not need it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     guard = SignalGuard()
     try:
         guard.install()
+        with suppress(AttributeError, ValueError):  # for help where the locale has fewer letters
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         status = _run(list(argv), guard)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -55,11 +55,9 @@ def main(argv: Sequence[str]) -> int:
     except (out.OutputClosed, BrokenPipeError):
         return PIPE_CLOSED
     except OSError as error:  # help into a full disk, known only when it is flushed
-        full = ResourceError(
-            f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed"
-        )
-        out.write_error(full, out.Console(), as_json=False)
-        return full.exit_code
+        failure = out.cannot_write("standard output", error, opened=True)
+        out.write_error(failure, out.Console(), as_json=False)
+        return failure.exit_code
     finally:
         guard.uninstall()
         out.release_streams()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -215,13 +216,22 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(f"the disk is full while downloading {name}", fix=[_MAKE_ROOM])
     why = one_line(error) or type(error).__name__
-    if isinstance(error, hub_errors.HfHubHTTPError):
+    if _is_lookup_failure(error):
+        why = "no network: the hub's host name cannot be looked up"
+    elif isinstance(error, hub_errors.HfHubHTTPError):
         why = f"the hub answered {status}"
     elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
         why = f"the hub gave a wrong answer: {why}"
-    reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept."]
-    fix = [
-        "check the network, HTTPS_PROXY and HF_ENDPOINT",
-        f"spd pull {name} goes on, file by file",
-    ]
+    reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept; the next pull continues."]
+    fix = ["check the network, HTTPS_PROXY and HF_ENDPOINT", f"spd pull {name}"]
     return NetworkError(f"cannot download {name}: {why}", reason=reason, fix=fix)
+
+
+def _is_lookup_failure(error: BaseException) -> bool:
+    """True if a host name had no address, which is how a machine without a network fails."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, socket.gaierror):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False

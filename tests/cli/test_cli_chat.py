@@ -105,8 +105,8 @@ def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monk
             ["text\n\ntext\n\nWhat?", "Next"],
             "",
         ),
-        (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "next message: no file"),
-        (["/file a.txt", "/clear", "/file"], [], [], "next message: no file"),
+        (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "no file goes with"),
+        (["/file a.txt", "/clear", "/file"], [], [], "no file goes with the next message"),
         (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
         (["Hi", "/clear", "Other", "/load t", "More", "/load"], [], ["Hi", "More"], "  t  Hi"),
         (["/help"], [], [], "\n".join(Commands.names())),
@@ -360,7 +360,7 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
     )
     with pytest.raises(NotFoundError) as error:
         store.load("x")
-    assert error.value.reason[0] == "there is: c"
+    assert error.value.reason == ("The latest: c, a, b",)
 
 
 HEADER = b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n'

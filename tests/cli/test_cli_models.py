@@ -233,6 +233,11 @@ REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "unknown": ({"status": 404, "error_code": "RepoNotFound"}, 3, ["no such model"]),
     "no revision": ({"status": 404, "error_code": "RevisionNotFound"}, 3, ["no such revision"]),
     "broken": ({"status": 500}, 8, ["500"]),
+    "no network": (
+        (constants, "ENDPOINT", "http://nowhere.invalid"),
+        8,
+        [f"cannot download {NAME}: no network: the hub's host name cannot be looked up"],
+    ),
     "no hub": ((constants, "ENDPOINT", NOWHERE), 8, [f"cannot download {NAME}", "127.0.0.1:9"]),
     "offline": ((constants, "HF_HUB_OFFLINE", True), 8, ["HF_HUB_OFFLINE"]),
     "no room": ((shutil, "disk_usage", ROOM), 5, ["not enough disk space", "1,000 free"]),

@@ -391,11 +391,18 @@ def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -
         *((f"{what} >/dev/full", 5, "No space left") for what in ("--help", "completions bash")),
         *(("nonsense 2>/dev/full", 2, ""), ("--help >/dev/full 2>/dev/full", 5, "")),
         ("generate -m /nowhere Hi --json 2>/dev/full >/dev/full", 3, ""),
-        *(("--version >&-", 5, ""), ("--version 2>&-", 0, ""), ("generate --help", 141, "")),
+        *((f"{what} >/dev/full", 5, "cannot write") for what in ("--version", "-V", "rm -h")),
+        *((f"{what} >/dev/full", 5, "cannot write") for what in ("generate --help", "chat -h", "")),
+        *((f"{what} >/dev/full", 5, "cannot write") for what in ("inspect demo", "doctor")),
+        *(("--version >&-", 5, "closed"), ("--version 2>&-", 0, ""), ("generate --help", 141, "")),
+        ("--version", 141, ""),
     ],
 )
 def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, said: str) -> None:
-    """Also where they are buffered: what the interpreter cannot flush at its end makes its status 120."""
+    """Also where they are buffered: what the interpreter cannot flush at its end makes its status 120.
+
+    A full device is told once.
+    """
     shell, (reader, writer) = (
         f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}",
         os.pipe(),
@@ -405,7 +412,38 @@ def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, 
     os.close(writer)
     status, _, err = finish(process)
     assert status == code and said in err and "Traceback" not in err
+    assert err.count("error:") == bool(said)
     assert code != 141 or err == "", "help into a closed pipe is quiet"
+
+
+def test_a_time_asleep_counts_in_no_speed() -> None:
+    """Ctrl-Z stops the program as ever; its clock goes on where it stood."""
+    code = """if True:
+        import sys, time
+        from spd.cli.signals import SignalGuard
+        from spd.runtime.engine.clock import now
+        SignalGuard().install()
+        began, awake = time.perf_counter(), now()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(time.perf_counter() - began, now() - awake)
+    """
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    own_group: dict[str, Any] = {
+        "preexec_fn": os.setpgrp
+    }  # a session's only group cannot be stopped
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, **pipes, **own_group
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTSTP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate("\n", timeout=60)
+    passed, awake = map(float, out.split())
+    assert process.returncode == 0 and passed - awake > 1.9
 
 
 def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
 from spd.cli.text.channels import BEGINNING
 from spd.cli.text.job import Vocabulary
-from spd.cli.text.output import to_json
+from spd.cli.text.output import free_space, to_json
 from spd.cli.text.prompt import check_messages, check_text, parted
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
@@ -249,10 +249,10 @@ class SessionStore:
                         )
             return Conversation(**header, turns=tuple(turns))
         except FileNotFoundError:
-            why = [f"there is: {other}" for other in self.names()[:5]]
-            raise NotFoundError(
-                f"no chat {name!r} is saved", reason=why, fix=["/load lists them"]
-            ) from None
+            names = ", ".join(self.names()[:5])
+            why = [f"The latest: {names}"] if names else []
+            fix = ["-c alone continues the latest; /load in a chat lists them"]
+            raise NotFoundError(f"no chat {name!r} is saved", reason=why, fix=fix) from None
         except (OSError, ValueError, RecursionError, UsageError, ApiError) as error:
             fix = ["edit the file or move it away; -c NAME begins another chat"]
             words = f"{path}: line {number}: {error}"
@@ -268,7 +268,8 @@ class SessionStore:
             write_whole(path, "".join(to_json(line) + "\n" for line in lines), 0o600)
         except OSError as error:
             words = f"this chat cannot be saved to {path}: {error.strerror}"
-            raise ResourceError(words, fix=["free some space"], code="write_failed") from error
+            fix = f"{free_space(error)}XDG_STATE_HOME=FOLDER spd chat keeps chats elsewhere"
+            raise ResourceError(words, fix=[fix], code="write_failed") from error
 
     def open(self, name: str) -> None:
         """Take the lock of a chat and let go of the one held. Raises UsageError if another process has it."""

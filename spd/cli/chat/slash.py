@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
@@ -14,7 +14,7 @@ from spd.cli.options import model_names, parse_think, read_settings, spec_names
 from spd.cli.parser import in_order, parse_as
 from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
-from spd.errors import SpdError, UsageError
+from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.cli.chat.loop import Chat
@@ -140,11 +140,13 @@ class Commands:
         if rest == "none":
             self._chat.attached = []
         else:
-            self._chat.attached += [
-                (path, read_text(str(Path(path).expanduser()))) for path in _words(rest)
-            ]
+            self._chat.attached += [(path, _read_file(path)) for path in _words(rest)]
         sizes = ", ".join(f"{path}: {len(text):,} characters" for path, text in self._chat.attached)
-        self._chat.tell(f"goes with the next message: {sizes or 'no file'}")
+        self._chat.tell(
+            f"goes with the next message: {sizes}"
+            if sizes
+            else "no file goes with the next message"
+        )
 
     def do_load(self, rest: str) -> None:
         """continue a saved chat: /load NAME; alone it lists them, the latest first"""
@@ -165,6 +167,15 @@ class Commands:
         if not turns:
             raise UsageError("nothing has been said yet", fix=["type a message"])
         return turns[-1]
+
+
+def _read_file(path: str) -> str:
+    """Return the text of a file. Raises NotFoundError, and UsageError for what is no text."""
+    place = "./-" if path == "-" else os.path.expanduser(path)  # stdin is the chat's own
+    try:
+        return read_text(place)
+    except NotFoundError:
+        raise NotFoundError(f"no file {path}", fix=["check the path; TAB completes it"]) from None
 
 
 def _words(line: str) -> list[str]:

@@ -333,10 +333,14 @@ def cannot_write(path: Path | str, error: OSError, *, opened: bool = False) -> S
     """The error for a file that cannot be opened for writing, or that was `opened` and takes no more."""
     words = f"cannot write to {path}: {error.strerror}"
     if opened or error.errno in DISK_FULL:
-        return ResourceError(
-            words, fix=["free some space, or name another file"], code="write_failed"
-        )
+        fix = f"{free_space(error)}name another file"
+        return ResourceError(words, fix=[fix], code="write_failed")
     return UsageError(words, fix=["name a file in a folder you can write to"])
+
+
+def free_space(error: OSError) -> str:
+    """Return the beginning of a fix that frees space; empty where that does not help."""
+    return "free some space, or " if error.errno in DISK_FULL else ""
 
 
 def hold_standard_descriptors() -> None:
