@@ -99,6 +99,12 @@ def f(**kw):  # a long comment that is not wrapped by anything, since people cop
     return `no`
 ```
 ---
+def first(items):
+    '''Return the first __item__ *of* them.'''
+	return items[0]
+
+    # behind an empty row
+  two *blanks*
 日本語のテキストはスペースなしで続きますので折り返しが必要ですし、端末の幅を超えてしまいます。
 שלום עולם זה טקסט מימין לשמאל 👩‍👩‍👧 emoji **שלום** end
 \\*not emphasised\\* a ** b ~~gone~~ ~ x
@@ -134,7 +140,7 @@ def test_any_cut_gives_the_same_screen(columns: int, monkeypatch: pytest.MonkeyP
         assert (screen.text, screen.styles) == (whole.text, whole.styles)
 
 
-SEEN = """Title here
+SEEN = """# Title here
 Some bold words that are long and code and *args with
  • second x
     • nested
@@ -159,6 +165,30 @@ def test_what_a_person_sees() -> None:
         "docs": "94",
     }
     assert {words: screen.style_of(words) for words in styles} == styles
+
+
+CODE = """Use it so:
+def first(items):
+    \"\"\"Return the first __item__ *of* them.\"\"\"
+    if items:
+      return items[0]
+
+    # behind an empty row
+    return None
+
+# Example usage:
+
+  print(first([1]))
+    print(first([2]))"""
+
+
+def test_code_outside_of_fences_can_be_copied() -> None:
+    """Blanks at the beginning of lines, marks within indented code and comments are shown as written."""
+    assert shown(list(CODE), 80).text == CODE + "\n"
+    assert shown([CODE], 80).text == CODE + "\n"
+    listed = shown(["- item\n  continued\n   *more*\n\n  behind\n    it\n"], 80).text
+    assert listed == " • item\n   continued\n    more\n   behind\n     it\n"
+    assert shown(["  two *blanks*\n one **b**"]).text == "  two blanks\n one b\n"
 
 
 def test_what_is_drawn_anew() -> None:

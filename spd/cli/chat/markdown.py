@@ -11,10 +11,13 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markdown_it.token import Token
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
+from rich.text import Text
 from rich.theme import Theme
 
 THEME = Theme({"markdown.code": "cyan"})  # not on black
@@ -26,13 +29,49 @@ _STYLE = r"\x1b\[[0-9;]*m"
 _BLANKS = re.compile(rf"(?: |{_STYLE})+$")
 DRAWING_SHARE = 0.2
 """Of the time between two drawings."""
+CODE_INDENT = 4
+"""Blanks before a line of a paragraph from which on the paragraph is code that no fence encloses."""
+HELD_BLANK = "\ufdd0"
+"""Stands for a blank at the beginning of a line while inline marks are read, which drops blanks."""
+_INDENT = re.compile("^ +", re.MULTILINE)
+
+
+def keep_indentation(state: StateCore) -> None:
+    """Keep the blanks before lines, between a parser's reading of blocks and of what is inside them.
+
+    Small models often leave a fence out. A paragraph with a line that is indented as code is becomes a
+    block of code; elsewhere blanks are held by `HELD_BLANK`. An indented block keeps its first blanks too.
+    """
+    lines = state.src.split("\n")
+    tokens: list[Token] = []
+    for token in state.tokens:
+        before = tokens[-1] if tokens else None
+        if token.type == "code_block" and token.map is not None:
+            token.content = _indented(token.content)
+        if token.type == "inline" and before is not None and before.type == "paragraph_open":
+            first = lines[before.map[0]] if before.map is not None and before.level == 0 else ""
+            blanks = first[: len(first) - len(first.lstrip(" "))]
+            token.content = blanks + token.content
+            if any(line.startswith(" " * CODE_INDENT) for line in token.content.split("\n")):
+                before.type, before.nesting, before.content = "code_block", 0, token.content
+                continue
+            token.content = _INDENT.sub(lambda blanks: HELD_BLANK * len(blanks[0]), token.content)
+        if token.type == "paragraph_close" and before is not None and before.type == "code_block":
+            continue
+        tokens.append(token)
+    state.tokens = tokens
+
+
+def _indented(code: str) -> str:
+    """Return code with the blanks that made it a block."""
+    return re.sub(r"^(?=.)", " " * CODE_INDENT, code, flags=re.MULTILINE)
 
 
 class _Left(Heading):
-    """A heading at the left."""
+    """A heading at the left, with its marks: what looks like one may be a comment of code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.text
+        yield Text(f"{'#' * int(self.tag[1:])} ").append_text(self.text)
 
 
 class _Unwrapped(CodeBlock):
@@ -66,6 +105,7 @@ class MarkdownStream:
     def __init__(self, size: Callable[[], os.terminal_size], *, color: bool) -> None:
         self._size, self._color = size, color
         self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+        self._parser.core.ruler.after("block", "indentation", keep_indentation)
         self._open = ""
         """The last block, which what comes may change."""
         self._rows: list[str] = []
@@ -134,6 +174,7 @@ class MarkdownStream:
                 child.type = child.type.replace(
                     "softbreak", "hardbreak"
                 )  # lines stay as they are written
+                child.content = child.content.replace(HELD_BLANK, " ")
         console = Console(
             file=StringIO(),
             width=max(columns - 1, 10),
