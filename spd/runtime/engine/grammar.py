@@ -7,34 +7,28 @@ with and without speculation. No torch here. Source: llguidance's Python interfa
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from fractions import Fraction
 from functools import lru_cache
-from math import isfinite, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.errors import UsageError
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
+from spd.runtime.engine.schema_text import (
+    closed_schema,
+    in_short,
+    refused,
+    usable_schema,
+    with_schemas,
+)
 from spd.runtime.round.limits import WORD, mask_width
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_BYTES = 64 * 1024  # of a grammar's text
-MOST_STATES, MOST_PATTERNS = 100_000, 12
-"""Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref` combine some."""
 BEGINNING = 2  # tokens of a reply among which its thinking has to begin
 KEPT = 64  # compiled grammars that are kept for the next request with the same text
-FLAGS = {
-    "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
-    "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
-    "lark": ("--grammar", """'start: "yes" | "no"'"""),
-}
-"""The option for each kind of grammar, and an example of its value."""
 
 
 class GrammarError(Exception):
@@ -133,7 +127,7 @@ class Grammar:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar failed: {_in_short(self._matcher.get_error())}")
+            raise GrammarError(f"the grammar failed: {in_short(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
         """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
@@ -178,65 +172,43 @@ class GrammarCompiler:
         if text is None:
             return None if budget is None else Grammar(None, budget=budget)
         if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise _refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
+            raise refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
         kept = self._kept(text.kind, text.text)
         with self._lock:
             matcher = kept.deep_copy()
         return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget, text.optional)
 
     def _read(self, kind: str, text: str) -> Any:
+        """Return a matcher at the beginning of a grammar. Raises UsageError."""
         from llguidance import LLMatcher, LLTokenizer
 
         if self._tokenizer is None:
             ids = mask_width(self.vocab_size) * WORD
             self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
-        if kind == "schema":
-            _check_states(text)
-        try:
-            if kind == "schema":
-                style = JSON_STYLE if text.lstrip().startswith("{") else None
-                grammar = LLMatcher.grammar_from_json_schema(text, style)
-            else:
-                grammar = getattr(LLMatcher, f"grammar_from_{kind}")(text)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        except (ValueError, RuntimeError) as error:
-            raise _refused(kind, str(error)) from None
+        prepared = with_schemas(kind, text, closed_schema)
+        matcher = LLMatcher(self._tokenizer, _grammar(kind, prepared), log_level=0)
+        if matcher.is_error():  # perhaps by a schema that has to be looked at by itself
+            prepared = with_schemas(kind, text, usable_schema)
+            matcher = LLMatcher(self._tokenizer, _grammar(kind, prepared), log_level=0)
         if matcher.is_error():
-            raise _refused(kind, matcher.get_error())
+            raise refused(kind, matcher.get_error())
+        beginning = matcher.deep_copy()
+        beginning.compute_bitmask()
+        if beginning.is_error():
+            raise refused(kind, "no text begins as it says")
         return matcher
 
 
-def _check_states(text: str) -> None:
-    """Raises UsageError for a schema whose numbers or combined patterns make a grammar of too many states."""
-    nodes: list[dict[str, Any]] = []
-    with suppress(ValueError, RecursionError):  # of which the library says more
-        json.loads(text, object_hook=nodes.append)
-    found = (node.get("multipleOf", 0) for node in nodes)
-    steps = [
-        Fraction(str(step))
-        for step in found
-        if type(step) in (int, float) and step and isfinite(step)
-    ]
-    if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
-        raise _refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
-    patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
-    if len(patterns) > MOST_PATTERNS and any(
-        "allOf" in x or {"$ref", "pattern"} <= x.keys() for x in nodes
-    ):
-        raise _refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
+def _grammar(kind: str, text: str) -> str:
+    """Return a grammar as llguidance takes it. Raises UsageError."""
+    from llguidance import LLMatcher
 
-
-def _in_short(text: str) -> str:
-    """The first line of what the library says, and the reason that it gives below."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [
-        "for no reason it gave"
-    ]
-    why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
-    return " ".join([lines[0][:200], *why])
-
-
-def _refused(kind: str, why: str) -> UsageError:
-    flag, example = FLAGS[kind]
-    return UsageError(
-        f"{flag} cannot be used: {_in_short(why)}", fix=[f"{flag} {example}"], code="grammar"
-    )
+    try:
+        if kind == "schema":
+            style = JSON_STYLE if text.lstrip().startswith("{") else None
+            return LLMatcher.grammar_from_json_schema(text, style)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_lark(text)
+    except (ValueError, RuntimeError) as error:
+        raise refused(kind, str(error)) from None

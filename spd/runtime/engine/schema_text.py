@@ -1,0 +1,184 @@
+"""What is done to JSON schemas before llguidance reads them, alone or within a Lark grammar.
+
+Objects are closed, what holds no value is cut off or refused, and what would take too many states
+is refused. `llguidance` is imported with the first schema. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from math import isfinite, lcm
+
+from spd.errors import UsageError
+from spd.runtime.engine.json_schema import Json, JsonObject, close_objects
+from spd.runtime.engine.request import JSON_STYLE
+from spd.runtime.engine.schema_cycles import EndlessSchemaError, without_endless
+
+MOST_STATES, MOST_PATTERNS = 100_000, 12
+"""Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref`
+combine some."""
+EMPTY = "Unsatisfiable schema"
+"""How llguidance begins to say that a schema has no value."""
+FLAGS = {
+    "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
+    "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
+    "lark": ("--grammar", """'start: "yes" | "no"'"""),
+}
+"""The option for each kind of grammar, and an example of its value."""
+
+
+# A text, an expression, a comment, or the beginning of a schema.
+_LARK = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|(%json\s*)(?=[{tf])')
+
+
+def with_schemas(kind: str, text: str, prepare: Callable[[Json], Json]) -> str:
+    """Return a grammar's text with each JSON schema in it prepared; what is no JSON stays."""
+    if kind == "schema":
+        try:
+            return json.dumps(prepare(json.loads(text)))
+        except (ValueError, RecursionError):  # of which llguidance says more
+            return text
+    if kind != "lark":
+        return text
+    parts = list[str]()
+    end = 0
+    while found := _LARK.search(text, end):
+        parts.append(text[end : found.end()])
+        end = found.end()
+        if found[1]:
+            schema, end = _prepared(text, end, prepare)
+            parts.append(schema)
+    return "".join([*parts, text[end:]])
+
+
+def _prepared(text: str, begin: int, prepare: Callable[[Json], Json]) -> tuple[str, int]:
+    """Return the schema that begins at a place, prepared, and where it ends; nothing where none
+    does."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, begin)
+        return json.dumps(prepare(schema)), end
+    except (ValueError, RecursionError):
+        return "", begin
+
+
+def closed_schema(schema: Json, *, closes: bool = True) -> Json:
+    """Return a schema whose objects are closed and whose references lead to a value.
+
+    Raises UsageError.
+    """
+    _check_states(schema)
+    live = _without_dead_keys(schema)
+    closed = close_objects(live, closes=closes)
+    try:
+        pruned = without_endless(closed, lambda node: not _fault(node).startswith(EMPTY))
+    except EndlessSchemaError as error:
+        if _is_lenient(schema):
+            return _free(schema)
+        raise refused("schema", str(error)) from None
+    return pruned if closed.is_changed or pruned is not closed.schema else live
+
+
+def _without_dead_keys(node: Json) -> Json:
+    """Return a schema without the `patternProperties` whose pattern no key matches."""
+    if isinstance(node, list):
+        return [_without_dead_keys(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    live = {key: _without_dead_keys(value) for key, value in node.items()}
+    patterns = live.get("patternProperties")
+    if isinstance(patterns, dict):
+        live["patternProperties"] = {
+            pattern: value
+            for pattern, value in patterns.items()
+            if not _fault({"type": "string", "pattern": pattern}).startswith(EMPTY)
+        }
+    return live
+
+
+def usable_schema(schema: Json) -> Json:
+    """Return a schema that llguidance takes: closed, else open, else free if it is lenient.
+
+    Raises UsageError.
+    """
+    for closes in (True, False):
+        usable = closed_schema(schema, closes=closes)
+        fault = _fault(usable)
+        if not fault:
+            return usable
+    if not _is_lenient(schema):
+        raise refused("schema", fault)
+    return _free(schema)
+
+
+def _is_lenient(schema: Json) -> bool:
+    """True if a grammar may pass over what it cannot hold of a schema."""
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get("lenient") is True
+
+
+def _free(schema: Json) -> Json:
+    """Return a schema that allows any object, or any value where it is not one for objects."""
+    if not isinstance(schema, dict):
+        return True
+    free: JsonObject = {"x-guidance": schema["x-guidance"]}
+    return {**free, "type": "object"} if schema.get("type") == "object" else free
+
+
+def _fault(schema: Json) -> str:
+    """Return what llguidance has against a schema, in its words; nothing where it takes it."""
+    from llguidance import LLMatcher
+
+    style = JSON_STYLE if isinstance(schema, dict) else None
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), style)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return messages[0] if is_error else ""
+
+
+def _check_states(schema: Json) -> None:
+    """Raises UsageError for a schema whose numbers or combined patterns make a grammar of too many
+    states."""
+    nodes = list(_objects(schema))
+    numbers = (node.get("multipleOf", 0) for node in nodes)
+    steps = [
+        Fraction(str(step))
+        for step in numbers
+        if isinstance(step, int | float) and step and isfinite(step) and step is not True
+    ]
+    if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
+        raise refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
+    patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
+    combines = any("allOf" in node or {"$ref", "pattern"} <= node.keys() for node in nodes)
+    if len(patterns) > MOST_PATTERNS and combines:
+        raise refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
+
+
+def _objects(node: Json) -> Iterator[JsonObject]:
+    """Yield every object in a JSON value."""
+    if isinstance(node, dict):
+        yield node
+    for child in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
+        yield from _objects(child)
+
+
+def in_short(text: str) -> str:
+    """The first line of what the library says, and the reason that it gives below."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [
+        "for no reason it gave"
+    ]
+    why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
+    return " ".join([lines[0][:200], *why])
+
+
+def refused(kind: str, why: str) -> UsageError:
+    flag, example = FLAGS[kind]
+    return UsageError(
+        f"{flag} cannot be used: {in_short(why)}", fix=[f"{flag} {example}"], code="grammar"
+    )
