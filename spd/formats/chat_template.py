@@ -17,12 +17,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
+from spd.formats.thinking import SWITCHES, switch_of, switch_value
 from spd.formats.tokenizer import Tokenizer, TokenizerConfig, read_tokenizer_config
 
 TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
@@ -69,14 +71,32 @@ class ChatTemplate:
         fields.require("default" in templates, key, why)
         return cls(where, templates, special)
 
+    @cached_property
+    def switch(self) -> str | None:
+        """The variable that switches thinking; None where the template reads none."""
+        return switch_of(self.default) or switch_of(self.tool_use or "")
+
+    @cached_property
+    def thinks_by_default(self) -> bool:
+        """True if a prompt whose variables do not mention thinking asks for it."""
+        probe = [{"role": "user", "content": "Hi"}]
+        with suppress(IncompatibleError, CheckpointError):
+            return self.render(probe) != self.render(probe, **{SWITCHES[0]: False})
+        return True
+
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt for messages; `variables` reach the template as they would in Hugging Face.
+
+        `enable_thinking` reaches it by the name that the template reads.
 
         Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it is
         faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
         """
         tool_use = self.tool_use if variables.get("tools") is not None else None
         known = {"messages": list(messages), "add_generation_prompt": True}
+        thinks = variables.get(SWITCHES[0])
+        if isinstance(thinks, bool) and self.switch not in (None, *variables):
+            variables[str(self.switch)] = switch_value(str(self.switch), thinks)
         values = {**known, "tools": None, "documents": None, **self._special_tokens, **variables}
         reply = self._process.render(tool_use or self.default, values)
         if "text" in reply:

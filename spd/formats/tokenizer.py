@@ -27,6 +27,7 @@ import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, parse_json, read_text, shown
+from spd.formats.thinking import mark_tokens
 
 FILE_NAME, MAP_NAME, CONFIG_NAME = (
     "tokenizer.json",
@@ -44,11 +45,8 @@ _ROLES = (
 )
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_CHANNELS = (
-    ("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),
-    ("<channel|>", "<|channel>"),
-)
-"""What parts a reply into thinking and answer; only such models have the first of each."""
+_CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
+"""What parts a reply into messages; only such models have the first of each."""
 MAX_ID = (1 << 24) - 1
 SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
@@ -132,12 +130,15 @@ class Tokenizer:
             why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
             raise CheckpointError(f"{where}: {why}")
         self.special_ids = frozenset(self.special_tokens.values())
+        self.added_tokens = frozenset(token.content for token in added.values())
+        """The names of tokens beside the vocabulary proper, special ones and others."""
         roles = {role: self.token_to_id(name) for role, name in config.roles.items()}
         self.bos_id, self.eos_id = roles.get("bos_token"), roles.get("eos_token")
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
         told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
+        told |= mark_tokens(self.special_tokens)
         silent = {i for name, i in self.special_tokens.items() if name not in told}
         self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
         """The exact bytes that a token stands for, a leading space included; none for ids without a token and

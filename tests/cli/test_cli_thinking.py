@@ -7,12 +7,11 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spd.cli.text.prompt import Asked, ThinkingSplitter, end_of_thinking, parted
+from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_terminal import on_terminal, slow_program, start
@@ -30,7 +29,7 @@ def set_template(folder: Path, template: str) -> None:
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 REPLIES = [
     *(
-        ("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"),
+        ("<think>\nhm\n</think>\n\nYes\n", False, "hm", "Yes\n"),
         ("hm</think>Yes", True, "hm", "Yes"),
     ),
     *(("<think>hm</think>Yes", True, "hm", "Yes"), ("No <think>x", False, None, "No <think>x")),
@@ -44,7 +43,7 @@ REPLIES = [
         ("", False, None, ""),
         (f"{CHANNELS}Yes", False, "hm", "Yes"),
     ),
-    ("<|channel>thought\nhm\n<channel|>Yes", False, "hm\n", "Yes"),
+    ("<|channel>thought\nhm\n<channel|>Yes", False, "hm", "Yes"),
     ("<|channel|>final<|message|>Yes", False, None, "Yes"),
     (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
     ("<|channel|>analysis<|message|>hm", None, None, "<|channel|>analysis<|message|>hm"),
@@ -272,25 +271,3 @@ def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
     ):
         reply = spd_run(*BASE[:-1], "-n", 60, "-m", tiny("qwen3", layers=1), "Hi", *flags)
         assert reply.code == 0 and re.fullmatch(wanted, reply.text.removesuffix("\n")), reply
-
-
-def test_where_a_grammar_begins() -> None:
-    off, old = {"enable_thinking": False}, "<think>a</think>Hi"
-    for prompt, template, variables, thinks in (
-        *(("Hi", "no thinking", {}, False), ("Hi", "enable_thinking", {}, True)),
-        *(("Hi", "enable_thinking", off, False), ("Hi<think>\n", "opens it", {}, True)),
-        *(
-            ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
-            (old, "enable_thinking", {}, True),
-        ),
-        *((old, "an old turn's", {}, False), (f"{old}<think>", "opens it", {}, True)),
-    ):
-        asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
-        vocabulary: Any = SimpleNamespace(
-            need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
-            need_template=lambda template=template: SimpleNamespace(default=template),
-        )
-        assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None), (
-            prompt,
-            template,
-        )

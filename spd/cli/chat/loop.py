@@ -331,13 +331,10 @@ class Chat:
     def answer_calls(self) -> None:
         """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
         while (tools := self.model.tools) and self.conversation.turns:
-            turn, ids = (
-                self.conversation.turns[-1],
-                self.model.encoder.encode(self.conversation).text,
-            )
-            message = (
-                tools.called(turn, prompt.opens_thinking(ids)) if turn.finish == "stop" else None
-            )
+            turn = self.conversation.turns[-1]
+            text = self.model.encoder.encode(self.conversation).text
+            inside = prompt.opens_thinking(text, self.model.settings.vocabulary.marks)
+            message = tools.called(turn, inside) if turn.finish == "stop" else None
             if message is None or turn.answered:
                 return
             results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
@@ -429,9 +426,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.wait(lambda: not stopped.is_set())
         if stopped.is_set():
             return conversation
-        splitter = prompt.ThinkingSplitter(
-            prompt.opens_thinking(model.encoder.encode(conversation).text)
-        )
+        marks, text = model.settings.vocabulary.marks, model.encoder.encode(conversation).text
+        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(text, marks), marks)
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
         view = _view(chat, splitter)

@@ -62,6 +62,7 @@ class ChatTools:
             template.tool_use or template.default,
             vocabulary.need_tokenizer(),
         )
+        self._marks = vocabulary.marks
         if "tools" not in self._template:
             words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
             fix = ["a model that knows tools", "leave --tools out"]
@@ -79,7 +80,7 @@ class ChatTools:
 
     def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
         """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
-        choice = Choice(0, inside, self._tools, (), self._tokenizer)
+        choice = Choice(0, inside, self._tools, (), self._tokenizer, self._marks)
         choice.take(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):

@@ -45,8 +45,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.serve.local import served_engine
 
             if (served := served_engine(session, options)) is not None:
-                request, inside = served.prepare(session.console, options)
-                return Delivery(session, options, sink, served, request, inside).run()
+                request, inside, marks = served.prepare(session.console, options)
+                return Delivery(session, options, sink, served, request, inside, marks).run()
         from spd.cli.commands.models import ensure_models
 
         ensure_models(session, options)
@@ -67,7 +67,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
             request, inside = settings.request(REQUEST_ID, asked)
         say_before(session.console, options, settings, engine, request)
-        return Delivery(session, options, sink, engine, request, inside).run()
+        marks = settings.vocabulary.marks
+        return Delivery(session, options, sink, engine, request, inside, marks).run()
 
 
 def load(console: Console, name: str, config: EngineConfig) -> Engine:

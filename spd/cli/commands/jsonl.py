@@ -298,9 +298,8 @@ class Batch:
             return
         del self.open[event.request_id]
         self.tokens += len(parts.token_ids)
-        fields = reply_fields(
-            parts, self.engine.metrics(request.id), self.engine, request, line.inside
-        )
+        metrics, marks = self.engine.metrics(request.id), self.settings.vocabulary.marks
+        fields = reply_fields(parts, metrics, self.engine, request, line.inside, marks)
         line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         failure = reply_failure(parts, request)
         if failure is not None:

@@ -24,6 +24,7 @@ from spd import __version__, errors
 from spd.cli.text.output import Sink, clock, loading, tell, write_stderr
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
+from spd.formats.thinking import MarkPair, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
 from spd.runtime.plan.config import show_size
@@ -256,8 +257,13 @@ class ServedEngine:
 
         return ModelFolder(self._folder).tokenizer
 
-    def prepare(self, console: Console, options: GenerateOptions) -> tuple[Request, bool | None]:
-        """The request for one prompt, which the server encodes; says what `spd generate` says before."""
+    def prepare(
+        self, console: Console, options: GenerateOptions
+    ) -> tuple[Request, bool | None, ThinkingMarks]:
+        """Return the request for one prompt, which the server encodes, after the usual notes.
+
+        With it comes how its reply is parted: see `ThinkingSplitter`.
+        """
         from spd.cli.text.prompt import gather, read_grammar
 
         self._line.send(
@@ -266,7 +272,7 @@ class ServedEngine:
         begun = self._line.receive()
         for kind, text in begun["said"]:
             getattr(console, kind)(text)
-        return read_request(begun["request"]), begun["inside"]
+        return read_request(begun["request"]), begun["inside"], read_marks(begun["marks"])
 
     def add(self, request: Request) -> None:
         """Begin a request. Raises what the server refuses it with."""
@@ -327,6 +333,12 @@ def as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: as_tuples(one) for name, one in value.items()}
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
+def read_marks(said: dict[str, Any]) -> ThinkingMarks:
+    """Marks of thinking from the JSON of their fields."""
+    pairs = {name: tuple(MarkPair(**pair) for pair in found) for name, found in said.items()}
+    return ThinkingMarks(**pairs)
 
 
 def read_request(said: dict[str, Any]) -> Request:

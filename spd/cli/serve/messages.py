@@ -12,7 +12,6 @@ from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, wish_of
-from spd.cli.text.prompt import CLOSING
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
@@ -75,8 +74,7 @@ def read_messages(value: Any, service: Service) -> Wish:
     chat["response_format"] = config.get("format", {"type": "text"})
     thinks = wanted["type"] != "disabled"
     chat["reasoning_effort"] = config.get("effort", "medium") if thinks else "none"
-    tokenizer = service.settings.vocabulary.need_tokenizer()
-    can_end = tokenizer.token_to_id(CLOSING) is not None
+    can_end = service.settings.vocabulary.thinking_tokens is not None
     chat["think"] = wanted.get("budget_tokens") if thinks and can_end else None
     return wish_of(chat, service, MessagesReply)
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from spd.cli.serve.body import ApiError, api_error
 from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
-from spd.cli.text.reply import logprob_entry
+from spd.cli.text.reply import UNANSWERED, logprob_entry
+from spd.cli.text.thinking import MarkedText, ThinkingCount
+from spd.formats.thinking import KNOWN, ThinkingMarks
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -69,44 +71,64 @@ class Choice:
         tools: Tools | None,
         stops: Sequence[str],
         tokenizer: Tokenizer,
+        marks: ThinkingMarks = KNOWN,
     ) -> None:
-        self.index, self._tokenizer, self._stops = index, tokenizer, stops
-        self._parser, self._splitter = (
-            CallParser(tools) if tools else None,
-            ThinkingSplitter(inside),
-        )
-        silent = (
-            (mark, i)
-            for mark, i in tokenizer.special_tokens.items()
-            if not tokenizer.token_bytes(i)
-        )
-        self._marks = {i: mark for mark, i in silent if mark in MARKS} if tools else {}
+        self.index, self._tokenizer, self._stops, self._tools = index, tokenizer, stops, tools
+        self._parser = CallParser(tools) if tools else None
+        self._splitter = ThinkingSplitter(inside, marks)
+        self._count = ThinkingCount(inside, tokenizer.token_bytes, marks)
+        special = tokenizer.special_tokens.items() if tools else ()
+        silent = {i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)}
+        self._marked = MarkedText(silent, tokenizer.token_bytes)
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         """Why it ended: stop, length or abort."""
-        self.reasoning_tokens = 0
         self._spoken = b""
         """All that was said where strings may stop it, with the one that did."""
+        self._unanswered = False
+        """Whether it ended while it was thinking."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many of its tokens are thinking."""
+        return self._count.tokens
 
     def take(self, event: Event) -> list[Grown]:
         """Add an event; returns what it brought."""
         final = event.finish_reason is not None
         self.logprobs += event.logprobs
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
-        if self._splitter.thinking:
-            self.reasoning_tokens += len(event.token_ids)
+        self._count.take(event.token_ids)
         if self._stops:
             self._spoken += self._tokenizer.bytes_of(event.token_ids)
         pieces: list[Piece] = []
-        for thinking, text in self._splitter.feed(self._marked(event), final=final):
+        text = self._marked.take(event.token_ids, event.text)
+        for thinking, part in self._splitter.feed(text, final=final):
             if thinking or self._parser is None:
-                pieces.append(Piece("thinking" if thinking else "text", text))
+                pieces.append(Piece("thinking" if thinking else "text", part))
             else:
-                pieces += self._parser.feed(text)
+                pieces += self._parser.feed(part)
         if final and self._parser is not None:
             pieces += self._parser.feed("", final=True)
-        return [self._grow(piece) for piece in pieces if piece.text or piece.name]
+        grown = [self._grow(piece) for piece in pieces if piece.text or piece.name]
+        if final and self._splitter.thinking:
+            grown += [self._grow(piece) for piece in self._calls_at_the_end()]
+        if final and (self._splitter.thinking or self.all("thinking")):
+            self._unanswered = not self.calls and not self.all("text").strip()
+        return grown
+
+    def _calls_at_the_end(self) -> list[Piece]:
+        """Return the calls that thinking ends with: a model that stops behind them means them."""
+        if self._tools is None or self.reason != "stop":
+            return []
+        known, parser = self._tools.functions, CallParser(self._tools)
+        pieces = [*parser.feed(self.all("thinking")), *parser.feed("", final=True)]
+        first = len(pieces)
+        while first and (pieces[first - 1].kind == "call" or not pieces[first - 1].text.strip()):
+            first -= 1
+        calls = [piece for piece in pieces[first:] if piece.kind == "call"]
+        return calls if all(call.name in known for call in calls if call.name) else []
 
     def _grow(self, piece: Piece) -> Grown:
         begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
@@ -118,18 +140,6 @@ class Choice:
         self.parts[-1].text += piece.text
         return self.parts[-1], piece.text, begins
 
-    def _marked(self, event: Event) -> str:
-        """An event's text, with the special tokens that calls are written with."""
-        text: str = event.text
-        for at, token_id in reversed([*enumerate(event.token_ids)]):
-            if mark := self._marks.get(token_id):
-                behind = self._tokenizer.bytes_of(event.token_ids[at + 1 :]).decode(
-                    "utf-8", "ignore"
-                )
-                place = max(0, len(event.text) - len(behind))
-                text = f"{text[:place]}{mark}{text[place:]}"
-        return text
-
     def all(self, kind: str) -> str:
         """The text of all parts of a kind."""
         return "".join(part.text for part in self.parts if part.kind == kind)
@@ -140,9 +150,14 @@ class Choice:
         return [part for part in self.parts if part.kind == "call"]
 
     @property
+    def malformed(self) -> Sequence[str]:
+        """Return what an ended reply says of malformed calls, which are text."""
+        return self._parser.notes if self._parser is not None and self.reason is not None else ()
+
+    @property
     def noted(self) -> dict[str, Any]:
-        """What an ended reply says of malformed calls, which are text; nothing where there are none."""
-        notes = self._parser.notes if self._parser is not None and self.reason is not None else ()
+        """Return what is said of an ended reply beside its text; nothing where all is well."""
+        notes = [*self.malformed, *[UNANSWERED] * self._unanswered]
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
@@ -201,7 +216,8 @@ class Reply:
 
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
-        made_of = wish.tools, wish.params.stop, service.settings.vocabulary.need_tokenizer()
+        vocabulary = service.settings.vocabulary
+        made_of = wish.tools, wish.params.stop, vocabulary.need_tokenizer(), vocabulary.marks
         self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
         self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())
@@ -246,7 +262,7 @@ class Reply:
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, code="generation_failed")
         grown = self._choices[index].take(event)
-        if malformed := len(self._choices[index].noted.get("notes", ())):
+        if malformed := len(self._choices[index].malformed):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
 

@@ -286,7 +286,9 @@ class WarmFront:
         )
         request, inside = settings.request(REQUEST_ID, Asked(**message["asked"]))
         say_before(console, options, settings, self._alone, request)
-        return {"request": dataclasses.asdict(request), "inside": inside, "said": said}
+        marks = dataclasses.asdict(settings.vocabulary.marks)
+        asked = dataclasses.asdict(request)
+        return {"request": asked, "inside": inside, "marks": marks, "said": said}
 
     async def _begin(
         self, said: Message, calls: dict[str, Call], writer: asyncio.StreamWriter

@@ -272,11 +272,11 @@ def _variables(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
     for name in variables:
         if name in RESERVED_ARGS or name in ("tools", "documents") or not name.isidentifier():
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
-    template, told = service.settings.vocabulary.need_template().default, dict[str, Any]()
+    template, told = service.settings.vocabulary.need_template(), dict[str, Any]()
     effort = body.get("reasoning_effort")  # told as far as the template knows of it
-    if effort is not None and SWITCH in template:
+    if effort is not None and template.switch is not None:
         told[SWITCH] = effort not in ("none", "minimal")
-    if effort is not None and "reasoning_effort" in template:
+    if effort is not None and "reasoning_effort" in template.default:
         told["reasoning_effort"] = EFFORTS.get(effort, effort)
     return {**told, **variables}
 

@@ -8,21 +8,24 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions, SamplingOptions
-from spd.cli.text.channels import channels_of
 from spd.cli.text.prompt import (
     TAIL,
     Asked,
-    end_of_thinking,
+    continues_thinking,
     opens_thinking,
     read_grammar,
     thinking_budget,
 )
+from spd.cli.text.thinking import behind_thinking
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
+from spd.formats.thinking import KNOWN, ThinkingMarks, mark_tokens, thinking_marks
 from spd.runtime.engine.request import SEED_BITS, GrammarText, Request
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
@@ -136,6 +139,43 @@ class Vocabulary:
     template: ChatTemplate | None
     name: str
 
+    @cached_property
+    def marks(self) -> ThinkingMarks:
+        """Return the marks of the model's thinking."""
+        template = "" if self.template is None else self.template.default
+        if self.tokenizer is None:
+            return KNOWN
+        return thinking_marks(
+            template, self.tokenizer.added_tokens, self.tokenizer.special_tokens.keys()
+        )
+
+    @cached_property
+    def thinking_tokens(self) -> tuple[int | None, int] | None:
+        """Return the tokens that begin and end thinking; None where no token ends it."""
+        pair, tokenizer = self.marks.thinking[0], self.need_tokenizer()
+        end = tokenizer.token_to_id(pair.closing)
+        return None if end is None else (tokenizer.token_to_id(pair.opening), end)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the last words of a prompt, special tokens included."""
+        return self.need_tokenizer().decode(ids[-TAIL:], skip_special=False)
+
+    def thinks_at(self, ids: Sequence[int], asked: Asked) -> bool | None:
+        """True if a prompt leaves thinking open; None where the reply is no turn of a chat."""
+        if self.tokenizer is None or not asked.messages:
+            return None
+        if asked.messages[-1].get("role") == "assistant":  # the reply goes on with that turn
+            return continues_thinking(self._turn_of(ids), self.marks)
+        return opens_thinking(self.end_of(ids), self.marks)
+
+    def _turn_of(self, ids: Sequence[int]) -> str:
+        """Return what a prompt holds behind its last special token that marks no thinking."""
+        tokenizer = self.need_tokenizer()
+        marks = {tokenizer.token_to_id(mark) for mark in mark_tokens(tokenizer.special_tokens)}
+        ends = tokenizer.special_ids - marks
+        turn = takewhile(lambda token: token not in ends, reversed(ids))
+        return tokenizer.decode([*turn][::-1], skip_special=False)
+
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises IncompatibleError when the folder has none."""
         if self.tokenizer is None:
@@ -199,22 +239,11 @@ class Settings:
             words = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
             fix = [*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"]
             raise IncompatibleError(words, reason=[why], fix=fix, code="context_overflow")
-        tokenizer, inside, after = self.vocabulary.tokenizer, None, None
-        if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
-            end = tokenizer.decode(ids[-TAIL:], skip_special=False)
-            inside, after = opens_thinking(end), end_of_thinking(self.vocabulary, asked, end)
-            channels = channels_of(self.vocabulary.need_template().default)
-            if shape is not None and shape.kind == "schema" and channels is not None:
-                shape = channels.held(shape, tokenizer.special_tokens)
+        inside = self.vocabulary.thinks_at(ids, asked)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if (
-            shape is not None
-            and shape.after is None
-            and (inside or not shape.optional)
-            and after is not None
-        ):
-            inside = True  # the grammar begins behind thinking, with or without its first tag
-            shape = dataclasses.replace(shape, after=after)
+        if shape is not None and inside is not None:
+            end = self.vocabulary.end_of(ids)
+            shape, inside = behind_thinking(shape, self.vocabulary, asked, end, inside)
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
 
 

@@ -16,7 +16,9 @@ from spd import __version__
 from spd.cli.signals import Interrupted
 from spd.cli.text import output as out
 from spd.cli.text.prompt import ThinkingSplitter, parted
+from spd.cli.text.thinking import ThinkingCount
 from spd.errors import EngineError, IncompleteError, SpdError
+from spd.formats.thinking import KNOWN, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, Gathered, Request, TokenLogprob
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from spd.runtime import Engine
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
+UNANSWERED = "the reply ended while thinking, without an answer"
 
 
 class DraftedText:
@@ -140,10 +143,12 @@ class Delivery:
     engine: Engine
     request: Request
     inside: bool | None
+    marks: ThinkingMarks = KNOWN
     reply: Gathered = field(default_factory=Gathered)
 
     def __post_init__(self) -> None:
-        splitter, hidden = ThinkingSplitter(self.inside), self.options.think == "hide"
+        splitter = ThinkingSplitter(self.inside, self.marks)
+        hidden = self.options.think == "hide"
         self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)
         self.engine.prefilling = self._view.reading
         self._view.at_row_start = False  # an empty reply is a line, too
@@ -213,7 +218,7 @@ class Delivery:
         metrics, options, request = RequestMetrics(), self.options, self.request
         with suppress(KeyError):  # it never began
             metrics = self.engine.metrics(request.id)
-        fields = reply_fields(self.reply, metrics, self.engine, request, self.inside)
+        fields = reply_fields(self.reply, metrics, self.engine, request, self.inside, self.marks)
         if options.json:
             shown = {"schema": "spd.generate/1", "model": options.model, **fields}
             shown |= {"params": vars(request.params), "plan": self.engine.plan.as_dict()}
@@ -252,19 +257,29 @@ def reply_failure(reply: Gathered, request: Request) -> SpdError | None:
 
 
 def reply_fields(
-    reply: Gathered, metrics: RequestMetrics, engine: Engine, request: Request, inside: bool | None
+    reply: Gathered,
+    metrics: RequestMetrics,
+    engine: Engine,
+    request: Request,
+    inside: bool | None,
+    marks: ThinkingMarks = KNOWN,
 ) -> dict[str, Any]:
     """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
-    reasoning, text = parted(reply.text, inside)
+    reasoning, text = parted(reply.text, inside, marks)
     plan, params = engine.plan, request.params
     imposed = plan.wishes.synthetic_acceptance is not None
     speculation = metrics.speculative_decoding(plan.spec, plan.shape.draft_max, imposed=imposed)
+    details = {"reasoning_tokens": 0}
+    if reasoning is not None and engine.tokenizer is not None:
+        count = ThinkingCount(inside, engine.tokenizer.token_bytes, marks)
+        count.take(reply.token_ids)
+        details["reasoning_tokens"] = count.tokens
     shown: dict[str, Any] = {
         "text": text,
         "reasoning": reasoning,
         "token_ids": list(reply.token_ids),
         "finish_reason": reply.finish_reason,
-        "usage": metrics.usage(),
+        "usage": {**metrics.usage(), "completion_tokens_details": details},
         "timings": metrics.timings(),
         "metrics": {"speculative_decoding": speculation},
         "seed": params.seed,
@@ -281,7 +296,7 @@ def unanswered(fields: Mapping[str, Any], reply: Gathered, request: Request) -> 
     if fields["reasoning"] is None or fields["text"]:
         return None
     why, _ = _early_end(reply, request)
-    return f"the reply ended while thinking, without an answer: {why}"
+    return f"{UNANSWERED}: {why}"
 
 
 def _early_end(reply: Gathered, request: Request) -> tuple[str, str]:

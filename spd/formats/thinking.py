@@ -1,0 +1,156 @@
+"""How models mark their thinking, and the variable that switches it in a chat template.
+
+Marks are recognised by their form: a word for thinking between brackets, as tokens of the vocabulary
+or in the text of the template. Only the few that have no such form are listed by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+_WORD = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)(?::\w+)?"
+_FORMS = (
+    ("<{}>", "</{}>"),
+    ("[{}]", "[/{}]"),
+    ("<|START_{}|>", "<|END_{}|>"),
+    ("<|begin_of_{}|>", "<|end_of_{}|>"),
+    ("<|{}_start|>", "<|{}_end|>"),
+)
+"""How a word becomes the mark that opens thinking, and the one that closes it."""
+
+
+@dataclass(frozen=True)
+class MarkPair:
+    """Two marks and what stands between them; `label` is a word that follows the opening mark.
+
+    Where the marks `are_tokens`, special ones, they count wherever they stand in a reply. Otherwise
+    words could spell them, so they count at its beginning only.
+    """
+
+    opening: str
+    closing: str
+    label: str = ""
+    are_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class ThinkingMarks:
+    """The marks of one model: around thinking, its own pair first, and around the answer."""
+
+    thinking: tuple[MarkPair, ...]
+    answer: tuple[MarkPair, ...] = ()
+
+
+USUAL = MarkPair("<think>", "</think>")
+"""Known to so many models that it counts even where neither template nor vocabulary mentions it."""
+GEMMA = MarkPair("<|channel>", "<channel|>", label="thought", are_tokens=True)
+_NAMED = (
+    GEMMA,
+    MarkPair("Here is my thought process:", "Here is my response:"),  # Granite 3.2
+    MarkPair("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
+)
+_ANSWERS = (
+    MarkPair("<|START_RESPONSE|>", "<|END_RESPONSE|>", are_tokens=True),  # Command
+    MarkPair("<response>", "</response>"),  # Granite 3.3, ERNIE 4.5
+    MarkPair("<answer>", "</answer>"),  # Hunyuan
+    MarkPair("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+)
+KNOWN = ThinkingMarks(
+    (
+        USUAL,
+        GEMMA,
+        MarkPair("[THINK]", "[/THINK]", are_tokens=True),  # Magistral, Ministral 3 Reasoning
+        MarkPair("<seed:think>", "</seed:think>", are_tokens=True),  # Seed-OSS
+        MarkPair("<|START_THINKING|>", "<|END_THINKING|>", are_tokens=True),  # Command A
+    ),
+    _ANSWERS[:1],
+)
+"""What is looked for in a reply of which neither the template nor the vocabulary is known."""
+
+
+def _pairs_by_form(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the place, the opening and the closing mark of every mark in a text."""
+    for forms in _FORMS:
+        for form in forms:
+            before, behind = map(re.escape, form.split("{}"))
+            for match in re.finditer(f"{before}({_WORD}){behind}", text, re.IGNORECASE):
+                opening, closing = (one.format(match[1]) for one in forms)
+                yield match.start(), opening, closing
+
+
+def mark_tokens(names: Collection[str]) -> frozenset[str]:
+    """Return those tokens of a vocabulary, given by their names, that mark thinking."""
+    pairs = [(opening, closing) for _, opening, closing in _pairs_by_form(" ".join(names))]
+    pairs.append((GEMMA.opening, GEMMA.closing))
+    whole = (pair for pair in pairs if pair[0] in names and pair[1] in names)
+    return frozenset(mark for pair in whole for mark in pair)
+
+
+def thinking_marks(
+    template: str, names: Collection[str], special: Collection[str]
+) -> ThinkingMarks:
+    """Return the marks of a model by its chat template and the names of its added tokens.
+
+    `special` are those of the names that are special tokens. One mark of a pair in the template is
+    enough; in the vocabulary both have to be there.
+    """
+
+    def pair_of(opening: str, closing: str, label: str = "") -> MarkPair:
+        return MarkPair(opening, closing, label, {opening, closing} <= {*special})
+
+    found = {
+        (opening, closing): pair_of(opening, closing)
+        for _, opening, closing in sorted(_pairs_by_form(template))
+    }
+    for _, opening, closing in sorted(_pairs_by_form("\n".join(names))):
+        if opening in names and closing in names:
+            found.setdefault((opening, closing), pair_of(opening, closing))
+    named = [pair for pair in _NAMED if pair.opening in template or pair.opening in names]
+    pairs = [*(pair_of(one.opening, one.closing, one.label) for one in named), *found.values()]
+    unnamed = (
+        pair for pair in (USUAL, GEMMA) if pair.opening not in {one.opening for one in pairs}
+    )
+    pairs += [pair_of(one.opening, one.closing, one.label) for one in unnamed]
+    pairs.sort(key=lambda pair: pair.opening not in template and pair.closing not in template)
+    answers = (
+        pair
+        for pair in _ANSWERS
+        if (pair.opening in template and pair.closing in template) or pair.opening in names
+    )
+    return ThinkingMarks(tuple(pairs), tuple(answers))
+
+
+SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning", "thinking_mode")
+"""Variables by which chat templates are told to think, the usual name first."""
+_OFF_AND_ON: dict[str, tuple[object, object]] = {
+    "thinking_budget": (0, -1),
+    "thinking_mode": ("disabled", "enabled"),
+}
+_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+
+
+def switch_of(template: str) -> str | None:
+    """Return the variable that switches thinking in a chat template; None where it reads none."""
+    code = [_STRING.sub("''", match[1]) for match in _CODE.finditer(template) if match[1]]
+    return next((name for name in SWITCHES if _is_read(name, code)), None)
+
+
+def _is_read(name: str, code: Collection[str]) -> bool:
+    """True if a template's code reads a variable before it sets it."""
+    read = re.compile(rf"(?<![.\w]){name}\b(?!\s*=(?!=))")
+    assigned = re.compile(rf"-?\s*set\s+{name}\s*=(?!=)")
+    for statement in code:
+        target = assigned.match(statement)
+        if read.search(statement, target.end() if target else 0):
+            return True
+        if target:
+            return False
+    return False
+
+
+def switch_value(switch: str, thinks: bool) -> object:
+    """Return what a template's switch is set to so that the model thinks, or does not."""
+    return _OFF_AND_ON.get(switch, (False, True))[thinks]

@@ -1,0 +1,110 @@
+"""Marks of thinking and the switch of a template are found by their form, whatever model has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spd.formats.chat_template import ChatTemplate
+from spd.formats.thinking import (
+    GEMMA,
+    MarkPair,
+    mark_tokens,
+    switch_of,
+    switch_value,
+    thinking_marks,
+)
+
+PAIRS = (
+    ("<think>", "</think>"),
+    ("<think:6124c78e>", "</think:6124c78e>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<thought>", "</thought>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|thinking_start|>", "<|thinking_end|>"),
+)
+
+
+@pytest.mark.parametrize(("opening", "closing"), PAIRS)
+def test_a_pair_is_found_in_the_template_or_the_vocabulary(opening: str, closing: str) -> None:
+    others = ("<s>", "<tool_call>", "</tool_call>", "<|think|>", "</thinking_instructions>")
+    words, tokens = MarkPair(opening, closing), MarkPair(opening, closing, are_tokens=True)
+    for template in (f"a {opening} b", f"{{{{ x.split('{closing}') }}}}"):
+        assert thinking_marks(template, (), ()).thinking[0] == words, (
+            "one mark in a template says it"
+        )
+        assert thinking_marks(template, others, others).thinking[0] == words
+    names = (*others, opening, closing)
+    assert thinking_marks("", names, others).thinking[0] == words
+    assert thinking_marks("", names, names).thinking[0] == tokens
+    assert mark_tokens(names) == {opening, closing}
+    assert mark_tokens(names[:-1]) == set(), "half a pair marks nothing"
+    if opening != "<think>":
+        alone = thinking_marks("", names[:-1], names).thinking
+        assert [one.opening for one in alone] == ["<think>", "<|channel>"]
+
+
+def test_the_pair_of_the_template_comes_first() -> None:
+    names = ("<think>", "</think>", "[THINK]", "[/THINK]")
+    for mark in ("<think>", "[THINK]"):
+        assert thinking_marks(f"{{% x %}}{mark}", names, names).thinking[0].opening == mark
+    gemma = thinking_marks("'<|channel>thought\\n'", ("<|channel>", "<channel|>"), ()).thinking
+    assert gemma[0] == MarkPair(GEMMA.opening, GEMMA.closing, "thought")
+    granite = "after 'Here is my thought process:' and 'Here is my response:'"
+    assert thinking_marks(granite, (), ()).thinking[0].closing == "Here is my response:"
+
+
+def test_marks_around_the_answer_come_from_the_template() -> None:
+    assert thinking_marks("<think> <answer>x</answer>", (), ()).answer[0].opening == "<answer>"
+    assert thinking_marks("<think> <answer>", (), ()).answer == (), "half a pair marks nothing"
+
+
+@pytest.mark.parametrize(
+    ("template", "switch"),
+    [
+        (
+            "{% if enable_thinking is defined and not enable_thinking %}x{% endif %}",
+            "enable_thinking",
+        ),
+        ("{% set enable_thinking = enable_thinking | default(true) %}", "enable_thinking"),
+        ("{%- if not thinking is defined %}{% set thinking = false %}{% endif %}", "thinking"),
+        ("{%- if thinking_budget == 0 %}x{% endif %}", "thinking_budget"),
+        ("{%- set reasoning = reasoning if reasoning is not undefined else true -%}", "reasoning"),
+        ("{% if thinking_mode == 'disabled' %}x{% endif %}", "thinking_mode"),
+        ("{{ message.thinking }}{{ 'thinking' }}{# thinking #}", None),
+        ("{% set thinking = true %}{% if thinking %}x{% endif %}", None),
+        ("{% set ns = namespace(enable_thinking=true) %}{{ ns.enable_thinking }}", None),
+        ("enable_thinking", None),
+    ],
+)
+def test_the_switch_is_a_variable_that_the_template_reads(
+    template: str, switch: str | None
+) -> None:
+    assert switch_of(template) == switch
+
+
+@pytest.mark.parametrize(
+    "switch", ["enable_thinking", "thinking", "thinking_budget", "thinking_mode"]
+)
+def test_a_template_is_switched_by_its_own_name(switch: str) -> None:
+    off = repr(switch_value(switch, False))
+    template = f"{{{{ 'off' if {switch} is defined and {switch} == {off} else 'on' }}}}"
+    opened = ChatTemplate("x", {"default": template}, {})
+    messages = [{"role": "user", "content": "Hi"}]
+    assert opened.switch == switch and opened.thinks_by_default
+    assert opened.render(messages) == "on"
+    assert opened.render(messages, enable_thinking=False) == "off"
+    assert opened.render(messages, enable_thinking=True) == "on"
+    said = {switch: switch_value(switch, True)}
+    assert opened.render(messages, **{"enable_thinking": False, **said}) == "on", (
+        "its own name wins"
+    )
+
+
+def test_a_template_may_think_only_where_it_is_asked(tmp_path: Path) -> None:
+    template = "{% if not thinking %}</think>{% endif %}"
+    assert not ChatTemplate("x", {"default": template}, {}).thinks_by_default
