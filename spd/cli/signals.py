@@ -119,6 +119,11 @@ class SignalGuard:
             raise Interrupted(self.received)
 
 
+def raise_interrupt() -> None:
+    """Give up what runs now, not the program."""
+    raise KeyboardInterrupt
+
+
 def die_by(signum: int) -> int:
     """End this process by the signal itself; returns the shell's status where that is impossible."""
     signal.signal(signum, signal.SIG_DFL)

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -100,15 +101,31 @@ class Terminal:
 
 @pytest.fixture
 def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """`terminal("--no-stats", pieces=[...])` starts a chat; broken: its engine fails after these seconds."""
+    """`terminal("--no-stats", pieces=[...])` starts a chat.
+
+    broken: its engine fails after these seconds; slow: seconds that every second load takes.
+    """
     opened: list[Terminal] = []
     edit(model / "config.json", max_position_embeddings=90000)
 
     def start(
-        *argv: str, pieces: Any = PIECES, pause: float = 0, broken: float = 0, **more: str
+        *argv: str,
+        pieces: Any = PIECES,
+        pause: float = 0,
+        broken: float = 0,
+        slow: float = 0,
+        **more: str,
     ) -> Terminal:
         setup = f"""
+from spd.runtime import LoadProgress
+loads = []
+
 def load(progress):
+    loads.append(progress)
+    ends = time.monotonic() + {slow} * (len(loads) % 2 == 0)
+    while time.monotonic() < ends:
+        progress(LoadProgress("read", 1, 100))
+        time.sleep(0.05)
     time.sleep({broken})
     if {broken}:
         raise spd.errors.ResourceError("no room for it", fix=["less"])
@@ -221,6 +238,55 @@ def test_a_dumb_terminal_gets_plain_lines(terminal) -> None:
     chat.play("<Hi\n", "**a**")
     chat.leave()
     assert b"\x1b" not in chat.seen
+
+
+def test_lines_typed_while_it_replies_are_read_one_by_one(terminal, tmp_path) -> None:
+    """Commands run, messages are sent, a backslash joins two lines, and an unfinished one waits."""
+    chat = terminal("--no-stats", pieces=["word "] * 30, pause=0.02)
+    chat.play("ctx 0/90,000", "<First\r", "word word")
+    chat.play("</set top_k=7\rSecond\rtwo\\\rlines\r/undo\rnot sent")
+    chat.play("top k ", "7 (given)", "took back: two lines", "not sent")
+    chat.play("<\x15")
+    chat.leave()
+    assert [turn["user"] for turn in turns(tmp_path)] == ["First", "Second"]
+
+
+def test_lines_typed_while_it_loads_are_read_one_by_one(terminal, tmp_path) -> None:
+    chat = terminal("--no-stats", slow=2.0)
+    chat.play("ctx 0/90,000", "</spec ngram 4\r", "loading ")
+    chat.play("</set top_k=7\r", "</set top_k=8\r", "<Hi\r")
+    chat.play("7 (given)", "8 (given)", "wörld!")
+    chat.leave()
+    assert [turn["user"] for turn in turns(tmp_path)] == ["Hi"]
+
+
+def test_typed_lines_and_a_refused_message(terminal, tmp_path) -> None:
+    """A message that is refused comes back, with those that were typed behind it; commands run before."""
+    (long := tmp_path / "long.txt").write_text("x" * 90_000)
+    chat = terminal("--no-stats", "-f", str(long), slow=2.0)
+    chat.play("ctx 0/90,000", "</spec ngram 4\r", "loading ")
+    chat.play("<Question\rMore of it\r/file none\r")
+    chat.play("the context is 90,000", "/file none", "no file goes with", "More of it")
+    assert b"/undo" not in chat.seen and turns(tmp_path) == []
+    chat.play("<!\r", "wörld!")
+    chat.leave()
+    assert [turn["user"] for turn in turns(tmp_path)] == ["Question\nMore of it!"]
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x1b"])
+def test_loading_another_model_can_be_given_up(terminal, model, key) -> None:
+    """The chat goes on with the old one."""
+    chat = terminal("--no-save", "--no-stats", slow=30.0)
+    chat.play("ctx 0/90,000", f"</model {shutil.copytree(model, model.parent / 'other')}\r")
+    chat.play("loading ", f"<{key}", "[interrupted] the chat goes on with", str(model))
+    chat.play("›", "<Hi\r", "wörld!")
+    chat.leave()
+
+
+def test_the_second_interrupt_is_announced(terminal) -> None:
+    chat = terminal("--no-save")
+    chat.play("ctx 0/90,000", "<\x03", "again, Ctrl-D or /exit", "<\x03")
+    assert chat.end() == -signal.SIGINT
 
 
 @pytest.mark.slow

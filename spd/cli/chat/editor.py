@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
 import signal
+import struct
 import termios
 import threading
 import time
@@ -13,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
@@ -22,6 +25,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth
 
 from spd.cli.chat.loop import PROMPT
+from spd.cli.chat.slash import is_command
 from spd.cli.signals import Interrupted
 
 CHIP_LINES = 20
@@ -29,6 +33,8 @@ CHIP_LINES = 20
 TWICE_SECONDS = 2.0
 ESCAPE_SECONDS = 0.05
 """How long nothing may follow an Esc: what another key sends comes at once."""
+TYPED_ENTER = Keys.F24
+"""Stands for an Enter that was pressed while spd was busy: it sends its line, whatever follows."""
 
 Words = Callable[[], Iterable[str]]
 """What may be typed behind a command."""
@@ -52,6 +58,10 @@ class Editor:
     ) -> None:
         self._status, self._loaded = status, loaded
         self._pastes: dict[str, str] = {}
+        self._draft = ""
+        """What was refused, while lines that were typed meanwhile are still to be read."""
+        self._ahead = 0
+        """Lines that were typed while spd was busy and have not been read."""
         self._interrupted = -TWICE_SECONDS
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
@@ -70,18 +80,33 @@ class Editor:
         )
 
     def read(self, draft: str = "") -> str | None:
-        """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
-        for (
-            chip,
-            pasted,
-        ) in self._pastes.items():  # a message that was refused comes back as it stood
+        """Return the next message, or None at the end. Raises Interrupted after a second Ctrl-C.
+
+        Lines that were typed while spd was busy come first, one by one. A `draft`, which was refused,
+        waits until they are read; those that are no commands are added to it, for it came before them.
+        """
+        self._keep_cooked_lines()
+        draft = "\n".join(filter(None, (self._draft, draft)))
+        self._draft = ""
+        while draft and self._ahead:
+            text = self._prompt("")
+            if text is None or is_command(text):
+                self._draft = draft
+                return text
+            draft = "\n".join(filter(None, (draft, text)))
+        return self._prompt(draft)
+
+    def _prompt(self, draft: str) -> str | None:
+        """Return what is typed behind a draft, or None at the end."""
+        for chip, pasted in self._pastes.items():  # a refused message comes back as it stood
             draft = draft.replace(pasted, chip)
         try:
-            return self.expand(self._session.prompt(default=draft, pre_run=self._watch_loading))
+            text = self._session.prompt(default=draft, pre_run=self._watch_loading)
         except EOFError:
             return None
         except KeyboardInterrupt:
             raise Interrupted(signal.SIGINT) from None
+        return self.expand(text)
 
     def expand(self, text: str) -> str:
         """Text with every paste in its own words."""
@@ -89,9 +114,34 @@ class Editor:
             text = text.replace(chip, pasted)
         return text
 
+    def _keep_cooked_lines(self) -> None:
+        """Keep whole lines that were typed while the terminal was in its usual mode."""
+        source, presses = self._session.input, list[KeyPress]()
+        with suppress(OSError, ValueError, termios.error):
+            while self._is_cooked() and _waiting_bytes(source.fileno()):
+                presses += source.read_keys()
+        for number, press in enumerate(presses):
+            if press.key == Keys.ControlJ:  # as the terminal passes Enter on
+                presses[number] = KeyPress(Keys.ControlM, press.data)
+        self._keep(presses)
+
+    def _is_cooked(self) -> bool:
+        """True if the terminal hands out whole lines."""
+        local_flags: int = termios.tcgetattr(self._session.input.fileno())[3]
+        return bool(local_flags & termios.ICANON)
+
+    def _keep(self, presses: list[KeyPress]) -> None:
+        """Keep keys for the next messages; each Enter among them ends one."""
+        for number, press in enumerate(presses):
+            if press.key == Keys.ControlM:
+                presses[number] = KeyPress(TYPED_ENTER, "")
+                self._ahead += 1
+        store_typeahead(self._session.input, presses)
+
     @contextmanager
     def replying(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Keep keys that are typed inside off the screen, for the next message; Esc calls `stop`."""
+        """Keep keys that are typed inside off the screen, for the next messages; Esc calls `stop`."""
+        self._keep_cooked_lines()
         source, output = self._session.input, self._session.output
         done, kept = threading.Event(), list[KeyPress]()
 
@@ -119,7 +169,7 @@ class Editor:
             finally:
                 done.set()
                 thread.join()
-                store_typeahead(source, kept)
+                self._keep(kept)
                 with suppress(OSError):
                     output.disable_bracketed_paste()
                     output.flush()
@@ -140,7 +190,7 @@ class Editor:
 
     def _bottom(self) -> str:
         hinted = time.monotonic() - self._interrupted < TWICE_SECONDS
-        return " Ctrl-D or /exit to quit" if hinted else self._status()
+        return " Ctrl-C again, Ctrl-D or /exit quits" if hinted else self._status()
 
     def _bindings(self) -> KeyBindings:
         keys = KeyBindings()
@@ -149,13 +199,15 @@ class Editor:
         def _(event: KeyPressEvent) -> None:
             buffer, queue = event.current_buffer, event.key_processor.input_queue
             more = any(len(press.key) == 1 or press.key == Keys.ControlM for press in queue)
-            if buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end:
-                buffer.delete_before_cursor(1)
-                buffer.insert_text("\n")
-            elif more:  # a paste that the terminal did not mark, or typed ahead
+            if more and not _continues(buffer):  # a paste that the terminal did not mark
                 buffer.insert_text("\n")
             else:
-                buffer.validate_and_handle()
+                _send(buffer)
+
+        @keys.add(TYPED_ENTER)
+        def _(event: KeyPressEvent) -> None:
+            self._ahead -= 1
+            _send(event.current_buffer)
 
         @keys.add("escape", "enter")
         @keys.add("c-j")
@@ -193,6 +245,26 @@ class Editor:
         chip = f"[paste {len(self._pastes) + 1}: {lines:,} lines]"
         self._pastes[chip] = text
         return chip
+
+
+def _send(buffer: Buffer) -> None:
+    """Send a message, unless it asks for another line."""
+    if _continues(buffer):
+        buffer.delete_before_cursor(1)
+        buffer.insert_text("\n")
+    else:
+        buffer.validate_and_handle()
+
+
+def _continues(buffer: Buffer) -> bool:
+    """True if a message ends with a backslash, which asks for another line."""
+    return buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end
+
+
+def _waiting_bytes(descriptor: int) -> int:
+    """Return how many bytes a terminal has to be read."""
+    count = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    return int(count[0])
 
 
 class _WholeHistory(FileHistory):

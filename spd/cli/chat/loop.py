@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from spd import __version__
 from spd.cli.chat.conversation import ChatEncoder, Conversation, SessionStore, Turn
-from spd.cli.chat.slash import Commands
+from spd.cli.chat.slash import Commands, is_command
 from spd.cli.commands.models import ensure_models
 from spd.cli.serve.local import served_engine
+from spd.cli.signals import raise_interrupt
 from spd.cli.text import output as out
 from spd.cli.text import prompt
 from spd.cli.text.job import plan_settings
@@ -91,26 +92,30 @@ class ChatModel:
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
-    def close(self) -> bool:
+    def close(self, seconds: float = 5.0) -> bool:
         """Let go of the engine; False if its thread does not come back."""
-        return not hasattr(self, "thread") or self.thread.close(5.0)
+        return not hasattr(self, "thread") or self.thread.close(seconds)
 
-    def reload(self, **changes: Any) -> None:
-        """Load with changed options, or go back to the old ones if that fails."""
-        before, options = (
-            self.options,
-            self._with_drafter(dataclasses.replace(self.options, **changes)),
-        )
+    def reload(self, stopped: threading.Event, **changes: Any) -> None:
+        """Load with changed options, or go back to the old ones, which load in the background.
+
+        Raises what loading raises, and KeyboardInterrupt once `stopped` is set.
+        """
+        before = self.options
         folder = self.folder
+        options = self._with_drafter(dataclasses.replace(before, **changes))
         self._use(
             options, folder if options.model == before.model else ModelFolder.named(options.model)
         )
         self.close()
-        self.start()
         try:
-            self.wait(lambda: True)
+            self.start()
+            self.wait(lambda: not stopped.is_set())
+            if stopped.is_set():
+                raise KeyboardInterrupt
             self.thread.engine()
-        except Exception:
+        except (Exception, KeyboardInterrupt):
+            self.close(ABANDON_SECONDS)
             self._use(before, folder)
             self.start()
             raise
@@ -183,6 +188,8 @@ class ChatModel:
 
 
 PROMPT = "› "
+ABANDON_SECONDS = 1.0
+"""How long a model that is not wanted any more may take to end its loading; it goes on unseen."""
 REQUEST_ID = "reply"
 
 
@@ -267,8 +274,8 @@ class Chat:
                 break
             said = said or bool(text.strip())
             try:
-                if text.startswith("/") and not text.startswith("//"):
-                    commands.run(text)
+                if is_command(text):
+                    self._run_command(commands, text)
                 elif text.strip() or self.attached:
                     self.say(text)
                 self.answer_calls()
@@ -280,6 +287,17 @@ class Chat:
             fix = ["spd chat in a terminal", "spd chat < messages.txt, one message a line"]
             raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
         return 0
+
+    def _run_command(self, commands: Commands, text: str) -> None:
+        """Run a command; on a terminal Ctrl-C gives it up, and the chat goes on."""
+        if not self.interactive:
+            commands.run(text)
+            return
+        try:
+            with self.session.guard.soften(raise_interrupt):
+                commands.run(text)
+        except KeyboardInterrupt:
+            self.tell(f"[interrupted] the chat goes on with {self.model.name}")
 
     def _status(self) -> str:
         """The line at the bottom."""
@@ -310,10 +328,12 @@ class Chat:
         self.change(conversation)  # saved now: whatever happens, the message is not lost
         try:
             replied = run_reply(self, conversation)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.draft = draft
             if not self._ends(error):  # else the message waits in the file
                 self.change(before)
+            if isinstance(error, IncompatibleError) and error.code == "context_overflow":
+                error.fix = self._room_fixes(before)
             raise
         if replied is conversation:
             self.change(before)
@@ -327,6 +347,14 @@ class Chat:
         if turn.finish == "length" and self.interactive:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
         return True
+
+    def _room_fixes(self, said: Conversation) -> tuple[str, ...]:
+        """Return what to type where a message does not fit behind what has been said."""
+        most = self.model.settings.vocabulary.config.max_positions
+        fixes = ["/file none"] * bool(self.attached)
+        fixes += ["/undo or /clear"] * bool(said.turns)
+        fixes += [f"spd chat -c --ctx N, up to {most:,}"] * (self.model.plan.shape.ctx < most)
+        return tuple(fixes or ["a shorter message"])
 
     def answer_calls(self) -> None:
         """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
@@ -365,7 +393,7 @@ class Chat:
         for turn in self.conversation.turns[-2:] if self.interactive else ():
             self.tell(f"› {out.shortened(turn.user, 300)}", out.shortened(turn.reply or "", 300))
 
-    def _ends(self, error: Exception) -> bool:
+    def _ends(self, error: BaseException) -> bool:
         """Whether a chat cannot go on: the terminal is gone, or there is no model."""
         gone = isinstance(error, out.OutputClosed) or getattr(error, "code", "") == "write_failed"
         return gone or error is self.model.thread.failure
@@ -401,9 +429,12 @@ class Chat:
         self.go_on_with(saved.for_model(self.model.name, self.model.fingerprint))
 
     def reload(self, **changes: Any) -> None:
-        """Load with other options, and go back to the old ones if that fails."""
+        """Load with other options, and go back to the old ones if that fails or is interrupted."""
         ensure_models(self.session, dataclasses.replace(self.model.options, **changes))
-        self.model.reload(**changes)
+        stopped = threading.Event()
+        stoppable = self.session.guard.soften(stopped.set) if self.interactive else nullcontext()
+        with stoppable, self.source.replying(stopped.set):
+            self.model.reload(stopped, **changes)
         self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
         self.tell(*self.model.lines())
 
@@ -426,8 +457,11 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.wait(lambda: not stopped.is_set())
         if stopped.is_set():
             return conversation
-        marks, text = model.settings.vocabulary.marks, model.encoder.encode(conversation).text
-        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(text, marks), marks)
+        encoded = model.encoder.encode(conversation)
+        if stopped.is_set():  # a long file takes its time
+            return conversation
+        marks = model.settings.vocabulary.marks
+        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(encoded.text, marks), marks)
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
         view = _view(chat, splitter)
@@ -470,8 +504,7 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
         spans = (*spans, ("generated", len(turn.reply_ids)))
     if len(ids) >= context:
         words = f"the conversation is {len(ids):,} tokens but the context is {context:,}"
-        fix = ["/undo or /clear", "/file none", "spd chat -c --ctx N"]
-        raise IncompatibleError(words, fix=fix, code="context_overflow")
+        raise IncompatibleError(words, code="context_overflow")
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
     thinking = prompt.thinking_budget(
         model.options.think, model.settings.vocabulary, inside, turn.reply_ids

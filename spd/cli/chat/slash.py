@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
 
 
+def is_command(text: str) -> bool:
+    """True if a typed text goes to the chat and not to the model."""
+    return text.startswith("/") and not text.startswith("//")
+
+
 class Commands:
     """Runs one command on a chat; answers go to the chat's `tell`."""
 
@@ -60,7 +65,7 @@ class Commands:
             self._chat.tell(f"  {name:<10} {getattr(self, 'do_' + name[1:]).__doc__}")
         self._chat.tell(
             "  Enter sends, Alt-Enter or Ctrl-J begins a line, Ctrl-G opens $EDITOR, // sends a slash.",
-            "  Esc or Ctrl-C stops a reply and keeps what came; Ctrl-D quits.",
+            "  Esc or Ctrl-C stops a reply and keeps what came, or stops loading; Ctrl-D quits.",
         )
 
     def do_exit(self, rest: str) -> None:
