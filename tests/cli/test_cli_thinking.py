@@ -201,7 +201,13 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
     shown = ran.json
     assert ran.code == 0 and json.loads(shown["text"])["a"] in (1, 22)
     assert shown["reasoning"] and len(shown["token_ids"]) > 5 and shown["token_ids"][4] == 319
+    details = {"reasoning_tokens": 5}  # four, and the one that ends them
+    assert shown["usage"]["completion_tokens_details"] == details
     assert spd_run(*argv, "--spec", "ngram", "Hi").text == shown["text"] + "\n"
+    for drafts in (1, 5, 16):
+        again = spd_run(*argv, "--json", "--spec", "ngram", "--draft-max", drafts, "Hi").json
+        assert again["token_ids"] == shown["token_ids"]
+        assert again["usage"]["completion_tokens_details"] == details
     line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
     for name in ("text", "reasoning", "finish_reason", "token_ids"):
         assert line[name] == shown[name]

@@ -20,7 +20,7 @@ from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
-from spd.runtime.engine.request import GrammarText, ThinkingBudget
+from spd.runtime.engine.request import GrammarText, ThinkingBudget, ThinkingTokens
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.round_queue import RoundQueue
@@ -444,7 +444,7 @@ class GrammarEnumeration(RuleEnumeration):
         queue = RoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
-            grammar = Grammar(Matcher(self.allowed, text), (), (), None)
+            grammar = Grammar(Matcher(self.allowed, text))
             sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, waits=False)
             arm(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
         return replace(needs, grammar=True)
@@ -473,3 +473,49 @@ def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.Monkey
     """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
     monkeypatch.setitem(globals(), "arm", lambda *given, honest=arm: honest(*given[:3], "coupled"))
     assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
+
+
+def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
+    """Where the prompt opened thinking that goes on; behind its end the mark begins one."""
+    seen, at, mark = thinking(target)
+    never = next(token for token in range(256) if token not in seen)
+    base = GrammarText("regex", PATTERN, after=mark, optional=True)
+    around = {
+        "in": ThinkingTokens(None, never, inside=True),
+        "behind": ThinkingTokens(None, seen[at - 1], inside=True),
+        "out": ThinkingTokens(None, never),
+    }
+    params = SamplingParams(max_tokens=30)
+    asked = [
+        Request(name, PROMPTS[1], params, grammar=replace(base, thinking=tokens))
+        for name, tokens in around.items()
+    ]
+    drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
+    for wishes in ({}, {"lag": 2}, drafts, drafts | {"lag": 2}, NGRAM):
+        engine = quick_engine(target, slots=3, **wishes)
+        within, behind, out = run_requests(engine, asked)
+        assert within.tokens == seen, wishes
+        assert behind.tokens == out.tokens and out.tokens[: at + 1] == seen[: at + 1]
+        said = engine.tokenizer.decode(out.tokens[at + 1 :])
+        assert re.match("(ab|cd|[0-9]{3})+", said), (wishes, said)
+
+
+def test_where_thinking_begins_and_ends(target: Path) -> None:
+    """By its tokens among the first of a reply, by the prompt, and in drafts that are only looked at."""
+    matcher = GrammarCompiler(target, VOCAB)._read("regex", "x")
+    for tokens, drafts, inside, begun in (
+        ([BEGIN, 7], [], False, False),
+        ([BEGIN, END, 7], [], False, True),
+        ([5, 6, BEGIN, 7], [], False, True),
+        ([7], [], True, False),
+        ([END, 7], [], True, True),
+        ([], [7], True, False),
+    ):
+        around = ThinkingTokens(BEGIN, END, inside)
+        state = Grammar(matcher.deep_copy(), GrammarText("regex", "x", after=7, thinking=around))
+        assert not tokens or state.begins_behind(tokens) == begun
+        for token in tokens:
+            state.accept(token)
+        assert state.began == begun
+        rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
+        assert state.masks(drafts, rows) == len(drafts) and (begun or bool((rows == -1).all()))

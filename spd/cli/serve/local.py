@@ -26,7 +26,14 @@ from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
 from spd.formats.thinking import MarkPair, ThinkingMarks
 from spd.runtime import RequestMetrics
-from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
+from spd.runtime.engine.request import (
+    Event,
+    GrammarText,
+    Request,
+    ThinkingBudget,
+    ThinkingTokens,
+    TokenLogprob,
+)
 from spd.runtime.plan.config import show_size
 from spd.runtime.round.sampling_params import SamplingParams
 
@@ -347,4 +354,7 @@ def read_request(said: dict[str, Any]) -> Request:
     parts = {"params": SamplingParams, "grammar": GrammarText, "thinking": ThinkingBudget}
     for name, kind in parts.items():
         fields[name] = fields[name] and kind(**fields[name])
+    if (grammar := fields["grammar"]) and grammar.thinking:
+        tokens = ThinkingTokens(**grammar.thinking)
+        fields["grammar"] = dataclasses.replace(grammar, thinking=tokens)
     return Request(**fields)

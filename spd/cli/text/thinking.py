@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from spd.cli.text.channels import channels_of, json_of, literal
+from spd.cli.text.channels import channels_of, json_of
 from spd.cli.text.prompt import SWITCH, Asked, ThinkingSplitter, closes_thinking
 from spd.formats.thinking import KNOWN, MarkPair, ThinkingMarks
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarText, ThinkingTokens
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Vocabulary
@@ -95,27 +95,31 @@ def behind_thinking(
         is_schema = grammar.kind == "schema"
         special = vocabulary.need_tokenizer().special_tokens
         return (channels.held(grammar, special) if is_schema else grammar), inside
-    if grammar.after is not None or (grammar.optional and not inside):
-        return grammar, inside
     pair = vocabulary.marks.thinking[0]
     tokens = vocabulary.thinking_tokens
+    if grammar.after is not None:  # it begins with a mark, which in thinking is only words
+        apart = None if tokens is None else ThinkingTokens(*tokens, inside)
+        return dataclasses.replace(grammar, thinking=apart), inside
+    if grammar.optional and not inside:
+        return grammar, inside
     if inside:
         if tokens is None:
-            return _composed(grammar, pair, vocabulary, "opened"), True
+            return _composed(grammar, pair, tokens, "opened"), True
         return dataclasses.replace(grammar, after=tokens[1]), True
     if closes_thinking(prompt, vocabulary.marks):
         return grammar, False
-    is_on = template.switch is not None and (asked.variables or {}).get(SWITCH)
-    if template.switch is not None and is_on is None:
-        is_on = template.thinks_by_default
-    if is_on and tokens is not None and not pair.are_tokens:
-        return dataclasses.replace(grammar, after=tokens[1]), True
-    may_think = is_on if template.switch is not None else pair.closing in template.default
-    return (_composed(grammar, pair, vocabulary, "maybe") if may_think else grammar), False
+    if template.switch is None:
+        may_think = pair.opening in template.default or pair.closing in template.default
+    else:
+        switched = (asked.variables or {}).get(SWITCH)
+        may_think = template.thinks_by_default if switched is None else bool(switched)
+        if may_think and tokens is not None and not pair.are_tokens:  # it always thinks then
+            return dataclasses.replace(grammar, after=tokens[1]), True
+    return (_composed(grammar, pair, tokens, "maybe") if may_think else grammar), False
 
 
 def _composed(
-    grammar: GrammarText, pair: MarkPair, vocabulary: Vocabulary, thinking: str
+    grammar: GrammarText, pair: MarkPair, tokens: tuple[int | None, int] | None, thinking: str
 ) -> GrammarText:
     """Return a grammar of thinking and answer.
 
@@ -128,10 +132,8 @@ def _composed(
         answer = f"answer: /{escaped}/"
     else:
         answer = _START.sub(lambda one: "answer" if one[0] == "start" else one[0], grammar.text)
-    if pair.are_tokens:
-        tokens = vocabulary.need_tokenizer().special_tokens
-        opening, closing = (literal(mark, tokens) for mark in (pair.opening, pair.closing))
-        rules = [f"thought: {opening} THOUGHT {closing}", "THOUGHT: /(.|\\n)*/"]
+    if tokens is not None and tokens[0] is not None:
+        rules = [f"thought: <[{tokens[0]}]> THOUGHT <[{tokens[1]}]>", "THOUGHT: /(.|\\n)*/"]
     else:
         opening = "" if thinking == "opened" else f"\\s*{_in_pattern(pair.opening)}"
         rules = [f"thought[lazy]: /{opening}(.|\\n)*{_in_pattern(pair.closing)}/"]

@@ -368,7 +368,6 @@ class Engine:
         if sequence.silent:
             sequence.silent -= 1
             return
-        waited = sequence.waits
         (_, drafts, matched, committed, why, _, match), tokens = (
             row[:EMISSION_HEAD],
             row[EMISSION_HEAD:],
@@ -387,15 +386,17 @@ class Engine:
             return
         if event.token_ids:
             self._ready.append(event)
-        if sequence.grammar is None or sequence.waits:
+        if sequence.grammar is None or (sequence.waits and not sequence.paused):
             return
-        if waited:  # it stopped where its grammar begins
+        if sequence.paused:  # it stopped where its grammar may begin
             sequence.silent = sum(sequence in each.sequences for each in self._scheduler.in_flight)
             self._gathered = []  # what a round needs has changed
             self._device.resume(sequence.slot, sequence.stop_ids)
         self._arm(
             sequence,
-            () if waited or result.next_drafts is None else result.next_drafts[sequence.slot],
+            ()
+            if sequence.paused or result.next_drafts is None
+            else result.next_drafts[sequence.slot],
         )
 
     def _record(

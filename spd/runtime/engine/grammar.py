@@ -38,23 +38,29 @@ class GrammarError(Exception):
 class Grammar:
     """One text's way through a grammar, over an llguidance matcher, through a budget of thinking, or both.
 
-    `ends` are the ids that end a text, allowed where the grammar may be complete. With `after` the
-    grammar begins behind that token, and everything is allowed before.
+    `ends` are the ids that end a text, allowed where the grammar may be complete. With `text.after` the
+    grammar begins behind that token, and everything is allowed before; between the tokens of
+    `text.thinking` that one does not count.
     """
 
     def __init__(
         self,
         matcher: Any,
+        text: GrammarText | None = None,
         own_ends: Collection[int] = (),
         ends: Collection[int] = (),
-        after: int | None = None,
         budget: ThinkingBudget | None = None,
-        optional: bool = False,
     ) -> None:
-        """matcher: None where there is nothing but a budget; optional: whether `after` need not come."""
-        self._matcher, self._own_ends, self._ends = matcher, tuple(own_ends), frozenset(ends)
-        self._after, self._budget, self._optional = after, budget, optional
-        self.began = matcher is not None and after is None
+        """matcher, text: None where there is nothing but a budget."""
+        self._matcher = matcher
+        self._own_ends = tuple(own_ends)
+        self._ends = frozenset(ends)
+        self._budget = budget
+        self._after = None if text is None else text.after
+        self._optional = text is not None and text.optional
+        self._thinking = None if text is None else text.thinking
+        self._thinks = self._thinking is not None and self._thinking.inside
+        self.began = matcher is not None and self._after is None
         self._left = budget.tokens if budget is not None and budget.inside else None
         """Tokens of thinking that are left; None outside of it."""
         self._count = 0  # tokens that were accepted
@@ -95,6 +101,7 @@ class Grammar:
 
     def _guided(self, drafts: Sequence[int], rows: Tensor) -> int:
         began, consumed, legal = self.began, 0, len(drafts)
+        thinks = self._thinks
         for i, draft in enumerate((*drafts, None)):
             if began and self._matcher.is_stopped():
                 legal = min(legal, i)  # the text ends before this row, whatever is drawn in it
@@ -104,7 +111,8 @@ class Grammar:
             if draft is None:
                 break
             if not began:
-                began = draft == self._after
+                began = draft == self._after and not thinks
+                thinks = self._thinks_behind(thinks, draft, self._count + i)
             elif draft in self._ends or not self._matcher.try_consume_tokens([draft]):
                 legal = i + (draft in self._ends and self._matcher.is_accepting())
                 break
@@ -132,12 +140,26 @@ class Grammar:
     def accept(self, token: int) -> None:
         """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
         if not self.began:
-            self.began = self._matcher is not None and token == self._after
+            self.began = self._matcher is not None and token == self._after and not self._thinks
+            self._thinks = self._thinks_behind(self._thinks, token, self._count)
         elif not self._matcher.try_consume_tokens([token]):
             self._raise_error()
             raise GrammarError(f"token {token} is not allowed by the grammar")
         self._left = self._left_behind(self._left, token, self._count)
         self._count += 1
+
+    def begins_behind(self, tokens: Sequence[int]) -> bool:
+        """True if the grammar begins behind the last of these tokens, which come next."""
+        thinks = self._thinks
+        for index, token in enumerate(tokens[:-1], self._count):
+            thinks = self._thinks_behind(thinks, token, index)
+        return tokens[-1] == self._after and not thinks
+
+    def _thinks_behind(self, thinks: bool, token: int, index: int) -> bool:
+        """True if the text is thinking behind its token of this index, `thinks` before it."""
+        if self._thinking is None or token == self._thinking.end:
+            return False
+        return thinks or (token == self._thinking.begin and index < BEGINNING)
 
     def _left_behind(self, left: int | None, token: int, index: int) -> int | None:
         """Tokens of thinking that are left behind the reply's token of this index, `left` before it."""
@@ -176,7 +198,7 @@ class GrammarCompiler:
         kept = self._kept(text.kind, text.text)
         with self._lock:
             matcher = kept.deep_copy()
-        return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget, text.optional)
+        return Grammar(matcher, text, self._tokenizer.eos_tokens, ends, budget)
 
     def _read(self, kind: str, text: str) -> Any:
         """Return a matcher at the beginning of a grammar. Raises UsageError."""

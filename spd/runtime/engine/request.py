@@ -31,6 +31,15 @@ def tail_of(tag: str, text: str) -> int:
 
 
 @dataclass(frozen=True)
+class ThinkingTokens:
+    """The tokens that `begin` and `end` thinking; `inside` says that the prompt has begun it."""
+
+    begin: int | None
+    end: int
+    inside: bool = False
+
+
+@dataclass(frozen=True)
 class GrammarText:
     """What a reply must look like: a JSON schema, a regular expression or a Lark grammar."""
 
@@ -40,6 +49,7 @@ class GrammarText:
         None  # it applies behind the first such token: what comes before is thinking
     )
     optional: bool = False  # what comes before is instead a text that is whole without it
+    thinking: ThinkingTokens | None = None  # between these, `after` does not count
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ class Sequence:
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
     waits: bool = False
     """Whether the grammar has to begin yet, behind the last of `stop_ids`: it keeps out of none before."""
+    paused: bool = False
+    """Whether that token, which silences the slot, was the last to come; in thinking nothing begins."""
     silent: int = (
         0  # rounds on their way that were enqueued before it stopped there: they do nothing for it
     )
@@ -159,9 +161,13 @@ class Sequence:
         cuts the rest away. At each token stop ids come first, then stop strings, then the length limit, so a
         stop on the last allowed token is a stop.
         """
-        if self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]:
-            self.waits, self.stop_ids = False, self.stop_ids[:-1]
-            self.needs = replace(self.needs, grammar=True)
+        self.paused = self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]
+        if self.paused:
+            assert self.grammar is not None
+            if self.grammar.begins_behind(tokens):
+                self.waits = False
+                self.stop_ids = self.stop_ids[:-1]
+                self.needs = replace(self.needs, grammar=True)
             ended = "length" if self.length + len(tokens) >= self.length_limit else None
         reason, error = ended, None
         spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
