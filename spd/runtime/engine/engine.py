@@ -244,6 +244,9 @@ class Engine:
             several = scheduler.busy and (scheduler.more_could_join or not stalls)
             if passes >= (most if several else 1):  # alone one: an abort waits for no whole prompt
                 break
+        for sequence, _ in written:
+            if sequence.scores_prompt and sequence is not scheduler.prefilling:
+                sequence.take_prompt_scores(self._device.prompt_scores(sequence.slot))
         if rows := sum(count for _, count in written):
             self._device.flush()
             each = 1000 * (clock.now() - began) / rows
@@ -269,7 +272,8 @@ class Engine:
             runner, chunked = self._device.runner, run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.facts.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
-            self._device.write(sequence.slot, sequence.pages, start, end, chunked)
+            scored = sequence.request.prompt_logprobs if sequence.scores_prompt else None
+            self._device.write(sequence.slot, sequence.pages, start, end, chunked, scored)
         scheduler.wrote(sequence, end)
         if (place := scheduler.due(sequence, start)) is not None:
             self._device.save(place, sequence.slot, sequence.pages, end)

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.round.sampling_params import MAX_TOKENS, SamplingParams, check_range
+from spd.runtime.round.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_TOKENS,
+    SamplingParams,
+    check_range,
+)
 
 SEED_BITS = 53
 """Of a seed that is drawn or derived: a JSON reader that holds numbers as floats keeps it as it is."""
@@ -83,10 +88,15 @@ class Request:
     """Tokens a round that are speculated at most; None: as the engine does. It changes only the speed."""
     grammar: GrammarText | None = None
     thinking: ThinkingBudget | None = None
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to score at each place of the prompt beside its own; None: no scores.
+    Such a prompt is written anew, whatever of it is cached."""
 
     def __post_init__(self) -> None:
         if self.draft_max is not None:
             check_range("draft_max", self.draft_max, 0, 2**31 - 1)
+        if self.prompt_logprobs is not None:
+            check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,10 @@ class Event(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     """In words why it ended by one, or what the text lacks that ended before its grammar was complete."""
+    stop: str | None = None
+    """The stop string that ended it: of those that its last token completed, the one that begins first."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens but the first; with the first event of a request that asks for them."""
 
 
 @dataclass

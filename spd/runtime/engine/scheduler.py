@@ -123,7 +123,8 @@ class Scheduler:
             self._text(sequence),
             self.checkpoints,
         )
-        shared = self.pages.match(text.pages(end)) if self.sharing else []
+        sharing = self.sharing and not sequence.scores_prompt
+        shared = self.pages.match(text.pages(end)) if sharing else []
         found = cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
         while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
@@ -134,13 +135,13 @@ class Scheduler:
                 whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0)
             )
             kept.find(text, whole)  # it stays, for a longer prompt may have no other to go on from
-            checkpoint = kept.find(text, min(end, found + size - 1))
+            checkpoint = kept.find(text, min(end, found + size - 1)) if sharing else None
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
         if (
             kept is None
-            and self.sharing
+            and sharing
             and (tail := self.pages.take_tail(text, cached, end)) is not None
         ):
             sequence.pages.append(tail.page)

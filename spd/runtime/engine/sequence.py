@@ -19,6 +19,7 @@ from spd.runtime.round.sampling_params import NUM_STOP_IDS, SamplerClass
 from spd.runtime.round.spans import Run, program_runs
 
 if TYPE_CHECKING:
+    from spd.runtime.round.prompt_scores import PromptScores
     from spd.runtime.round.round_queue import HostLogprobs
 
 NO_SLOT = -1
@@ -43,7 +44,7 @@ class Detokenizer:
         "_pending",
         "_rest",
         "_stops",
-        "stopped",
+        "stop",
     )
 
     def __init__(
@@ -56,7 +57,8 @@ class Detokenizer:
             0  # leading characters of `_pending` that came within the first min_tokens tokens
         )
         self._count = 0
-        self.stopped = False
+        self.stop: str | None = None
+        """The stop string whose text was cut away, with all behind it."""
 
     def push(self, token_id: int) -> bool:
         """Take one token; True when it completes a stop string, whose text is then cut away."""
@@ -80,16 +82,19 @@ class Detokenizer:
         if self._count <= self._min_tokens:
             return False
         # A stop counts when it is completed after the minimum, however tokens fall into rounds.
-        starts = ((stop, max(0, self._ignored - len(stop) + 1)) for stop in self._stops)
-        found = [at for stop, start in starts if (at := self._pending.find(stop, start)) >= 0]
-        if found:
-            self._pending = self._pending[: min(found)]
-            self.stopped = True
-        return self.stopped
+        places: list[tuple[int, int, str]] = []
+        for stop in self._stops:
+            place = self._pending.find(stop, max(0, self._ignored - len(stop) + 1))
+            if place >= 0:
+                places.append((place, len(stop), stop))
+        if places:
+            place, _, self.stop = min(places)  # of two that begin together the shorter one
+            self._pending = self._pending[:place]
+        return self.stop is not None
 
     def take(self, *, final: bool = False) -> str:
         """Text that no later token can change; everything that is left when `final`."""
-        if final and not self.stopped:
+        if final and self.stop is None:
             self._pending += self.pass_on((), final=True)
             self._look_for_stop()
         held = (
@@ -142,6 +147,8 @@ class Sequence:
     arrived_at: float = field(default_factory=clock.now)
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Scores of the prompt, once it is written; None before, and where none are asked for."""
 
     def __post_init__(self) -> None:
         self.length = self.metrics.prompt_tokens = len(self.request.prompt_ids)
@@ -193,11 +200,22 @@ class Sequence:
         if ended == reason == "error" and error is None:
             error = NO_NUMBER if self.grammar is None else DEAD_END
         accepted = min(matched, len(tokens))
+        prompt_scores = () if self.generated else self.prompt_logprobs or ()
         self.commit(tokens, drafts, accepted, now)
         self.metrics.draft_n_accepted_raw += matched
         logprobs = () if scores is None else self._logprobs(scores, tokens)
         marks = (True,) * accepted + (False,) * (len(tokens) - accepted)
-        return Event(self.request.id, tuple(tokens), text, reason, marks, logprobs, error)
+        return Event(
+            self.request.id,
+            tuple(tokens),
+            text,
+            reason,
+            marks,
+            logprobs,
+            error,
+            self.detokenizer.stop if reason == "stop" else None,
+            prompt_scores,
+        )
 
     def _walk(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
         """Follow tokens to a stop string, a grammar's end or fault: how many count, finish reason, error."""
@@ -224,6 +242,20 @@ class Sequence:
                 token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True))
             )
             for i, token in enumerate(tokens)
+        )
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while the prompt has still to be scored: then all of it is written, cached or not."""
+        return self.request.prompt_logprobs is not None and self.prompt_logprobs is None
+
+    def take_prompt_scores(self, scores: PromptScores) -> None:
+        """Keep the scores of the prompt's tokens but the first, in order."""
+        tokens = self.request.prompt_ids[1:]
+        rows = zip(tokens, scores.own, scores.values, scores.ids, strict=False)
+        self.prompt_logprobs = tuple(
+            TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
+            for token, own, values, ids in rows
         )
 
     def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:

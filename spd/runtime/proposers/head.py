@@ -81,7 +81,7 @@ class HeadProposer(ModelProposer):
                 rows = runner.prompt_rows(part)
                 ring = self._keep(module, seen[:, : part.end - part.begin], rows, part.slot)
                 rings.append(HeadStates(ring, self.depth))
-            made = runner.write(own, rings)
+            made = [output.states for output in runner.write(own, rings)]
 
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""

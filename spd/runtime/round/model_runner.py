@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
     """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
     whole, rest = divmod(rows, WIDEST)
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
+
+
+def joined(outputs: Sequence[ModelOutput]) -> ModelOutput:
+    """Return outputs [1, rows, hidden] of neighbouring rows as one."""
+    hidden = torch.cat([output.hidden for output in outputs], 1)
+    if all(output.states is output.hidden for output in outputs):
+        return ModelOutput.of(hidden)
+    return ModelOutput(hidden, torch.cat([output.states for output in outputs], 1))
 
 
 class ModelRunner:
@@ -292,8 +301,10 @@ class ModelRunner:
         width = blocks * self.pages_per_block
         return torch.stack([self.page_row(part.view.pages, width) for part in parts])
 
-    def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
-        """Write the KV of parts of prompts: the states [1, end - begin, hidden] that a head reads of them.
+    def write(
+        self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()
+    ) -> list[ModelOutput]:
+        """Write the KV of parts of prompts; return each part's output [1, end - begin, hidden].
 
         states: of each part's slot, for models that read some.
         """
@@ -302,22 +313,28 @@ class ModelRunner:
             return self._write_together(parts, rings)
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 
-    def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
+    def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> ModelOutput:
         """Run one pass over a chunk, or one for each few rows."""
-        step, made = self.chunk if part.chunked else self.kernels.facts.tail_rows, []
+        step = self.chunk if part.chunked else self.kernels.facts.tail_rows
+        outputs: list[ModelOutput] = []
         for begin in range(part.begin, part.end, step):
             end = min(begin + step, part.end)
             piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
-            made.append(self.forward_prompt(piece, ring).states)
-        return made[0] if len(made) == 1 else torch.cat(made, 1)
+            outputs.append(self.forward_prompt(piece, ring))
+        return outputs[0] if len(outputs) == 1 else joined(outputs)
 
     def _write_together(
         self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]
-    ) -> list[Tensor]:
+    ) -> list[ModelOutput]:
         """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
-        made = self._run(self._batch(self._of_prompts(parts, held, MERGED_WIDTH))).states
-        each = torch.split(made, [part.filled for part in parts])
-        return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
+        output = self._run(self._batch(self._of_prompts(parts, held, MERGED_WIDTH)))
+        outputs: list[ModelOutput] = []
+        begin = 0
+        for part in parts:
+            own = slice(begin, begin + part.end - part.begin)
+            outputs.append(output.each(itemgetter((None, own))))
+            begin += part.filled
+        return outputs
 
     def forward_prompt(self, part: PromptPart, states: HeadStates | None = None) -> ModelOutput:
         """Hidden states [1, end - begin, hidden] of a part of a prompt in one pass, writing its KV.

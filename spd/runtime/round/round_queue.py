@@ -20,6 +20,7 @@ from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.kv_cache import StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
 from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
+from spd.runtime.round.prompt_scores import PromptScores, ScoreRows
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -148,6 +149,8 @@ class RoundQueue:
         self.ended = (
             0  # when the round that was read last had run, in nanoseconds by the device's clock
         )
+        self.scores: dict[int, ScoreRows] = {}
+        """Scores of the prompts that are being written, by slot, where they are asked for."""
         self._ids: Tensor | None = None  # of the prompt that is being written: int64 [length]
         self.unwritten: list[PromptPart] = []
         """Parts of prompts that are written together, in one pass where the kernels allow that."""
@@ -179,6 +182,7 @@ class RoundQueue:
             self.flush()  # it wants what is kept of the pages that the slot begins with
         if checkpoint is not None:
             self.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
+        self.scores.pop(slot, None)
         self._ids = ids = to_device(tokens, torch.long, self.state.device)
         least = prompt_length + params.min_tokens
         self.state.admit(slot, ids, length_limit, least, stop_ids, self.reach, draft_max)
@@ -233,8 +237,19 @@ class RoundQueue:
 
     # -- prompts ---------------------------------------------------------------------------------
 
-    def write(self, slot: int, pages: list[int], start: int, end: int, chunked: bool) -> None:
-        """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
+    def write(
+        self,
+        slot: int,
+        pages: list[int],
+        start: int,
+        end: int,
+        chunked: bool,
+        scored: int | None = None,
+    ) -> None:
+        """Write the caches of positions of the prompt that was placed last, at the latest in `flush`.
+
+        scored: how many likeliest tokens to keep behind each position, beside the prompt's own; None: none.
+        """
         assert self._ids is not None
         part = PromptPart(
             slot, self._ids[None], start, end, SlotView(len(self._ids), pages), chunked
@@ -243,6 +258,8 @@ class RoundQueue:
         if rows > self.runner.chunk or any(each.slot == slot for each in self.unwritten):
             self.flush()
         self.unwritten.append(part)
+        if scored is not None:
+            self.scores.setdefault(slot, ScoreRows(scored))
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
         """Copy a slot's states as of position `end`, at the latest in `flush`, to a checkpoint's place."""
@@ -252,15 +269,24 @@ class RoundQueue:
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts."""
         if self.unwritten:
-            states = self.runner.write(self.unwritten)
+            outputs = self.runner.write(self.unwritten)
+            for part, output in zip(self.unwritten, outputs, strict=True):
+                if (scores := self.scores.get(part.slot)) is not None:
+                    scores.add(self.runner, part, output.hidden)
             if self.proposer is not None:
-                self.proposer.prefill(self.unwritten, states)
+                self.proposer.prefill(self.unwritten, [output.states for output in outputs])
         for each in self.unsaved:
             self.states.save(*each)
         self.unwritten, self.unsaved = (
             [],
             [],
         )  # and not before: what broke off is still to be written
+
+    def prompt_scores(self, slot: int) -> PromptScores:
+        """Return, and forget, the scores of a slot's prompt; waits until they are computed."""
+        self.flush()
+        scores = self.scores.pop(slot, None)
+        return ScoreRows(0).fetch() if scores is None else scores.fetch()
 
     # -- rounds ----------------------------------------------------------------------------------
 

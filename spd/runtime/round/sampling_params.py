@@ -66,7 +66,7 @@ class SamplingParams:
             check_range("length of a stop", len(text), 1, MAX_STOP_LENGTH)
         for token_id, bias in self.logit_bias:
             check_range("logit_bias id", token_id, 0, 2**31 - 1)
-            check_range("logit_bias", bias, -1000.0, 1000.0)
+            check_range(f"logit_bias of token {token_id}", bias, -1000.0, 1000.0)
 
 
 @dataclass(frozen=True)
