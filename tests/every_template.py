@@ -11,7 +11,8 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spd.cli.serve.forms import FORMS, CallParser, Piece, Tools, call_form
-from spd.cli.serve.wishes import CHAT, for_template
+from spd.cli.serve.wishes import CHAT
+from spd.cli.text.messages import for_template
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate

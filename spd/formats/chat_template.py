@@ -131,17 +131,45 @@ def render_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
+    *,
+    continues: bool = False,
     **variables: Any,
 ) -> RenderedChat:
-    """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
-    special, values = _special_pattern(tokenizer), [list(messages), variables]
+    """Return the chat as text that `encode_rendered` can tell the template's tokens in from people's words.
+
+    continues: end the text with the content of the last message, which the model is to go on with.
+    Raises what `ChatTemplate.render` raises, and IncompatibleError where the template does not write
+    the last message's content as it is.
+    """
+    special = _special_pattern(tokenizer)
+    values: list[Any] = [list(messages), variables]
     # A mark inside keeps a string from being the special token through whatever the template does.
     used = {*_as_json(values, ensure_ascii=False), *template.default, *(template.tool_use or "")}
-    mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
-    if mark is None:
+    unused = (chr(code) for code in _MARKS if chr(code) not in used)
+    mark = next(unused, None)
+    end = next(unused, None)
+    if mark is None or end is None:
         raise UsageError("the messages use every private character of Unicode")
     hidden = _replaced(values, lambda text: special.sub(lambda m: _broken(m[0], mark), text))
-    return RenderedChat(template.render(hidden[0], **hidden[1]), mark if hidden != values else "")
+    used_mark = mark if hidden != values else ""
+    if not continues:
+        return RenderedChat(template.render(hidden[0], **hidden[1]), used_mark)
+    last = hidden[0][-1]
+    hidden[0][-1] = {**last, "content": f"{last['content']}{end} "}
+    variables = {**hidden[1], "add_generation_prompt": False}
+    return RenderedChat(_until(template.render(hidden[0], **variables), end), used_mark)
+
+
+def _until(rendered: str, end: str) -> str:
+    """Return what stands before the mark `end`, behind which a blank followed.
+
+    A template that trims a message has dropped that blank, and would have trimmed the content too.
+    """
+    text, found, rest = rendered.rpartition(end)
+    if not found:
+        words = "the chat template does not write the last message as it is"
+        raise IncompatibleError(f"{words}, so a reply that is begun cannot be continued")
+    return text if rest.startswith(" ") else text.rstrip()
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:

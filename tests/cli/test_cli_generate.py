@@ -270,8 +270,8 @@ def test_empty_prompts_and_special_tokens_in_text(spd_run, model, script) -> Non
         assert script.request.prompt_ids == (token,)
     spd_run("generate", "-m", model, f"a{END}b")
     assert script.request.prompt_ids.count(258) == 1, "only the template's own"
-    spd_run("generate", "-m", model, "--raw", END)
-    assert len(script.request.prompt_ids) == len(END)
+    spd_run("generate", "-m", model, "--raw", f"a{END}b")
+    assert script.request.prompt_ids.count(258) == 1 and len(script.request.prompt_ids) == 3
 
 
 def test_template_arguments_and_a_model_without_a_template(spd_run, model, script) -> None:

@@ -28,9 +28,10 @@ from spd.cli.chat.conversation import Turn
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
 from spd.cli.serve.forms import properties_of
 from spd.cli.serve.replies import Choice
-from spd.cli.serve.wishes import for_template, function, name_of, past_arguments, tools_of
+from spd.cli.serve.wishes import function, name_of, past_arguments, tools_of
 from spd.cli.signals import SignalGuard
 from spd.cli.text.job import Vocabulary
+from spd.cli.text.messages import for_template
 from spd.cli.text.output import as_line, shortened, tell, write_stderr
 from spd.cli.text.prompt import read_json
 from spd.errors import IncompatibleError, UsageError
@@ -80,7 +81,7 @@ class ChatTools:
 
     def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
         """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
-        choice = Choice(0, inside, self._tools, (), self._tokenizer, self._marks)
+        choice = Choice(0, inside, self._tools, self._tokenizer, self._marks)
         choice.take(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):

@@ -18,9 +18,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
+from spd.cli.serve.completions import read_completion
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
-from spd.cli.serve.wishes import Wish, read_chat, read_completion, without_lines
+from spd.cli.serve.wishes import Wish, read_chat, without_lines
 from spd.cli.text.job import check_ids, encode_asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
@@ -63,13 +64,16 @@ class Service:
         self.used_at = time.monotonic()
 
     def admit(self, wanted: int) -> None:
-        """Raise ApiError where so many more requests cannot wait their turn."""
+        """Raise ApiError where so many more requests of one call cannot wait their turn.
+
+        No more of them run or wait at a time than are decoded together.
+        """
+        if wanted > MOST_OF_A_CALL:
+            refuse("n", f"{wanted:,} replies to one call, and at most {MOST_OF_A_CALL:,} are given")
         if self.draining:
             why = "The server is shutting down."
             raise ApiError(503, why, code="shutting_down", retry=5)
-        if wanted > self.slots:
-            refuse("n", f"{wanted} replies at once, and this server decodes {self.slots} together")
-        if self.open + wanted > self._most:
+        if self.open + min(wanted, self.slots) > self._most:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
             raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
 
@@ -88,7 +92,8 @@ class Service:
                     "id": secrets.token_hex(8),
                     "params": dataclasses.replace(wish.params, seed=seed),
                 }
-                prepared.append((dataclasses.replace(request, **own, draft_max=draft_max), inside))
+                own |= {"draft_max": draft_max, "prompt_logprobs": wish.prompt_logprobs}
+                prepared.append((dataclasses.replace(request, **own), inside))
         try:
             self.engine.check(prepared[0][0])
         except UsageError:
@@ -135,6 +140,8 @@ class Service:
         return "\n".join([*lines, ""])
 
 
+MOST_OF_A_CALL = 1024
+"""Replies to one call: prompts times `n`. The counters of each are kept until its answer is whole."""
 BODY_LIMIT = 16 << 20
 BODY_SECONDS = 60.0
 """For which a client may take to send a body."""
@@ -288,6 +295,7 @@ async def read_body(request: HttpRequest) -> Any:
     """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
 
     async def read() -> bytes:
+        """Return all of it."""
         data = bytearray()
         async for part in request.stream():
             data.extend(part)

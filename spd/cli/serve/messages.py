@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spd.cli.serve.http import Service
 
 _text = some({"text": TEXT}, "text", text="content")
-CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
+CALL = {"id": TEXT, "name": TEXT, "input": wishes.past_arguments}
 _named = some({"tool_name": name_of}, "tool_name", tool_name="text")
 _parts = read.texts("text", image=read.left_out, document=read.left_out, tool_reference=_named)
 RESULT = {"tool_use_id": TEXT, "content": _parts}
@@ -25,7 +25,7 @@ BLOCKS = {
     "text": _text,
     "thinking": some({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
     "redacted_thinking": some({}),
-    "tool_use": some(CALL, *CALL, input="arguments"),
+    "tool_use": some(CALL, "id", "name", input="arguments"),
     "tool_result": some(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
 }
 """They become pieces of a message as `conversation` wants them."""
@@ -64,9 +64,15 @@ def read_messages(value: Any, service: Service) -> Wish:
     said = conversation(
         {**block, "role": turn["role"]} for turn in turns for block in turn["content"]
     )
-    if said and said[-1]["role"] == "assistant":
-        refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
-    chat = {**body, "messages": said, "tools": [function(tool) for tool in body.get("tools", ())]}
+    continues = bool(said) and said[-1]["role"] == "assistant"
+    if continues and (said[-1].get("tool_calls") or not said[-1]["content"]):
+        refuse("messages", "the last one is the assistant's, and holds no text to go on from")
+    chat = {
+        **body,
+        "continue_final_message": continues,
+        "messages": said,
+        "tools": [function(tool) for tool in body.get("tools", ())],
+    }
     choice = body.get("tool_choice", {"type": "auto"})
     chat["tool_choice"] = {"any": "required", "tool": choice}.get(choice["type"], choice["type"])
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)

@@ -18,6 +18,7 @@ from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import UNANSWERED, logprob_entry
 from spd.cli.text.thinking import MarkedText, ThinkingCount
+from spd.errors import EngineError
 from spd.formats.thinking import KNOWN, ThinkingMarks
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
+
+LOWEST_LOGPROB = -9999.0
+"""The API's word for the logarithm of nothing."""
 
 
 @dataclass
@@ -69,11 +73,12 @@ class Choice:
         index: int,
         inside: bool | None,
         tools: Tools | None,
-        stops: Sequence[str],
         tokenizer: Tokenizer,
         marks: ThinkingMarks = KNOWN,
     ) -> None:
-        self.index, self._tokenizer, self._stops, self._tools = index, tokenizer, stops, tools
+        self.index, self._tools = index, tools
+        self.stop: str | None = None
+        """The stop string that ended it, if one did."""
         self._parser = CallParser(tools) if tools else None
         self._splitter = ThinkingSplitter(inside, marks)
         self._count = ThinkingCount(inside, tokenizer.token_bytes, marks)
@@ -84,8 +89,6 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         """Why it ended: stop, length or abort."""
-        self._spoken = b""
-        """All that was said where strings may stop it, with the one that did."""
         self._unanswered = False
         """Whether it ended while it was thinking."""
 
@@ -100,8 +103,7 @@ class Choice:
         self.logprobs += event.logprobs
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
         self._count.take(event.token_ids)
-        if self._stops:
-            self._spoken += self._tokenizer.bytes_of(event.token_ids)
+        self.stop = event.stop
         pieces: list[Piece] = []
         text = self._marked.take(event.token_ids, event.text)
         for thinking, part in self._splitter.feed(text, final=final):
@@ -169,27 +171,33 @@ class Choice:
             message["tool_calls"] = [call_of(part) for part in self.calls]
         return message
 
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended it, if one did."""
-        spoken = self._spoken.decode("utf-8", "ignore")
-        return next((stop for stop in self._stops if stop in spoken), None)
-
 
 class Call:
     """Requests that are answered together: `hear` is told each one's number and what comes, in the loop.
 
-    `close` it whatever happens: what still runs is aborted then, within a round.
+    As many run or wait as the server decodes together; the others follow as those end. `close` it
+    whatever happens: what still runs is aborted then, within a round.
     """
 
     def __init__(
         self, service: Service, requests: Sequence[Request], hear: Callable[[int, Answer], None]
     ) -> None:
         self._service, self._requests, self._hear = service, requests, hear
-        self._open, self._loop = {*range(len(requests))}, asyncio.get_running_loop()
-        service.open += len(requests)
-        for index, request in enumerate(requests):
-            service.thread.submit(request, partial(self._take, index))
+        self._loop = asyncio.get_running_loop()
+        self._open: set[int] = set()
+        self._rest = iter(range(len(requests)))
+        """Numbers of the requests that are still to begin."""
+        for _ in range(service.slots):
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Hand the next request to the engine, if there is one. Raises EngineError where it has ended."""
+        index = next(self._rest, None)
+        if index is None:
+            return
+        self._service.thread.submit(self._requests[index], partial(self._take, index))
+        self._open.add(index)
+        self._service.open += 1
 
     def _take(self, index: int, answer: Answer) -> None:
         with suppress(RuntimeError):  # the loop has ended: nothing listens any more
@@ -201,12 +209,19 @@ class Call:
             self._open.discard(index)
             self._service.ended(self.metrics(index), reason)
         self._hear(index, answer)
+        if reason not in (None, "error"):
+            try:
+                self._begin_next()
+            except EngineError as error:
+                self._hear(index, error)
 
     def metrics(self, index: int) -> RequestMetrics:
         """A request's counters."""
         return self._service.thread.metrics(self._requests[index].id)
 
     def close(self) -> None:
+        """Abort what runs, and begin nothing more."""
+        self._rest = iter(range(0))
         for index in self._open:
             self._service.thread.end(self._requests[index].id)
 
@@ -217,10 +232,15 @@ class Reply:
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         vocabulary = service.settings.vocabulary
-        made_of = wish.tools, wish.params.stop, vocabulary.need_tokenizer(), vocabulary.marks
+        made_of = wish.tools, vocabulary.need_tokenizer(), vocabulary.marks
         self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
         self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())
+        self._prompt_tokens = sum(
+            len(request.prompt_ids) for request, _ in prepared[:: wish.body.get("n", 1)]
+        )
+        self._reply_tokens = 0
+        """Tokens of all replies so far."""
         self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         requests = [request for request, _ in prepared]
         self._call = Call(service, requests, lambda *answer: self._answers.put_nowait(answer))
@@ -261,10 +281,16 @@ class Reply:
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, code="generation_failed")
+        event = self._heard(index, event)
+        self._reply_tokens += len(event.token_ids)
         grown = self._choices[index].take(event)
         if malformed := len(self._choices[index].malformed):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
+
+    def _heard(self, index: int, event: Event) -> Event:
+        """Return an event of a choice as the reply is to show it."""
+        return event
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
@@ -335,6 +361,21 @@ def sse(value: Mapping[str, Any], name: str = "") -> bytes:
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
 
 
+def shown_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return log-probabilities with their tokens' texts, the likeliest ones in `top`."""
+    shown = [logprob_entry(entry, tokenizer) for entry in entries]
+    for entry in shown:
+        for one in (entry, *entry["top"]):
+            one["logprob"] = max(one["logprob"], LOWEST_LOGPROB)
+    return shown
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return log-probabilities as chat completions and Responses have them."""
+    shown = shown_logprobs(entries, tokenizer)
+    return [{"top_logprobs": entry.pop("top"), **entry} for entry in shown]
+
+
 class ChatReply(Reply):
     """As chat completions."""
 
@@ -347,33 +388,37 @@ class ChatReply(Reply):
         head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
         return {**head, "model": self._service.name, "choices": choices, **more}
 
-    @property
-    def _includes_usage(self) -> bool:
-        """Whether a stream says its usage at its end."""
-        return bool(self._wish.body.get("stream_options", {}).get("include_usage"))
+    def _stream_option(self, name: str) -> bool:
+        """True if the body asks for an option of streams."""
+        return bool(self._wish.body.get("stream_options", {}).get(name))
 
-    def _told(self, choice: Choice, entries: Sequence[TokenLogprob], **said: Any) -> dict[str, Any]:
-        """A choice, or what was added to it."""
-        logprobs, reason = self._logprobs(entries), self._reason(choice)
-        told = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
-        return {**told, **said, **choice.noted}
+    def _chunk(self, choice: Choice, **fields: Any) -> bytes:
+        """Return an event with what is new of a choice."""
+        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
+        usage: dict[str, Any] = {}
+        if self._stream_option("continuous_usage_stats"):
+            usage = {"usage": self._usage_so_far()}
+        elif self._stream_option("include_usage"):
+            usage = {"usage": None}
+        return sse(self._object([told], **usage))
 
-    def _chunk(self, told: Mapping[str, Any]) -> bytes:
-        return sse(self._object([told], **({"usage": None} if self._includes_usage else {})))
+    def _usage_so_far(self) -> dict[str, int]:
+        total = self._prompt_tokens + self._reply_tokens
+        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._reply_tokens}
+        return {**usage, "total_tokens": total}
 
     def begin(self, cached: int) -> Iterator[bytes]:
         for choice in self._choices:
-            said = {
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            yield self._chunk({"index": choice.index, **said})
+            yield self._chunk(choice, delta={"role": "assistant", "content": ""})
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        said = self._added(choice, grown)
-        if any(said.values()) or event.finish_reason is not None or event.logprobs:
-            yield self._chunk(self._told(choice, event.logprobs, **said))
+        """See `Reply.grow`; the chunk that tells why a choice ended holds no text: clients drop it."""
+        added = self._added(choice, grown)
+        if any(added.values()) or event.logprobs:
+            yield self._chunk(choice, logprobs=self._logprobs(choice, event.logprobs), **added)
+        if event.finish_reason is not None:
+            ended = {**self._added(choice, ()), **choice.noted}
+            yield self._chunk(choice, finish_reason=self._reason(choice), **ended)
 
     def _added(self, choice: Choice, grown: Sequence[Grown]) -> dict[str, Any]:
         """What an event added, as its field."""
@@ -390,7 +435,7 @@ class ChatReply(Reply):
         return {"delta": delta}
 
     def end(self) -> Iterator[bytes]:
-        if self._includes_usage:
+        if self._stream_option("include_usage"):
             yield sse(self._object([], **self._figures()))
         yield b"data: [DONE]\n\n"
 
@@ -399,8 +444,13 @@ class ChatReply(Reply):
         yield b"data: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
-        told = [self._told(one, one.logprobs, **self._all(one)) for one in self._choices]
-        return self._object(told, **self._figures())
+        return self._object([self._ended(one) for one in self._choices], **self._figures())
+
+    def _ended(self, choice: Choice) -> dict[str, Any]:
+        """Return a whole choice."""
+        logprobs = self._logprobs(choice, choice.logprobs)
+        told = {"index": choice.index, "logprobs": logprobs, "finish_reason": self._reason(choice)}
+        return {**told, **self._all(choice), **choice.noted}
 
     def _all(self, choice: Choice) -> dict[str, Any]:
         """All of a choice, as its field."""
@@ -417,24 +467,12 @@ class ChatReply(Reply):
         )
         return "tool_calls" if called else choice.reason
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Log-probabilities in the API's form."""
         if self._wish.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        named = [logprob_entry(entry, tokenizer) for entry in entries]
-        for one in (each for entry in named for each in (entry, *entry["top"])):
-            one["logprob"] = max(
-                one["logprob"], -9999.0
-            )  # so the API says the logarithm of nothing
-        return self._shown(named)
-
-    def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Entries in the API's form."""
-        return {
-            "content": [{"top_logprobs": one.pop("top"), **one} for one in entries],
-            "refusal": None,
-        }
+        return {"content": chat_logprobs(entries, tokenizer), "refusal": None}
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""
@@ -458,25 +496,3 @@ class ChatReply(Reply):
         usage["completion_tokens_details"] = details
         metrics = {"speculative_decoding": speculation}
         return {"usage": usage, "timings": each[0].timings(), "metrics": metrics}
-
-
-class CompletionReply(ChatReply):
-    """As completions."""
-
-    kind, prefix = "text_completion", "cmpl"
-    begin = Reply.begin
-
-    def _added(self, choice: Choice, grown: Sequence[Grown]) -> dict[str, Any]:
-        return {"text": "".join(text for _, text, _ in grown)}
-
-    def _all(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.all("text")}
-
-    def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {one["token"]: one["logprob"] for one in entry["top"]} for entry in entries
-            ],
-        }

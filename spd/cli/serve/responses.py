@@ -11,29 +11,27 @@ from spd.cli.serve.body import FLAG, TEXT, ApiError, blocks, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import (
     FUNCTION,
-    ROLES,
     SAMPLING,
     Wish,
     function,
-    name_of,
     past_arguments,
     wish_of,
 )
+from spd.cli.text.messages import ROLES
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
 
 KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
-_texts, _shown = (
-    read.texts(*KINDS),
-    read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out),
-)
-CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
+_refusal = some({"refusal": TEXT}, "refusal", refusal="text")
+_texts = read.texts(*KINDS, refusal=_refusal)
+_shown = read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out)
+CALL = {"call_id": TEXT, "name": TEXT, "arguments": past_arguments}
 RESULT = {"call_id": TEXT, "output": _shown}
 ITEMS = {
     "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
     "reasoning": some({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
-    "function_call": some(CALL, *CALL, call_id="id"),
+    "function_call": some(CALL, "call_id", "name", call_id="id"),
     "function_call_output": some(RESULT, *RESULT, call_id="tool_call_id", output="content"),
 }
 """They become pieces of a message as `conversation` wants them."""
@@ -64,6 +62,7 @@ def read_response(value: Any, service: Service) -> Wish:
     body = _body(value, "")
     said = [{"role": "system", "content": body[name]} for name in ("instructions",) if name in body]
     chat = {**body, "asked": value, "messages": wishes.conversation([*said, *body["input"]])}
+    chat["continue_final_message"] = False  # the API has no reply that is begun
     chat["tools"] = [tool for tool, _, _ in _flat(body.get("tools", ()))]
     chat["response_format"] = body.get("text", {}).get("format", {"type": "text"})
     chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")

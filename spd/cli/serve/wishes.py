@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, some, whole
-from spd.cli.serve.forms import MARKS, Tools, as_json, call_form
-from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
-from spd.cli.text.channels import CHANNEL
+from spd.cli.serve.forms import MARKS, Tools, call_form
+from spd.cli.serve.replies import ChatReply, Reply
+from spd.cli.text.messages import (
+    ROLES,
+    in_template_order,
+    read_arguments,
+    with_system_first,
+)
 from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import SEED_BITS, GrammarText
@@ -27,16 +32,11 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import SamplingParams
 
+MAX_REPLIES = 128
+"""Of one prompt."""
 IDS = listed(whole(0, 2**31 - 1), 1 << 20)
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """What chat templates are told of an effort that they do not know."""
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 
 
 def name_of(value: Any, name: str) -> str:
@@ -52,51 +52,44 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    is_fine = (re.fullmatch("[0-9]{1,9}", token, re.ASCII) for token in OBJECT(value, name))
-    if len(value) > 1024 or not all(is_fine):
-        refuse(name, "expected at most 1024 token ids with numbers")
-    return tuple((int(token), read.number(bias, name)) for token, bias in value.items())
+    if len(OBJECT(value, name)) > 1024:
+        refuse(name, f"expected at most 1024 token ids, but got {len(value):,}")
+    return tuple(_bias(token, bias, name) for token, bias in value.items())
 
 
-def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
-    """One prompt or several, as text or as token ids."""
-    several = isinstance(value, list) and value and not isinstance(value[0], int)
-    return tuple(listed(_prompt, 128)(value if several else [value], name))
-
-
-def _prompt(value: Any, name: str) -> Asked:
-    if isinstance(value, str):
-        return Asked(text=value)
-    ids = IDS(value, name)
-    return Asked(ids=ids) if ids else refuse(name, "expected a text or token ids")
+def _bias(token: str, bias: Any, name: str) -> tuple[int, float]:
+    if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+        refuse(name, f"its key {token[:40]!r} is not a token id")
+    return int(token), read.number(bias, f"{name}.{token}")
 
 
 def past_arguments(value: Any, name: str) -> Any:
-    """Arguments of an earlier call as an object, which templates write in their own form."""
-    try:
-        loaded = json.loads(TEXT(value, name))
-        return loaded if isinstance(loaded, dict) else value
-    except (ValueError, RecursionError):
-        return value  # cut short by a limit: the template gets the text
+    """Return the arguments of an earlier call, whatever they are: see `read_arguments`."""
+    return read_arguments(value)
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """A message as chat templates read it: text in `content`, arguments of calls as objects."""
-    said = {key: one for key, one in _MESSAGE(value, name).items() if one or key == "content"}
-    if "tool_calls" in said:
-        said["tool_calls"] = [{**call, "type": "function"} for call in said["tool_calls"]]
-    elif "content" not in said:
+    """Return a message with text in `content`. Raises ApiError."""
+    fields_of = _MESSAGE(value, name)
+    message = {key: one for key, one in fields_of.items() if one or key == "content"}
+    refusal = message.pop("refusal", "")
+    if "tool_calls" in message:
+        message["tool_calls"] = [{**call, "type": "function"} for call in message["tool_calls"]]
+    elif "content" not in message and message["role"] not in ("assistant", "tool"):
         refuse(f"{name}.content", "expected a string", "missing_required_parameter")
-    return {"content": "", **said, "role": ROLES[said["role"]]}
+    return {"content": refusal, **message, "role": ROLES[message["role"]]}
 
 
-_called = some({"name": name_of, "arguments": past_arguments}, "name")
+_called = some({"name": TEXT, "arguments": past_arguments}, "name")
+_refusal = some({"refusal": TEXT}, "refusal", refusal="text")
 _MESSAGE = some(
     {
         "role": read.one_of(*ROLES),
-        "content": read.texts("text"),
+        "content": read.texts("text", refusal=_refusal),
         "tool_calls": listed(some({"id": TEXT, "function": _called}, "function"), 1024),
         **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), TEXT),
+        "refusal": TEXT,
+        **dict.fromkeys(("function_call", "audio")),
     },
     "role",
     reasoning="reasoning_content",
@@ -124,18 +117,32 @@ SAMPLING = {
     "logit_bias": _logit_bias,
 }
 """Those that `SamplingParams` knows by the same names; it checks their ranges."""
-IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), read.anything)
-IGNORED |= dict.fromkeys(
-    ("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything
+PASSED_OVER = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
 )
-"""Fields that change no text."""
+"""Fields of chat completions and completions that change no text."""
+STREAM_OPTIONS = {
+    "include_usage": FLAG,
+    "continuous_usage_stats": FLAG,
+    "include_obfuscation": read.anything,
+}
 SHARED = {
     **SAMPLING,
-    **IGNORED,
+    **dict.fromkeys(PASSED_OVER, read.anything),
     "model": TEXT,
-    "n": whole(1, 128),
+    "n": whole(1, MAX_REPLIES),
     "stream": FLAG,
-    "stream_options": some({"include_usage": FLAG}),
+    "stream_options": fields(STREAM_OPTIONS),
     "speculative": fields({"spec": read.one_of("auto", "off"), "draft_max": whole(0, MAX_DRAFT)}),
 }
 CHAT = {
@@ -150,9 +157,10 @@ CHAT = {
     "tools": listed(_TOOL, 128),
     "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
+    "continue_final_message": FLAG,
+    "add_generation_prompt": FLAG,
 }
-COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS)}
-_chat, _completion = fields(CHAT, max_completion_tokens="max_tokens"), fields(COMPLETION, "prompt")
+_chat = fields(CHAT)
 
 
 @dataclass(frozen=True)
@@ -169,11 +177,28 @@ class Wish:
     body: Mapping[str, Any]
     grammar: GrammarText | None = None
     tools: Tools | None = None
+    prompt_logprobs: int | None = None
+    """How many likeliest tokens to score at each place of the prompts; None: they are not scored."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
     """The body of a chat completion. Raises ApiError."""
-    return wish_of(_chat(value, ""), service, ChatReply)
+    body = _chat(value, "")
+    check_stream(body)
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        refuse("top_logprobs", "it needs `logprobs` to be true")
+    return wish_of(with_one_limit(body, "max_completion_tokens"), service, ChatReply)
+
+
+def with_one_limit(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the body with one limit of tokens, `max_tokens`: the smaller of two."""
+    limits = [body[each] for each in ("max_tokens", name) if each in body]
+    return {**body, "max_tokens": min(limits)} if limits else dict(body)
+
+
+def check_stream(body: Mapping[str, Any]) -> None:
+    if body.get("stream_options") and not body.get("stream"):
+        refuse("stream_options", "it needs `stream` to be true")
 
 
 def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wish:
@@ -189,46 +214,31 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wi
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
-    messages = alternating(messages) if "must alternate" in source else messages
-    messages = tuple(for_template(message, source) for message in messages)
-    logprobs = body.get("top_logprobs", 0 if body.get("logprobs") else None)
-    params = _params(body, service.settings, logprobs)
-    return Wish(
-        (Asked(messages=messages, variables=variables),), params, reply, body, grammar, tools
-    )
+    messages = in_template_order(with_system_first(messages), source)
+    continues = _continues(body, messages[-1], tools)
+    logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
+    params = sampling_params(body, service.settings, logprobs)
+    asked = Asked(messages=tuple(messages), variables=variables, continues=continues)
+    return Wish((asked,), params, reply, body, grammar, tools)
 
 
-def alternating(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For a template that refuses turns of the user's with no word of the assistant's between them."""
-    found = list[Mapping[str, Any]]()
-    for message in messages:
-        last = found[-1] if found and message["role"] == "user" else {"role": None}
-        if last["role"] == "user":
-            message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
-        found += [{"role": "assistant", "content": "Done."}] if last["role"] == "tool" else []
-        found.append(message)
-    return found
+def _continues(body: Mapping[str, Any], last: Mapping[str, Any], tools: Tools | None) -> bool:
+    """True if the reply continues the last message. Raises ApiError where it cannot.
 
-
-def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """A message with its thinking by both names that templates know, and with texts for what they join."""
-    message = dict(message)
-    calls = message.get("tool_calls", ())
-    if (thought := message.get("reasoning_content")) is not None:
-        message["thinking"] = thought
-        if (
-            CHANNEL in template and calls and message["content"]
-        ):  # it takes one of them beside a call
-            message["thinking"] += "\n" + message.pop("content")
-    for call in calls if _JOINED.match(template) else ():
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else as_json(arguments)
-        call["function"] = {**call["function"], "arguments": text}
-    return message
-
-
-_JOINED = re.compile(r"""(?s)(?!.*arguments['"\]]*\s*\|\s*tojson).*\+\s*[\w.'"\[\]]*arguments\b""")
-"""A template that puts arguments into its text as they are, as DeepSeek's own do."""
+    It does so where the assistant has begun it, unless the body says otherwise.
+    """
+    is_begun = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
+    continues = bool(body.get("continue_final_message", is_begun))
+    if body.get("add_generation_prompt", not continues) == continues:
+        refuse("add_generation_prompt", "it is true where no message is continued, else false")
+    if not continues:
+        return False
+    if not is_begun:
+        refuse("continue_final_message", "the last message is no text of the assistant's")
+    if (tools is not None and tools.required) or response_format(body) is not None:
+        why = "the assistant has begun the reply, which then cannot be held to a format or to calls"
+        refuse("messages", why)
+    return True
 
 
 def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
@@ -246,15 +256,9 @@ def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
     return dataclasses.replace(wish, prompts=tuple(asked))
 
 
-def read_completion(value: Any, service: Service) -> Wish:
-    """The body of a completion. Raises ApiError."""
-    body = _completion(value, "")
-    body.setdefault("max_tokens", 16)  # the API's own number
-    params = _params(body, service.settings, body.get("logprobs"))
-    return Wish(body["prompt"], params, CompletionReply, body)
-
-
-def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -> SamplingParams:
+def sampling_params(
+    body: Mapping[str, Any], settings: Settings, logprobs: int | None
+) -> SamplingParams:
     """Sampling parameters: those given over the model's own."""
     values = {name: body[name] for name in SAMPLING if name in body} | {"logprobs": logprobs}
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))  # -1 is off, too
@@ -296,7 +300,8 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 {"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]}
             )
             continue
-        is_its_own = "reasoning_content" in piece or "arguments" in piece
+        is_call = "id" in piece and "name" in piece
+        is_its_own = "reasoning_content" in piece or is_call
         role = "assistant" if is_its_own else ROLES[piece.get("role", "assistant")]
         if role == "system" and any(one["role"] != "system" for one in messages):
             role = "user"
@@ -305,8 +310,8 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         message = messages[-1]
         if thought := piece.get("reasoning_content"):
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
-        if "arguments" in piece:
-            function = {"name": piece["name"], "arguments": piece["arguments"]}
+        if is_call:
+            function = {"name": piece["name"], "arguments": piece.get("arguments")}
             call = {"id": piece["id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         message["content"] += "\n\n" * bool(message["content"] and text) + text
@@ -360,12 +365,12 @@ def response_format(body: Mapping[str, Any]) -> GrammarText | None:
     """The grammar of a body's format, if it has one; it may be flat. Raises ApiError."""
     form = body.get("response_format", {"type": "text"})
     if form["type"] == "text":
+        if "schema" in form or "json_schema" in form:
+            refuse("response_format", "a schema needs the type `json_schema` or `json_object`")
         return None
-    schema = (
-        {"type": "object"}
-        if form["type"] == "json_object"
-        else form.get("json_schema", form).get("schema")
-    )
+    schema = form.get("json_schema", form).get("schema")
+    if schema is None and form["type"] == "json_object":
+        schema = {"type": "object"}
     if schema is None:
         refuse("response_format", "its schema is missing", "missing_required_parameter")
     return GrammarText("schema", json.dumps(schema))

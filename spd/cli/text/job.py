@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions, SamplingOptions
+from spd.cli.text.fill_in import fill_in_form, fill_in_ids
+from spd.cli.text.messages import for_template
 from spd.cli.text.prompt import (
     TAIL,
     Asked,
@@ -254,20 +256,47 @@ def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int) -> list[int
         return list(asked.ids)
     tokenizer = vocabulary.need_tokenizer()
     if asked.text is not None:
-        ids = tokenizer.encode(tokenizer.bounded(asked.text, context), add_special=True)
-        return ids or [_first_token(vocabulary)]
+        return _encode_raw(asked.text, asked.suffix, vocabulary, context)
     from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 
-    template, variables = vocabulary.need_template(), asked.variables or {}
-    chat = render_chat(tokenizer, template, asked.messages, **variables)
+    template = vocabulary.need_template()
+    messages = _templated(asked, template)
+    variables = asked.variables or {}
+    chat = render_chat(tokenizer, template, messages, continues=asked.continues, **variables)
     text = tokenizer.bounded(chat.marked, context)
     return encode_rendered(tokenizer, RenderedChat(text, chat.mark))
+
+
+def _encode_raw(text: str, suffix: str | None, vocabulary: Vocabulary, context: int) -> list[int]:
+    """Return the ids of a raw prompt, whose control tokens are read as such, as transformers does.
+
+    suffix: what is to follow the reply. Raises IncompatibleError where the vocabulary has no tokens for it.
+    """
+    tokenizer = vocabulary.need_tokenizer()
+    text = tokenizer.bounded(text, context)
+    if suffix is None:
+        ids = tokenizer.encode(text, parse_special=True, add_special=True)
+        return ids or [_first_token(vocabulary)]
+    form = fill_in_form(tokenizer)
+    if form is None:
+        words = f"the vocabulary of {vocabulary.name} has no tokens for filling in before a suffix"
+        raise IncompatibleError(words, code="no_fill_in")
+    behind = tokenizer.bounded(suffix, context)
+    texts = (tokenizer.encode(one, parse_special=True) for one in (text, behind))
+    return fill_in_ids(tokenizer, form, *texts)
+
+
+def _templated(asked: Asked, template: ChatTemplate) -> list[dict[str, Any]]:
+    """Return the messages with their calls and their thinking in the form that the template reads."""
+    source = template.tool_use or template.default
+    return [for_template(message, source) for message in asked.messages]
 
 
 def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
     """The prompt as text, with the template's own tokens spelled out."""
     if asked.messages:
-        return vocabulary.need_template().render(asked.messages, **(asked.variables or {}))
+        template = vocabulary.need_template()
+        return template.render(_templated(asked, template), **(asked.variables or {}))
     if asked.text:
         return asked.text
     return (

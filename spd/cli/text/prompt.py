@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.cli.text import channels
+from spd.cli.text.messages import read_message
 from spd.cli.text.output import Console, is_terminal
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
@@ -34,6 +35,10 @@ class Asked:
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] | None = None
+    suffix: str | None = None
+    """What follows the reply to a raw text, which is to be filled in between."""
+    continues: bool = False
+    """Whether the reply continues the last message, which the assistant has begun."""
 
 
 def gather(options: GenerateOptions) -> Asked:
@@ -156,15 +161,12 @@ def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
     """A JSON value as the messages of a chat. Raises UsageError naming where it was `shown`."""
     if not isinstance(loaded, list) or not loaded:
         raise UsageError(f"{shown} holds no list of messages", fix=[CHAT])
+    messages: list[Mapping[str, Any]] = []
     for number, message in enumerate(loaded):
         where = f"{shown}: message {number}"
-        if not isinstance(message, dict):
-            raise UsageError(f"{where} is not an object", fix=[CHAT])
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise UsageError(f"{where} has no text in `{field}`", fix=[CHAT])
-        check_text(json.dumps(message, ensure_ascii=False), where)
-    return tuple(loaded)
+        messages.append(read_message(message, where, CHAT))
+        check_text(json.dumps(messages[-1], ensure_ascii=False), where)
+    return tuple(messages)
 
 
 SWITCH = SWITCHES[0]

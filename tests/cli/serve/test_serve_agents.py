@@ -267,7 +267,7 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
     }
     codex = response(instructions="Be exact.", input=items, prompt_cache_key="k", **more)
     called = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": CALL}}
-    thoughts = {"reasoning_content": "Hm.", "thinking": "Hm."}
+    thoughts = {"reasoning_content": "Hm."}
     expected = [
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "Read a.\n\nAgents: none."},
@@ -467,16 +467,16 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         *({"max_tokens": most} for most in ("many", 0)),
         *(
             {"messages": turns}
-            for turns in (None, [], "Hi", [3], [USER, {**USER, "role": "assistant"}])
+            for turns in (None, [], "Hi", [3], [USER, {"role": "assistant", "content": ""}])
         ),
         *({"messages": [{**USER, **more}]} for more in ({"role": "wizard"}, {"content": 3})),
         *({"messages": [{**USER, "content": said}]} for said in ("\ud800", "word " * 9000)),
         *({"messages": [say({"type": kind, "text": {}})]} for kind in ("image", "text", ["text"])),
         *(
             {"messages": [say(one)]}
-            for one in (result([{"type": "audio"}]), {"type": "tool_result"}, use())
+            for one in (result([{"type": "audio"}]), {"type": "tool_result"}, use(id=None))
         ),
-        *({"messages": asked(use(**more))} for more in ({"input": "rm -rf /"}, {"name": "a b"})),
+        *({"messages": asked(use(**more))} for more in ({"id": 3}, {"name": 3})),
         {"messages": asked(use(input={"a": "x" * 200_000}))},
         *(
             {"tools": [{"name": "f", **more}]}
@@ -502,7 +502,7 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         *({"input": [{"type": kind, "id": "x"}]} for kind in ("item_reference", "computer_call")),
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         *(
-            {"input": [{**CALLED, "arguments": {}}]},
+            {"input": [{**CALLED, "name": {}}]},
             {"input": [{**CALLED, "type": "function_call_output"}]},
         ),
         *(

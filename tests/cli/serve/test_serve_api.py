@@ -93,8 +93,7 @@ def test_a_whole_answer_and_the_stream_of_one(served) -> None:
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == first["message"]["content"]
     fields = {"seed": 5, "temperature": 0.8, "max_tokens": 30, "n": 2, "logprobs": True}
     whole = served.chat(**fields)
-    usage = {"include_usage": True, "continuous_usage_stats": True}
-    events = served.stream(**fields, stream_options=usage)
+    events = served.stream(**fields, stream_options={"include_usage": True})
     assert all(event["usage"] is None for event in events[:-1])
     assert events[-1]["choices"] == [] and events[-1]["usage"] | {"x": 0} != {"x": 0}
     for field in ("prompt_tokens", "completion_tokens", "total_tokens"):

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from spd.cli.serve.body import ApiError
+from spd.cli.serve.completions import COMPLETION
 from spd.cli.serve.http import READERS
 from spd.cli.serve.messages import MESSAGES as MESSAGE
 from spd.cli.serve.responses import RESPONSES
-from spd.cli.serve.wishes import CHAT, COMPLETION
+from spd.cli.serve.wishes import CHAT
 from tests.cli.serve.conftest import MESSAGES, Served, connected
 
 CHAT_PATH = "/v1/chat/completions"
@@ -34,9 +35,9 @@ def user(content: Any, **fields: Any) -> dict[str, Any]:
 
 LIMITED = {
     "temperature": (-1, True, 10**400),
-    "logit_bias": ({"999999999": 1}, {"1": 10**400}, {str(i): 1 for i in range(2000)}),
+    "logit_bias": ({"999999999": 1}, {"1": 2000}, {"x": 1}, {str(i): 1 for i in range(2000)}),
     **{"messages": ([],), "model": ("gpt-4",), "top_p": (0,), "top_k": (1.5,), "max_tokens": (0,)},
-    **{"n": (5,), "seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
+    **{"n": (129,), "seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
     **{"chat_template_kwargs": ({"tools": []},), "chat_template": ("{{ 1 }}",)},
     **{"modalities": (["audio"],), "temprature": (0,)},
 }
@@ -58,7 +59,16 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
         (user("\ud800"), None),
         ({"temperature": math.inf}, None),
     ),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format"),
     *(({"stop": ["a", 3]}, "stop[1]"), ({"stop": "x" * 300}, None)),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -180,7 +190,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         *({"prompt": prompt} for prompt in (None, 3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
         *(
             {"prompt": "x", name: value}
-            for name, value in (("suffix", "y"), ("best_of", 3), ("echo", True))
+            for name, value in (("suffix", "y"), ("best_of", 3), ("n", 129))
         ),
     ],
     "/tokenize": [{}, {"prompt": 3}],

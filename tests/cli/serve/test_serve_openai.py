@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.parser import parse_size
-from spd.cli.serve.wishes import CHAT, IGNORED
+from spd.cli.serve.wishes import CHAT, PASSED_OVER
 from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
@@ -181,7 +181,7 @@ def test_curl(served: Served) -> None:
 
 
 def test_every_field_is_listed() -> None:
-    beside = {"messages", "model", "stream", "speculative", "temperature", *IGNORED}
+    beside = {"messages", "model", "stream", "speculative", "temperature", *PASSED_OVER}
     penalties = {name for name in CHAT if name.endswith("_penalty")}
     assert {name for name in CHAT.keys() - beside - penalties if f"`{name}`" not in PAGE} == set()
 

@@ -186,10 +186,10 @@ def events(
             taken.append(token)
             if detokenizer.push(token):
                 break
-        ends = detokenizer.stopped or start + size >= len(ids)
+        ends = detokenizer.stop is not None or start + size >= len(ids)
         text = detokenizer.take(final=ends)
         yield Event(
-            "", tuple(taken), text, ("stop" if detokenizer.stopped else reason) if ends else None
+            "", tuple(taken), text, ("stop" if detokenizer.stop is not None else reason) if ends else None
         )
         if ends:
             return
@@ -218,7 +218,7 @@ def test_thinking_of_every_family(name: str, tmp_path: Path) -> None:
     ids = tokenizer.encode(family.reply, parse_special=True)
     found = list[Shown]()
     for size in (1, 2, 3, 5, len(ids)):
-        choice = Choice(0, family.inside, None, (), tokenizer, marks)
+        choice = Choice(0, family.inside, None, tokenizer, marks)
         found.append(shown(choice, events(tokenizer, ids, size)))
         message = choice.message()
         thought, answer = message.get("reasoning_content", ""), message["content"]
@@ -252,7 +252,7 @@ def test_no_grouping_of_tokens_changes_a_reply(seed: int, tmp_path: Path) -> Non
         inside, reason = rng.choice((True, False, None)), rng.choice(("stop", "length"))
         found = [
             shown(
-                Choice(0, inside, tools, stops, tokenizer, marks),
+                Choice(0, inside, tools, tokenizer, marks),
                 events(tokenizer, ids, size, stops, reason),
             )
             for size in (1, 2, 5, len(ids))
@@ -274,7 +274,7 @@ def test_what_is_counted_as_thinking(tmp_path: Path) -> None:
     ):
         ids = tokenizer.encode(text, parse_special=True)
         for size in (1, 2, 5, len(ids)):
-            choice = Choice(0, inside, None, (), tokenizer, marks_of("", tokenizer))
+            choice = Choice(0, inside, None, tokenizer, marks_of("", tokenizer))
             shown(choice, events(tokenizer, ids, size))
             assert choice.reasoning_tokens == tokens, (text, size)
 
@@ -284,7 +284,7 @@ def test_a_special_token_of_a_call_stands_where_it_was_written(tmp_path: Path) -
     tokenizer = opened(tmp_path, ("<tool_call>", "</tool_call>"), PLAIN)
     ids = tokenizer.encode(f"ü\n{CALL}", parse_special=True)
     for size in (1, 2, 5, len(ids)):
-        choice = Choice(0, False, Tools(LOOKUP, FORM), ("\n{y",), tokenizer)
+        choice = Choice(0, False, Tools(LOOKUP, FORM), tokenizer)
         shown(choice, events(tokenizer, ids, size, ("\n{y",)))
         assert [(part.kind, part.text) for part in choice.parts] == [
             ("text", "ü"),
@@ -319,7 +319,7 @@ def test_a_call_in_thinking(text, inside, reason, called, noted, tmp_path) -> No
     tokenizer = opened(tmp_path, (), PLAIN)
     ids = tokenizer.encode(text, parse_special=True)
     for size in (1, 5, max(1, len(ids))):
-        choice = Choice(0, inside, Tools(LOOKUP, FORM), (), tokenizer)
+        choice = Choice(0, inside, Tools(LOOKUP, FORM), tokenizer)
         streamed, whole, _, _, notes = shown(choice, events(tokenizer, ids, size, reason=reason))
         assert streamed == whole and bool(choice.calls) == called
         assert {part.text for part in choice.calls} <= {'{"n": 1}'}
@@ -353,7 +353,7 @@ def test_a_call_that_is_only_thought_about_is_none(form, special, reply, tmp_pat
     ids = tokenizer.encode(reply, parse_special=True)
     for size in (1, 2, 5, len(ids)):
         tools = Tools(LOOKUP, FORMS[form])
-        choice = Choice(0, False, tools, (), tokenizer, marks_of("", tokenizer))
+        choice = Choice(0, False, tools, tokenizer, marks_of("", tokenizer))
         shown(choice, events(tokenizer, ids, size))
         assert [part.text.replace(" ", "") for part in choice.calls] == ['{"n":1}']
         assert choice.all("text").strip() == ""
