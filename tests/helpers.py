@@ -19,7 +19,7 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from spd.runtime.round.rows import PromptPart, SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny

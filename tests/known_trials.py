@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import OPERATION_NAMES, Kernels
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
@@ -28,8 +28,9 @@ def structure(thing: Any) -> Any:
     if isinstance(thing, Tensor):
         return thing.shape, thing.dtype, thing.is_mkldnn
     if isinstance(thing, Kernels):
-        operations = (inspect.unwrap(each) for each in vars(thing).values() if callable(each))
-        return thing.name, tuple(map(id, operations))
+        operations = (getattr(thing, name) for name in OPERATION_NAMES)
+        functions = (getattr(operation, "__func__", operation) for operation in operations)
+        return thing.name, tuple(id(inspect.unwrap(function)) for function in functions)
     if isinstance(thing, ProcessGroup):
         return thing.size
     if isinstance(thing, list | tuple):

@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw, Norm
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 

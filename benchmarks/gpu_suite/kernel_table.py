@@ -41,7 +41,8 @@ from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES,
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from spd.formats.hub import own_cache
 from spd.kernels.attention.paged_attention import AttentionHeads
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.interface import Kernels
 from spd.runtime.lab.tile_questions import ask_gpus
 from spd.runtime.load.token_tiles import widest_tiles
 

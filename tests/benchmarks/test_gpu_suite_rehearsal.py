@@ -24,7 +24,8 @@ from benchmarks.gpu_suite.kernel_table import cases, run_case
 from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
 from spd.kernels.attention.paged_attention import AttentionHeads
-from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.interface import OPERATION_NAMES, Kernels
 from spd.runtime import Engine
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
@@ -82,7 +83,7 @@ class Watched:
         self.honest, self.called = load_kernels(form), set[str]()
 
     def __getattr__(self, name: str) -> Any:
-        if name in operation_stems():
+        if name in OPERATION_NAMES:
             self.called.add(name)
         return getattr(self.honest, name)
 
@@ -103,7 +104,7 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
         )
         assert "error" not in result, (name, result["error"])
         assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values()), name
-    assert watched.called == set(operation_stems()) - NOT_IN_THE_TABLE
+    assert watched.called == set(OPERATION_NAMES) - NOT_IN_THE_TABLE
 
 
 def test_every_round_is_noted_in_order(tmp_path: Path) -> None:

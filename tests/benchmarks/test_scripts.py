@@ -17,7 +17,7 @@ from benchmarks.freeze import __main__ as freeze
 from benchmarks.freeze.cells import Run
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.options import GenerateOptions
-from spd.kernels.dispatch import FACTS
+from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime import Engine, Request
 from spd.runtime.round.limits import PAGE_SIZE
 from tests.cli.serve.conftest import serving
@@ -38,14 +38,16 @@ def test_a_turn_prefills_what_it_adds(
     (lookup,) = found["methods"].values()
     assert lookup["turns"] == 6 and lookup["turns_equal_to_cold"] == lookup["turns_cold"] == 3
     assert lookup["cached_is_true"] and lookup["compactions"] > 0
-    assert lookup["prefilled_beyond_new_most"] < FACTS["native"].chunk
+    assert lookup["prefilled_beyond_new_most"] < CAPABILITIES["native"].chunk
     assert lookup["prefilled_again"] <= 6 * (PAGE_SIZE - 1) * (model == "demo"), (
         "a page's beginning, without states"
     )
     assert lookup["prefilled_tokens"] < lookup["prompt_tokens"] * 0.8
     assert lookup["tokens_per_round"] > 1.5 and lookup["said_tokens"] > 100
     changing = found["without_rule"]
-    assert changing["prefilled_tokens"] > changing["prompt_tokens"] - FACTS["native"].chunk * 6
+    assert (
+        changing["prefilled_tokens"] > changing["prompt_tokens"] - CAPABILITIES["native"].chunk * 6
+    )
     cold = tmp_path / f"{model}-cold.jsonl"
     cold.write_text("".join(cold.read_text().splitlines(keepends=True)[:-1]))
     assert agent_replay.measure(model, given) == found

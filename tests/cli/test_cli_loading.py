@@ -67,15 +67,15 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
         assert any(re.match(shown, line) for line in lines), lines
 
 
-FACTS = " · 1,024 tok of 4,096 tok · 102 tok/s"
+CAPABILITIES = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 
 def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAY", 0.0)
     for columns, bar, facts in (
         (40, "...", ""),
-        (80, "......", FACTS),
-        (120, f"####{15 * '.'}", FACTS),
+        (80, "......", CAPABILITIES),
+        (120, f"####{15 * '.'}", CAPABILITIES),
     ):
         terminal, times = Terminal(), iter((0.0, 10.0, 10.0))
         monkeypatch.setattr(module, "columns_of", lambda stream, columns=columns: columns)

@@ -12,7 +12,7 @@ import torch
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.build import library_path
-from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.library import NativeKernels
 from tests.kernels.forms import EVERY, HERE, Form, form_of, needs_compiled
 
 
@@ -38,11 +38,11 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 @pytest.fixture(scope="session")
-def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
+def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
     """The C kernels of a set of instructions and a dtype, as `HERE` names them; kept by their source."""
 
     @functools.cache
-    def made(named: str) -> NativeLibrary:
+    def made(named: str) -> NativeKernels:
         instructions, dtype = named.split()
         folder = pytestconfig.cache.mkdir("native")
         with open(folder / f"{named}.lock", "w") as lock:
@@ -50,7 +50,7 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
                 lock, fcntl.LOCK_EX
             )  # one process compiles, the others wait for what it made
             path = library_path(lambda: folder, instructions, dtype=dtype)
-        library = NativeLibrary(path, getattr(torch, dtype))
+        library = NativeKernels(path, getattr(torch, dtype))
         assert library.instructions == instructions
         return library
 
@@ -59,8 +59,8 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
 
 @pytest.fixture(scope="session", params=HERE)
 def native(
-    request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]
-) -> NativeLibrary:
+    request: pytest.FixtureRequest, native_with: Callable[[str], NativeKernels]
+) -> NativeKernels:
     """The kernels with each of the instructions that this processor has."""
     return native_with(request.param)
 

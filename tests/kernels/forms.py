@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.dispatch import SUFFIX
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
 from spd.kernels.native.library import ROUND
@@ -138,7 +137,8 @@ def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
         return request.getfixturevalue("native_with")(HERE[0])
     if name == "triton":
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{stem}{SUFFIX[name]}")
+    suffix = "_triton" if name == "triton" else ""
+    return importlib.import_module(f"spd.kernels.{stem}{suffix}")
 
 
 def round_state(**held: Tensor) -> Any:

@@ -17,8 +17,9 @@ from torch import Tensor
 from spd.formats.block_config import RouterConfig
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import load_kernels
 from spd.kernels.experts.moe import ExpertWeights
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms

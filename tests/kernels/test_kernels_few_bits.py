@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spd.kernels.linear import few_bits
-from spd.kernels.native.library import FLOAT32, NativeLibrary
+from spd.kernels.native.library import FLOAT32, NativeKernels
 from tests.kernels.forms import needs_compiled, noise, normal
 from tests.kernels.skinny_cases import CODED, drawn
 
@@ -37,7 +37,7 @@ def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatc
 
 @needs_compiled
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
+def test_rows_of_any_size(native: NativeKernels, kind: str) -> None:
     """Far from 1, zero, with elements far above the others: as exact as float32; infinity is not lost."""
     weight = drawn(kind, 96, 128, 32, False)
     x = noise(6, 128)
@@ -47,7 +47,7 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
     x[4, ::7] *= 3000
     x[5, 9] = math.inf
     x = x.to(native.dtype)
-    found = native.linear(x, native.pack(weight), None, FLOAT32).double()
+    found = native.packed_linear(x, native.pack(weight), None, FLOAT32).double()
     numbers = weight.plain(torch.float64).t()
     off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
@@ -57,14 +57,14 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
 @needs_compiled
 @pytest.mark.parametrize(("kind", "code"), [("int4", 0), ("int4", 15), ("e2m1", 7), ("e2m1", 15)])
 @pytest.mark.parametrize("group", [16, 32, 64])
-def test_largest_sums_are_exact(native: NativeLibrary, kind: Any, code: int, group: int) -> None:
+def test_largest_sums_are_exact(native: NativeKernels, kind: Any, code: int, group: int) -> None:
     """Equal codes and equal numbers, whose digits are the largest that there are."""
     codes = torch.full((32, 64), code | code << 4, dtype=torch.uint8)
     weight = few_bits.GroupedWeight(
         kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group
     )
     x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
-    found = native.linear(x, native.pack(weight), None, FLOAT32)
+    found = native.packed_linear(x, native.pack(weight), None, FLOAT32)
     assert torch.equal(found, few_bits.grouped_linear(x.float(), weight))
 
 

@@ -23,7 +23,7 @@ from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeLibrary, ending_of
+from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeKernels, ending_of
 from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
 from tests.kernels.skinny_cases import CODED, drawn
 
@@ -34,7 +34,7 @@ CODES: list[tuple[Any, ...]] = [(*case, wide) for case in CODED for wide in (Tru
 
 
 def weight_of(
-    native: NativeLibrary, case: tuple[Any, ...], twice: bool = False
+    native: NativeKernels, case: tuple[Any, ...], twice: bool = False
 ) -> Tensor | GroupedWeight:
     """A weight (N, K), or in codes (kind, N, K, ...); or one of 2 N rows."""
     if isinstance(case[0], int):
@@ -47,7 +47,7 @@ def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
-def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
+def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """Every ending, with and without what may stand before and after."""
     weight, double = weight_of(native, case), weight_of(native, case, twice=True)
     (width, depth), wide, wide_double = weight.shape, plain_of(weight), plain_of(double)
@@ -61,32 +61,35 @@ def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
         x, residual = (noise(rows, size).to(native.dtype) for size in (depth, width))
         plain = x.double() @ wide
         near, least = 1e-5, 1e-4 if isinstance(weight, Tensor) else 1e-5 * float(plain.abs().max())
-        scores = native.linear(x, packed, None, FLOAT32)
+        scores = native.packed_linear(x, packed, None, FLOAT32)
         torch.testing.assert_close(scores.double(), plain, rtol=near, atol=least)
-        assert_rounded(native.linear(x, packed, None), plain)
+        assert_rounded(native.packed_linear(x, packed, None), plain)
         assert_rounded(
-            native.linear(x, packed, bias, residual=residual), plain + bias + residual.double()
+            native.packed_linear(x, packed, bias, residual=residual),
+            plain + bias + residual.double(),
         )
         if isinstance(weight, GroupedWeight):
             assert_rounded(grouped_linear(x, weight, bias), plain + bias)
         near = near if native.dtype == torch.float32 else 0.02
         exact = rms_norm(x, scales, 1e-6).double() @ wide + bias
-        scores = native.linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6)
+        scores = native.packed_linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6)
         most = float(exact.abs().max())
         torch.testing.assert_close(scores.double(), exact, rtol=near, atol=near * most)
         x = x / 16  # sums of some size, of which activations' limits cut off some
         both = x.double() @ wide_double + biases
         for act in ACTS:
             assert_rounded(
-                native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act)
+                native.packed_linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act)
             )
             assert (
-                native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
+                native.packed_linear(x * math.nan, kept[act.gated], biases, ending_of(act))
+                .isnan()
+                .all()
             )
 
 
 @pytest.mark.parametrize("case", [(100, 50), (96, 1040), *CODED], ids=str)
-def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple[Any, ...]) -> None:
+def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """The same bits for 1 to 300 rows, wherever a row stands, whatever beside it."""
     weight = weight_of(native, case, twice=True)
     x, norm = noise(300, weight.shape[1]).to(native.dtype), noise(weight.shape[1]).float()
@@ -95,7 +98,7 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple[Any
         packed = native.pack(weight, gated=gated)
 
         def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:  # type: ignore[no-untyped-def]
-            return native.linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
+            return native.packed_linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
 
         every = product(x)
         for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 64, 69, 257):
@@ -131,7 +134,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 library_path(lambda: tmp_path / "cache")
             assert not (tmp_path / "cache").exists()
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
-        NativeLibrary(broken)
+        NativeKernels(broken)
 
 
 def test_the_compiler_of_a_package_is_the_last_choice(
@@ -208,10 +211,10 @@ def test_a_kept_library_that_cannot_be_trusted_is_made_again(
 ) -> None:
     """It runs, the log says so, and where the place can be trusted it is whole again."""
     folder = tmp_path / "a cache, with words"
-    NativeLibrary(library_path(lambda: folder))
+    NativeKernels(library_path(lambda: folder))
     (place,) = folder.iterdir()
     HARM[harm](place)
-    assert NativeLibrary(library_path(lambda: folder)).instructions
+    assert NativeKernels(library_path(lambda: folder)).instructions
     assert len(compiled) == 2 and "compiled anew" in caplog.text and str(folder) in caplog.text
     library_path(lambda: folder)
     assert len(compiled) == 2 and caplog.text.count("compiled anew") == 1
@@ -245,7 +248,7 @@ def test_a_library_without_a_place(
         monkeypatch.setattr(build, "UNKEPT", {})
         monkeypatch.setattr(build, "_read", limited if "large" in words else read)
         for _ in range(2):
-            assert NativeLibrary(library_path(folder)).instructions
+            assert NativeKernels(library_path(folder)).instructions
         (record,) = caplog.records
         assert words in record.message and "compiled anew at every start" in record.message
     assert len(compiled) == 3 and not list((tmp_path / "limited").iterdir())
@@ -256,7 +259,7 @@ def test_what_was_checked_is_loaded(tmp_path: Path, compiled: list[int]) -> None
     library_path(lambda: tmp_path)
     path = library_path(lambda: tmp_path)
     os.truncate(next(tmp_path.iterdir()), 0)
-    assert NativeLibrary(path).instructions
+    assert NativeKernels(path).instructions
 
 
 def test_the_compiler_takes_nothing_from_the_working_folder(
@@ -270,7 +273,7 @@ def test_the_compiler_takes_nothing_from_the_working_folder(
     monkeypatch.chdir(tmp_path)
     for name in ("PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"):
         monkeypatch.setenv(name, f":.:{os.environ.get(name, '')}")
-    assert NativeLibrary(library_path(lambda: tmp_path / "cache")).instructions
+    assert NativeKernels(library_path(lambda: tmp_path / "cache")).instructions
     assert not (tmp_path / "run").exists()
 
 
@@ -279,13 +282,13 @@ def test_where_amx_is_refused_the_other_instructions_run(
 ) -> None:
     asked: list[Path] = []
 
-    def refusing(path: Path, dtype: torch.dtype) -> NativeLibrary:
+    def refusing(path: Path, dtype: torch.dtype) -> NativeKernels:
         asked.append(path)
         if len(asked) == 1:
             raise AmxRefused("the system does not grant AMX")
-        return NativeLibrary(path, dtype)
+        return NativeKernels(path, dtype)
 
-    monkeypatch.setattr(library, "NativeLibrary", refusing)
+    monkeypatch.setattr(library, "NativeKernels", refusing)
     assert library.open_library(lambda: tmp_path, "bfloat16").instructions != "AMX"
     assert len(asked) == 2 and compiled
 
@@ -326,20 +329,20 @@ WIDTH, DEPTH = 2080, 512
 
 
 def test_products_by_any_number_of_threads(
-    native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+    native: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
     x, packed = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 1)
-    alone = {rows: native.linear(x[:rows], packed, None, FLOAT32) for rows in (1, 4, 33)}
+    alone = {rows: native.packed_linear(x[:rows], packed, None, FLOAT32) for rows in (1, 4, 33)}
     for call in range(300):
         monkeypatch.setattr(native, "threads", 1 + call % 9)
         rows = (1, 4, 33)[call // 9 % 3]
-        assert torch.equal(native.linear(x[:rows], packed, None, FLOAT32), alone[rows])
+        assert torch.equal(native.packed_linear(x[:rows], packed, None, FLOAT32), alone[rows])
         assert call >= 9 or torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles)
 
 
-def test_two_callers_at_once(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_callers_at_once(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has the pool, the other works alone."""
     x, weight = noise(64, 4096).to(native.dtype), torch.randn(64, 4096)
     alone = native.router_logits(x, weight)
@@ -350,18 +353,18 @@ def test_two_callers_at_once(native: NativeLibrary, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.covers(count=2)
-def test_a_forked_child_computes(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_computes(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none of its parent's threads, even where they were at work."""
     x, packed = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 3)
-    made = native.linear(x, packed, None)
+    made = native.packed_linear(x, packed, None)
     with ThreadPoolExecutor(1) as caller:
         many = noise(2000, DEPTH).to(native.dtype)
-        busy = caller.submit(lambda: [native.linear(many, packed, None) for _ in range(30)])
+        busy = caller.submit(lambda: [native.packed_linear(many, packed, None) for _ in range(30)])
         for _ in range(5):
             child = os.fork()
             if child == 0:
                 signal.alarm(30)
-                os._exit(0 if torch.equal(native.linear(x, packed, None), made) else 1)
+                os._exit(0 if torch.equal(native.packed_linear(x, packed, None), made) else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         busy.result()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.recording import NotRecordable, record
 from tests.kernels.forms import HERE, needs_compiled
 
@@ -19,7 +19,7 @@ K, N = 40, 48
 
 
 @pytest.fixture
-def library(native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
+def library(native_with: Callable[[str], NativeKernels]) -> NativeKernels:
     return native_with(HERE[0])
 
 
@@ -31,7 +31,7 @@ def pool() -> Tensor:
 class Machine:
     """Static tensors, and a program over them that has a step of every kind."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeKernels) -> None:
         generator = torch.Generator().manual_seed(1)
         self.library, self.dtype = library, library.dtype
         self.x = torch.randn(3, K, generator=generator).to(self.dtype)
@@ -40,7 +40,7 @@ class Machine:
         self.count = torch.zeros(3, dtype=torch.int64)
 
     def program(self) -> tuple[Tensor, Tensor]:
-        y = self.library.linear(
+        y = self.library.packed_linear(
             self.x.t().contiguous().t(), self.weight, None
         )  # copied, turned, viewed
         places = torch.where(y.float().sum(-1) > 0, self.count + torch.arange(3), 7) % 9
@@ -60,16 +60,18 @@ def state(machine: Machine) -> list[Tensor]:
     return [each.clone() for each in (machine.x, machine.table, machine.sums, machine.count)]
 
 
-def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Tensor) -> None:
+def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Tensor) -> None:
     """A product's room is no part of the pool: it grows while the first is recorded, and again behind it."""
     library.rooms[:] = [torch.UntypedStorage(0)]
     written, machine = Machine(library), Machine(library)
-    other, made = record(lambda: library.linear(machine.x, machine.weight, None), library, pool)
+    other, made = record(
+        lambda: library.packed_linear(machine.x, machine.weight, None), library, pool
+    )
     before = state(machine)
     run, results = record(machine.program, library, pool)
     assert all(map(torch.equal, state(machine), before)), "recording wrote"
     wide = library.pack(torch.ones(32, 64 * K))
-    library.linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
+    library.packed_linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
     held = [
         torch.full((1 << 12,), float("nan")) for _ in range(64)
     ]  # where freed memory would be used again
@@ -81,7 +83,7 @@ def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Te
         assert all(map(torch.equal, results, expected)) and held
         assert all(map(torch.equal, state(machine), state(written)))
         other()  # it writes where the first one has its results
-        assert torch.equal(made, library.linear(written.x, written.weight, None))
+        assert torch.equal(made, library.packed_linear(written.x, written.weight, None))
 
 
 ASKING: dict[str, Callable[[Machine], Any]] = {
@@ -97,16 +99,16 @@ ASKING: dict[str, Callable[[Machine], Any]] = {
 
 @pytest.mark.parametrize("name", ASKING)
 def test_what_depends_on_values_is_not_recorded(
-    library: NativeLibrary, pool: Tensor, name: str
+    library: NativeKernels, pool: Tensor, name: str
 ) -> None:
     machine = Machine(library)
     with pytest.raises(NotRecordable):
         record(lambda: ASKING[name](machine), library, pool)
-    plain = library.linear(machine.x, machine.weight, None)
+    plain = library.packed_linear(machine.x, machine.weight, None)
     assert plain.isfinite().all(), "the library's functions run again"
 
 
-def test_a_pool_that_is_too_small(library: NativeLibrary) -> None:
+def test_a_pool_that_is_too_small(library: NativeKernels) -> None:
     machine = Machine(library)
     record(machine.program, library, torch.empty(1 << 16, dtype=torch.uint8))
     with pytest.raises(NotRecordable, match="pool"):

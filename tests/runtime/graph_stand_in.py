@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionPlan, Windows
-from spd.kernels.dispatch import Kernels, operation_stems
+from spd.kernels.interface import OPERATION_NAMES, Kernels
 from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.round import Round
@@ -71,7 +71,7 @@ class Tape:
 
     def wrap(self, kernels: Kernels) -> Kernels:
         """The operations, each saying with what it was called."""
-        every = {name: self._proxy(name, getattr(kernels, name)) for name in operation_stems()}
+        every = {name: self._proxy(name, getattr(kernels, name)) for name in OPERATION_NAMES}
         return with_operations(kernels, **every)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

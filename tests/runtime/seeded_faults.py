@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import operation_stems
 from spd.kernels.round import commit as round_commit
 from spd.kernels.round import window as round_window
 from spd.kernels.round.commit import EMISSION_HEAD, coupled_verify
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingTensors
+from spd.kernels.torch_form import TorchKernels
 from spd.runtime.engine.engine import Engine
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.round_queue import RoundQueue
@@ -74,8 +73,7 @@ def operation(
     after: Callable[[Any, Arguments], Any] | None = None,
 ) -> Mutation:
     """Change an operation's arguments, or what it returns and wrote."""
-    module = importlib.import_module(f"spd.kernels.{operation_stems()[name]}")
-    honest = getattr(module, name)
+    honest = getattr(TorchKernels, name)
     signature = inspect.signature(honest)
 
     def changed(*args: Any) -> Any:
@@ -85,7 +83,7 @@ def operation(
         result = honest(**(replaced(asked, before(opened(asked))) if before else asked))
         return after(result, opened(asked)) if after else result
 
-    return lambda patch: patch.setattr(module, name, changed)
+    return lambda patch: patch.setattr(TorchKernels, name, staticmethod(changed))
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:

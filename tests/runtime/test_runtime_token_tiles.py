@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_config import token_tile
 from spd.runtime import SamplingParams
 from spd.runtime.lab import diagnostics, tile_questions

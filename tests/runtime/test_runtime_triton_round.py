@@ -90,8 +90,8 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    small = {name: facts._replace(chunk=16) for name, facts in memory.FACTS.items()}
-    monkeypatch.setattr(memory, "FACTS", small)
+    small = {name: facts._replace(chunk=16) for name, facts in memory.CAPABILITIES.items()}
+    monkeypatch.setattr(memory, "CAPABILITIES", small)
     helpers.few_programs(monkeypatch)
 
 

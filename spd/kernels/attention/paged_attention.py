@@ -135,7 +135,7 @@ def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Prepare `paged_attention` of windows over pages of page_size positions; dtype is the model's."""
+    """Compute `Kernels.plan_attention`: a mask a slot for each sliding window."""
     groups = heads.num_heads // heads.num_kv_heads
     positions, bounds = windows.positions, windows.bounds
 
@@ -167,12 +167,7 @@ def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
 
 
 def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
-    """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
-
-    pools [P, page, K, D] with H a multiple of K; plan: of this file's `plan_attention`, for heads that name
-    the scores' `sliding`. A row sees what its `causal_bias` leaves; a slot without valid rows gives zeros.
-    Q may be less than was planned.
-    """
+    """Compute `Kernels.paged_attention` by torch."""
     assert isinstance(plan, MaskPlan)
     (slots, given, heads, size), width, masks = query.shape, plan.width, plan.masks[scores.sliding]
     if given < width:

@@ -85,12 +85,7 @@ def rotary_store(
     pools: Pools,
     num_heads: int,
 ) -> Tensor:
-    """Rotate a fused projection's queries and keys, write keys and values to the pools, return the queries.
-
-    qkv [T, (H + 2K) * D], D even: queries, keys, values; qk_weight [H + K, D] or None: the norm's scale of
-    every rotated head, with epsilon; num_heads is H. The pools are written in place, `tamed`. Returns
-    [T, H, D] in qkv's dtype.
-    """
+    """Compute `Kernels.rotary_store` by torch."""
     kv_heads, size = pools[0].shape[2:]
     rotated_heads = num_heads + kv_heads
     fused = qkv.view(-1, rotated_heads + kv_heads, size)

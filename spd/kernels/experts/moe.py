@@ -5,17 +5,18 @@ A row's result does not depend on the other rows or on where they go. Rows that 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, grouped_linear
 from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
-from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+from spd.kernels.linear.skinny_linear import plain_weight
+from spd.kernels.native.packed import PackedWeight
 
 FEW_ROWS = 4
 """Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
@@ -24,16 +25,24 @@ MANY_ROWS = 16  # the same in a prompt chunk
 
 
 class RoutingRule(Protocol):
-    """How the experts of a row are chosen and weighed, see `route`."""
+    """How the experts of a row are chosen and weighed; see `Kernels.route`."""
 
-    per_token: int
-    groups: int
-    groups_kept: int
-    group_best: int
-    sigmoid: bool
-    normalised: bool
-    added: float
-    scale: float
+    @property
+    def per_token(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def groups_kept(self) -> int: ...
+    @property
+    def group_best(self) -> int: ...
+    @property
+    def sigmoid(self) -> bool: ...
+    @property
+    def normalised(self) -> bool: ...
+    @property
+    def added(self) -> float: ...
+    @property
+    def scale(self) -> float: ...
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -42,19 +51,12 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight float32 [E, K], in float32: [T, P, E], to be summed over its parts of K."""
+    """Compute `Kernels.router_logits` by torch, in one part."""
     return F.linear(x.float(), weight).unsqueeze(1)
 
 
 def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """Choose `per_token` of E experts for each row and weigh them: (ids int64, weights float32) [T, k].
-
-    Scores are the sigmoid, else the softmax, of the sum of float32 parts [T, P, E]. Experts are chosen by
-    score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
-    neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
-    their sum and `added` if `normalised`, times `scale`. NaN counts as largest: ids are distinct, in range.
-    Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
-    """
+    """Compute `Kernels.route` by torch."""
     logits = parts.sum(dim=1)
     scores = logits.sigmoid() if rule.sigmoid else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
@@ -71,14 +73,24 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     return ids, weights * rule.scale
 
 
+ExpertMatrices = Tensor | TiledWeight | GroupedWeight | PackedWeight
+"""A matrix for each of E experts: Triton's codes are tiled, torch's grouped, the C kernels' packed."""
+
+
+def unpacked(weights: ExpertMatrices, dtype: torch.dtype) -> Tensor:
+    """Return the matrices [E, N, K] as one tensor of a dtype."""
+    assert isinstance(weights, Tensor | TiledWeight)
+    return plain_weight(weights, dtype)
+
+
 class ExpertWeights(NamedTuple):
     """All experts of a layer: one is down(act(gate_up(x) + its bias)) + its bias.
 
     gate_up is [E, 2 * I, K] with the gates first, or [E, I, K] where the activation has none; down [E, K, I].
     """
 
-    gate_up: Any  # AnyWeight or GroupedWeight; of the C kernels packed
-    down: Any
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
     act: Activation = SILU
     gate_up_bias: Tensor | None = None  # float32 [E, 2 * I]; both are given or neither
     down_bias: Tensor | None = None  # float32 [E, K]
@@ -89,14 +101,12 @@ class ExpertWeights(NamedTuple):
         return _linear(inner, self.down, self.down_bias, expert)
 
 
-def _linear(
-    x: Tensor, weights: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int
-) -> Tensor:
-    """x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
+def _linear(x: Tensor, weights: ExpertMatrices, bias: Tensor | None, expert: int) -> Tensor:
+    """Return x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
     if isinstance(weights, GroupedWeight):
         made = grouped_linear(x, weights.expert(expert))
     else:
-        made = F.linear(x, plain_weight(weights, x.dtype)[expert])
+        made = F.linear(x, unpacked(weights, x.dtype)[expert])
     return made if bias is None else made + bias[expert].to(made.dtype)
 
 
@@ -109,19 +119,14 @@ def experts(
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype, and None.
+    """Compute `Kernels.experts` by torch: each chosen expert for its own rows, a fixed number at a time.
 
-    With stream [T, K], of a window, it is added before it is rounded: the new stream and its squares [T, P].
-    ids int64 [T, k] in [0, E), weights float32 [T, k]. chunk: whether the rows are a prompt chunk, which has
-    one size and a program of its own.
-
-    Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
+    Waits for the device, which alone knows the ids.
     """
     if stream is None:
         return _by_expert(x, ids, weights, own, MANY_ROWS if chunk else FEW_ROWS), None
-    gate_up, down = (
-        plain_weight(weight, torch.float32).float() for weight in (own.gate_up, own.down)
-    )
+    gate_up = unpacked(own.gate_up, torch.float32).float()
+    down = unpacked(own.down, torch.float32).float()
     wide = own._replace(gate_up=gate_up, down=down)
     y = (stream.float() + _by_expert(x.float(), ids, weights, wide, FEW_ROWS)).to(stream.dtype)
     return y, sum_of_squares(y)

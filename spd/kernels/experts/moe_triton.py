@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, with_tile
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
@@ -318,7 +319,10 @@ def experts(
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A prompt chunk runs the same programs."""
-    gate_up, down, act = own.gate_up, own.down, own.act
+    gate_up = own.gate_up
+    down = own.down
+    act = own.act
+    assert isinstance(gate_up, Tensor | TiledWeight) and isinstance(down, Tensor | TiledWeight)
     (count, k, n), pairs, device = down.shape, ids.numel(), x.device
     lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)

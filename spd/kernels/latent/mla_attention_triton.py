@@ -24,6 +24,7 @@ from spd.kernels.attention.paged_attention_triton import (
     combine_chunks,
 )
 from spd.kernels.attention.rotary_store import RotatedRows, pairs_of
+from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
 from spd.kernels.linear.skinny_config import SUMS_APART, TOKEN_TILE
 from spd.kernels.overlap_triton import release, wait, wait_and_release
@@ -306,8 +307,9 @@ def latent_store(
     return turned
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x may be strided but for its last dimension."""
+def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
+    """Launch `Kernels.head_linear`; x may be strided but for its last dimension."""
+    assert isinstance(weight, Tensor)
     heads, a, b = weight.shape
     rows = x.shape[0]
     assert x.stride(-1) == 1

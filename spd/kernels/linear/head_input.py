@@ -28,9 +28,16 @@ class HeadStates:
 class HeadRows(Protocol):
     """T rows, `width` for each of S slots, then rows of no slot, whose results are any finite numbers."""
 
-    positions: Tensor  # int64 [T], those of rows that matter from 1 on
-    width: int
-    states: HeadStates
+    @property
+    def positions(self) -> Tensor:
+        """Return int64 [T]; those of rows that matter are at least 1."""
+        ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def states(self) -> HeadStates | None: ...
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,10 @@ class PairNorms:
 def head_input(
     token_ids: Tensor, table: Tensor, batch: HeadRows, norms: PairNorms, keeps_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The norms of each row's embedding and of the state one position before it, side by side: [T, 2 * H].
-
-    token_ids int64 [T] in table [V, H]. Where keeps_state the state itself [T, H] comes second, else None.
-    """
-    rings, depth = batch.states.rings, batch.states.depth
+    """Compute `Kernels.head_input` by torch."""
+    assert batch.states is not None
+    rings = batch.states.rings
+    depth = batch.states.depth
     rows = torch.arange(token_ids.shape[0], device=token_ids.device)
     slots = (rows // batch.width).clamp(max=rings.shape[0] - 1)
     state = rings[slots, (batch.positions - 1) % depth]
@@ -65,11 +71,7 @@ def head_input(
 def keep_states(
     made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
 ) -> None:
-    """Write valid rows of made [S, W, H] into the rings states [S, depth + 1, H], and pages' last ones.
-
-    In place. Valid positions of a slot lie less than depth apart; page_states [P, H] takes the row whose slot
-    is its page's last. Rows that are not valid may write the rings' last place and page 0.
-    """
+    """Compute `Kernels.keep_states` by torch."""
     depth = states.shape[1] - 1
     slots = torch.arange(made.shape[0], device=made.device).unsqueeze(-1).expand_as(rows.positions)
     states[slots, torch.where(rows.valid, rows.positions % depth, depth)] = made

@@ -52,7 +52,10 @@ def head_input(
     token_ids: Tensor, table: Tensor, batch: HeadRows, norms: PairNorms, keeps_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The table contiguous, the states of a slot too."""
-    (rows, size), states = (token_ids.shape[0], table.shape[1]), batch.states
+    rows = token_ids.shape[0]
+    size = table.shape[1]
+    states = batch.states
+    assert states is not None
     out = torch.empty((rows, 2 * size), dtype=table.dtype, device=table.device)
     kept = (
         torch.empty((rows, size), dtype=table.dtype, device=table.device) if keeps_state else None

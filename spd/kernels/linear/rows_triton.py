@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.overlap_triton import wait_and_release
 
 COPY_BLOCK = 2048
@@ -90,7 +91,10 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
     return x, squares
 
 
-def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    """Launch `Kernels.rms_norm_rows`; rows of a prompt chunk carry no squares and are torch's."""
+    if squares is None:
+        return rms_norm(x, weight, epsilon)
     rows, k = x.shape
     block, parts = min(power_of_two(k), COPY_BLOCK), squares.shape[1]
     y = torch.empty(rows, k, dtype=x.dtype, device=x.device)

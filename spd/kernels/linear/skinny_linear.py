@@ -73,12 +73,7 @@ def linear(
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32.
-
-    With norm, (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias: the root-mean-square norm of x, its own
-    weight folded into W. With residual [T, N] that stream plus it, and its squares [T, P] come second; not in
-    place. chunk: of a prompt, by a program of its own. Source: Zhang & Sennrich 2019.
-    """
+    """Compute `Kernels.linear` by torch; the workspace is not used."""
     if norm is not None:
         scale = torch.rsqrt(norm.squares.sum(dim=-1, keepdim=True) / x.shape[1] + norm.epsilon)
         x = (x.float() * scale).to(x.dtype)  # before the product, where float16 cannot overflow
@@ -97,29 +92,20 @@ def norm_gate_up(
     norm: Norm,
     act: Activation = SILU,
 ) -> Tensor:
-    """A gated activation of a normed `linear` by weight [2 * I, K], gate rows first: [T, I], rounded once."""
+    """Compute `Kernels.norm_gate_up` by torch."""
     both, _ = linear(x, weight, bias, workspace, norm)
     return activate(both.float(), act).to(x.dtype)
 
 
 def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
-    """Logits float32 [T, V] of hidden states x [T, K] by weight [V, K]."""
+    """Compute `Kernels.head_logits` by torch."""
     return F.linear(x.float(), plain_weight(weight, torch.float32).float())
 
 
 def head_sample(
     x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
-
-    With ids int64 [V], ascending, row v stands for the token ids[v], and those from `usable_vocab` on are
-    left out.
-
-    The rows are S slots' windows of T / S rows. A draw is the largest of logit / temperature + noise where
-    the temperature is above 0, of the logits where it is 0; ties go to the lowest id. The noise is the
-    emitted draw's: Gumbel, keyed by seed and position. Returns (token int64 [T], finite bool [T]): whether
-    the token's own logit is finite and none of the row's is NaN.
-    """
+    """Compute `Kernels.head_sample` by torch."""
     seed, first, step, temperature, usable_vocab = draw
     slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
     heat = temperature.repeat_interleave(rows).unsqueeze(-1)

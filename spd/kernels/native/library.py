@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +16,33 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
+from spd.kernels.capabilities import CAPABILITIES, Capabilities
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
+from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.launch import ceil_div
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
+from spd.kernels.native.packed import (
+    CODES,
+    DEPTH,
+    SIDE,
+    TILE_BYTES,
+    WEIGHT,
+    PackedWeight,
+    SumEnding,
+    in_large_pages,
+    numbers,
+    packed,
+    tile_steps,
+)
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Places, RoundTensors, RoundWindow, Rows
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
+from spd.kernels.torch_form import TorchKernels
 
-SIDE, DEPTH = 16, 32  # rows or columns of a tile, and its depth
-TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
 Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 ROUND = (
     *(
@@ -47,7 +58,6 @@ ROUND = (
     *("page_table", "stop_ids", "active", "ring", "times", "counter"),
 )
 """The tensors of `RoundTensors` as round.c has them."""
-WEIGHT = "3P3l2i"
 STRUCTURES = {
     "pack": "2P2li",
     "pack_codes": "6P3l3i",
@@ -65,27 +75,16 @@ STRUCTURES = {
     "gated_norm": "4P5lfi",
 }
 """What C functions of several threads are given: their structures, as the module struct writes them."""
-ROUNDED, FLOAT32 = (0, math.inf, 1.0), (1, math.inf, 1.0)
-"""What becomes of a product's sums: they are rounded to the library's dtype, or not; or see `ending_of`."""
+ROUNDED: SumEnding = (0, math.inf, 1.0)
+"""The sums are rounded to the library's dtype."""
+FLOAT32: SumEnding = (1, math.inf, 1.0)
+"""The sums stay float32."""
 
 
-def ending_of(act: Activation) -> tuple[int, float, float]:
+def ending_of(act: Activation) -> SumEnding:
     """An activation of a product's sums, as C takes it: its number, limit and alpha."""
     number = ("relu2", "silu", "gelu", "swiglu").index(act.kind)
     return 2 + number, math.inf if act.limit is None else act.limit, act.alpha
-
-
-CODES = ("int4", "int8", "e2m1", "e4m3")  # kinds of codes, numbered from 1
-
-
-def numbers(given: Sequence[Any]) -> list[Any]:
-    """Values for C: of a tensor the place where it lies, 0 for None."""
-    return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in given]
-
-
-def packed(form: str, *given: Any) -> bytes:
-    """A structure of C's; it does not keep the tensors."""
-    return struct.pack(form, *numbers(given))
 
 
 def _round(state: RoundTensors) -> bytes:
@@ -96,52 +95,11 @@ def _round(state: RoundTensors) -> bytes:
     return packed("14P11l", *(getattr(state, name) for name in ROUND), *sizes)
 
 
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: its first half are gates.
-
-    Of a weight in codes the tiles are codes, with scales and perhaps zeros of groups of so many columns.
-    """
-
-    tiles: Tensor
-    width: int
-    depth: int
-    gated: bool
-    count: int = 1
-    kind: int = 0
-    group: int = 0
-    groups: int = 0
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
-
-    @cached_property
-    def fields(self) -> tuple[Any, ...]:
-        """What is handed to C: see codes.h."""
-        wide = self.scales is not None and self.scales.dtype == torch.float32
-        parts = (self.tiles, self.scales, self.zeros)
-        return (*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, wide)
-
-
 def _rows(slots: int, width: int, places: Places) -> tuple[Rows, bytes]:
     """Room for rows, and their structure."""
     ids, positions, slots_of = (torch.empty(slots, width, dtype=torch.int64) for _ in range(3))
     rows = (ids, positions, torch.empty(slots, width, dtype=torch.bool), slots_of)
     return Rows(*rows), packed("4P4l", *rows, width, *places)
-
-
-def in_large_pages(tensor: Tensor) -> Tensor:
-    """The tensor, for which large pages are asked of the system: reading it waits less for translations."""
-    skipped = -tensor.data_ptr() % mmap.PAGESIZE
-    if tensor.nbytes > LARGE_PAGE:
-        place, size = tensor.data_ptr() + skipped, tensor.nbytes - skipped
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-def _steps(width: int, depth: int, gated: bool) -> int:
-    """How many steps of 32 columns, a gated weight's of 16 and their gates, a weight [width, depth] has."""
-    blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
-    return blocks * ceil_div(depth, DEPTH)
 
 
 @dataclass(frozen=True)
@@ -156,11 +114,15 @@ class AmxRefused(NativeUnavailable):
     """The processor has it, and programs may not use it."""
 
 
-class NativeLibrary:
-    """The kernels of one compiled library, for one thread at a time: they share room for a product's rows.
+class NativeKernels(TorchKernels):
+    """The set "native": the operations of one compiled library, and torch's for those that it lacks.
 
-    Operations have the contracts of their torch forms, see `spd.kernels.dispatch.OPERATIONS`.
+    For one thread at a time: products share room for their rows. See `spd.kernels.interface.Kernels` for the
+    contracts.
     """
+
+    name = "native"
+    capabilities: Capabilities = CAPABILITIES["native"]
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """dtype is that of the file's elements. Raises NativeUnavailable."""
@@ -171,6 +133,7 @@ class NativeLibrary:
         chosen = library.spd_init()
         if chosen < 0:
             raise AmxRefused("the system does not grant AMX")
+        self.native = self
         self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[chosen]
         self.dtype = dtype
         self.library = library
@@ -268,7 +231,7 @@ class NativeLibrary:
             return self._pack_codes(weight, gated)
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
-        size = _steps(width, depth, gated) * 2 * SIDE * DEPTH
+        size = tile_steps(width, depth, gated) * 2 * SIDE * DEPTH
         tiles = in_large_pages(torch.empty(every.shape[0], size, dtype=self.dtype))
         for own, one in zip(tiles, every, strict=True):
             self.share("pack", one.to(self.dtype).contiguous(), own, width, depth, gated)
@@ -282,7 +245,7 @@ class NativeLibrary:
         count, kind, steps = (
             every.shape[0],
             1 + CODES.index(weight.kind),
-            _steps(width, depth, gated),
+            tile_steps(width, depth, gated),
         )
         step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
         tiles = in_large_pages(torch.empty(count, steps * step, dtype=torch.uint8))
@@ -296,12 +259,12 @@ class NativeLibrary:
             self.share("pack_codes", *parts, width, depth, groups, gated, kind, wide)
         return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, *beside)
 
-    def linear(
+    def packed_linear(
         self,
         x: Tensor,
         weight: PackedWeight,
         bias: Tensor | None,
-        ending: tuple[int, float, float] = ROUNDED,
+        ending: SumEnding = ROUNDED,
         *,
         norm: Tensor | None = None,
         epsilon: float = 0.0,
@@ -325,10 +288,10 @@ class NativeLibrary:
         )
         return y
 
-    def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Weight packs the heads' own, transposed."""
-        assert x.shape[1] == weight.count
-        return self.linear(x, weight, None)
+    def head_linear(self, x: Tensor, weight: HeadMatrices) -> Tensor:
+        """Compute `Kernels.head_linear`; the weight packs the heads' matrices, transposed."""
+        assert isinstance(weight, PackedWeight) and x.shape[1] == weight.count
+        return self.packed_linear(x, weight, None)
 
     def norm(
         self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
@@ -348,10 +311,10 @@ class NativeLibrary:
         self,
         qkv: Tensor,
         rows: RotatedRows,
-        norm: Tensor | None,
+        qk_weight: Tensor | None,
         epsilon: float,
         pools: Pools,
-        heads: int,
+        num_heads: int,
     ) -> Tensor:
         """Positions are needed, the norm's scales are float32.
 
@@ -359,9 +322,9 @@ class NativeLibrary:
         """
         assert rows.positions is not None
         count, (page, kv_heads, size) = qkv.shape[0], pools[0].shape[1:]
-        query = torch.empty(count, heads, size, dtype=self.dtype)
-        given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, *pools, query)
-        self.share("rotary_store", *given, count, heads, kv_heads, size, page, epsilon)
+        query = torch.empty(count, num_heads, size, dtype=self.dtype)
+        given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, qk_weight, *pools, query)
+        self.share("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
         return query
 
     def plan_attention(
@@ -550,10 +513,20 @@ class NativeLibrary:
         return out
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, stream: Tensor
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        own: ExpertWeights,
+        stream: Tensor | None = None,
+        *,
+        chunk: bool = False,
     ) -> tuple[Tensor, None]:
-        """Of packed weights, onto a stream in a prompt chunk too; without squares."""
-        gate_up, down = own.gate_up, own.down
+        """Compute `Kernels.experts` by packed weights, onto a stream in a prompt chunk too."""
+        gate_up = own.gate_up
+        down = own.down
+        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        assert stream is not None
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = (
@@ -578,10 +551,10 @@ class NativeLibrary:
         return out, None
 
 
-def open_library(cache: Callable[[], Path], dtype: str) -> NativeLibrary:
+def open_library(cache: Callable[[], Path], dtype: str) -> NativeKernels:
     """The library of a dtype in the folder that `cache` names, made if need be. Raises NativeUnavailable."""
     kind = getattr(torch, dtype)
     try:
-        return NativeLibrary(library_path(cache, dtype=dtype), kind)
+        return NativeKernels(library_path(cache, dtype=dtype), kind)
     except AmxRefused:
-        return NativeLibrary(library_path(cache, "AVX512-BF16", dtype=dtype), kind)
+        return NativeKernels(library_path(cache, "AVX512-BF16", dtype=dtype), kind)

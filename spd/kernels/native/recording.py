@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spd.kernels.native.library import NativeLibrary, Step
+from spd.kernels.native.library import NativeKernels, Step
 
 Result = TypeVar("Result")
 
@@ -117,7 +117,7 @@ def _into(
 
 
 def record(
-    program: Callable[[], Result], library: NativeLibrary, pool: Tensor
+    program: Callable[[], Result], library: NativeKernels, pool: Tensor
 ) -> tuple[Callable[[], None], Result]:
     """What runs a program again, and its result, whose tensors each run writes anew. Raises NotRecordable.
 

@@ -63,15 +63,7 @@ def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: b
 def delta_rule(
     mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
-    """What each row reads of its slot's state, float32 [T, H, dv]; see `DeltaMemory`, written in place.
-
-    mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values. raw_gates [T, 2 * H], rows with any
-    stride: corrections before the sigmoid, then steps. Value head h reads query and key head h // (H / Hk).
-    Rows outside of every segment give zeros. Where nothing corrects, raw_gates [T, H] are steps, values are
-    written softplus(step + bias) times, and queries and keys are what they are. Source: Dao and Gu 2024
-    (2405.21060).
-    Source: Yang et al. 2024, Gated Delta Networks (2412.06464), as Qwen3-Next and Qwen3.5 apply it.
-    """
+    """Compute `Kernels.delta_rule` by torch."""
     state, keys, values, gates = memory
     (heads, width, size), key_heads, depth = state.shape[1:], keys.shape[2], keys.shape[1]
     out = mixed.new_zeros(mixed.shape[0], heads, size)
@@ -110,12 +102,7 @@ def delta_rule(
 def delta_chunks(
     mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
-    """As `delta_rule` up to rounding, of runs that stay as a whole and begin where their states stand.
-
-    So the states are written as of the runs' ends; the rings are neither read nor written.
-    Source: Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule (2406.06484), with the
-    decay of Gated Delta Networks (2412.06464).
-    """
+    """Compute `Kernels.delta_chunks` by torch."""
     (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
     out = mixed.new_zeros(mixed.shape[0], heads, size)
     for slot, first, count, start, keep, applied in rows.runs():
@@ -167,11 +154,7 @@ def _chunk(
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
 ) -> Tensor:
-    """RMS norm of each head, times silu(gate), rounded once: x float32 [T, H, dv] to [T, H * dv].
-
-    gate [T, H * dv], rows with any stride, has the result's dtype; weight float32 [dv] is every head's, or
-    [H, dv]. first: x is multiplied before the norm.
-    """
+    """Compute `Kernels.gated_norm` by torch."""
     opened = gate.float().reshape(x.shape)
     opened = opened * opened.sigmoid()
     x = x * opened if first else x

@@ -34,12 +34,7 @@ class Segments(NamedTuple):
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
 ) -> Tensor:
-    """silu(sum over j of weight[j] * the input K - 1 - j positions before) of each row, as float32 [T, C].
-
-    Or the sum itself. x [T, C], rows with any stride; weight float32 [K, C], bias float32 [C]; ring [S, D, C]
-    in x's dtype, D >= K - 1 + the rows of two windows: the inputs of earlier positions are read from it, this
-    pass's last D are written, in place. Before position 0 inputs are 0. Rows of no segment give zeros.
-    """
+    """Compute `Kernels.short_conv` by torch."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     taps, depth = weight.shape[0], ring.shape[1]
     for slot, first, count, start, _, _ in rows.runs():

@@ -62,13 +62,7 @@ def round_commit(
     accepted: Tensor | None = None,
     generated: Tensor | None = None,
 ) -> None:
-    """Append accepted + 1 samples, fewer at a stop id or a row that is not finite, and say so in the ring.
-
-    sampled int64 and finite bool [S, k + 1]. Written in place: tokens from column length on, length, active,
-    generated int32 [S, V] (plus one a committed token), the commit's time, and columns of the ring at counter
-    % depth, its width at least emission_width(k); see `read_emission`. The counter stays. accepted int64
-    [S], 0 to k, comes from another rule than coupled verification; samples beyond it may be no tokens at all.
-    """
+    """Compute `Kernels.round_commit` by torch."""
     mark_time(state.times, state.counter, COMMITTED, False)
     draft, num_drafts, tokens, ring = window.draft, window.num_drafts, state.tokens, state.ring
     if accepted is None:

@@ -10,15 +10,7 @@ from spd.kernels.round.window import RoundTensors
 def ngram_lookup(
     state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
 ) -> None:
-    """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
-
-    Where less than k tokens followed it, the text has been repeating itself, and its period goes on.
-    Each slot's first length tokens count and are not negative. Matches are ngram_min >= 1 to ngram_max
-    tokens long. Written in place: num_drafts, k, or 0 without a match and in silent slots; draft[:, :k],
-    zero there; and match, how long the match is (silent slots keep theirs). bound is at least every active
-    slot's length; only this form needs it. With `over`, drafts are there already, and stay in silent slots
-    and where nothing matches. Source: Saxena 2023 (prompt lookup decoding).
-    """
+    """Compute `Kernels.ngram_lookup` by torch."""
     active, draft, num_drafts = state.active, state.draft, state.num_drafts
     tokens = state.tokens[:, : max(1, bound)]
     width = tokens.shape[1]

@@ -65,11 +65,7 @@ class RoundWindow(Rows):
 
 
 def mark_time(times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
-    """Write the time in nanoseconds to times[counter % depth, column], then add one to the counter.
-
-    times int64 [depth, NUM_TIMES] contiguous and counter int64 [1] are written in place, the counter
-    only with `advance`. Here the time is the host's; on a GPU only the Triton form tells the device's.
-    """
+    """Compute `Kernels.mark_time` with the host's time, 0 for tensors on a GPU."""
     now = 0 if times.is_cuda else time.perf_counter_ns()
     times[:, column].index_fill_(0, counter % times.shape[0], now)
     if advance:
@@ -86,11 +82,7 @@ def kv_slots(
 
 
 def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
-    """The window of every slot: the token at length - 1, then the k drafts.
-
-    Drafts end at the first id outside 0 to usable_vocab - 1, where the token after them would pass
-    length_limit, and after draft_cap of them. The beginning is marked in times, in place.
-    """
+    """Compute `Kernels.round_window` by torch."""
     mark_time(state.times, state.counter, BEGAN, False)
     draft, length = state.draft[:, :k], state.length
     known = (draft >= 0) & (draft < usable_vocab)
@@ -116,11 +108,7 @@ def committed_window(
     first: Tensor | None,
     ahead: int = 0,
 ) -> Rows:
-    """The last `width` committed tokens of every slot, at positions length - width on, and `ahead` drafts.
-
-    Rows before the text, from draft_limit on or of slots that are not chosen, bool [S], are not valid, nor
-    those before the positions first int64 [S]; positions are cut to 0 to limit - 1.
-    """
+    """Compute `Kernels.committed_window` by torch."""
     offsets = torch.arange(width + ahead, device=state.length.device)
     positions = state.length.unsqueeze(-1) - width + offsets
     ids = state.tokens.gather(1, positions[:, :width].clamp(min=0))
@@ -130,12 +118,7 @@ def committed_window(
 
 
 def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
-    """Keep the draft of one step, and return the window of one row that draws the next.
-
-    sampled int64 [S, 1] goes to draft[:, step], in place, and is the row's token (its memory may be
-    shared), at position length + step. After the last of k steps num_drafts [S] is written too: how
-    many of the k have their predecessor below draft_limit, none in silent slots.
-    """
+    """Compute `Kernels.draft_step` by torch."""
     state.draft[:, step : step + 1] = sampled
     if step == k - 1:
         room = (state.draft_limit - state.length + 1).clamp(0, k)

@@ -29,17 +29,7 @@ def verify_drafts(
     positions: Tensor,
     by_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts one by one with probability min(1, p / q), or `by_block` the longest prefix that passes.
-
-    target [S, R, V], the target's processed probabilities in each of the R = k + 1 rows; draft_probs
-    [S, k, V], exactly those each draft was drawn from with STREAM_DRAFT, or None where a draft was not
-    drawn at all (all probability on it); draft int64 [S, k], ids of the vocabulary; num_drafts int64 [S],
-    how many of the k are real; seed int64 [S]; positions int64 [S, R], absolute ones of the tokens
-    decided. Returns (tokens [S, R], accepted [S]), int64: the accepted drafts, the recovered or bonus token,
-    and NO_TOKEN beyond. A draft of probability 0 under the target is never accepted. A block has at least as
-    many tokens in expectation, the same where drafts were not drawn. Source: Leviathan et al. 2023; Chen et
-    al. 2023; Sun et al. 2024, "Block verification accelerates speculative decoding".
-    """
+    """Compute `Kernels.verify_drafts` by torch."""
     number = torch.arange(1, draft.shape[1] + 1, device=draft.device)
     joint = torch.ones_like(target[:, :, 0])
     if draft_probs is None:

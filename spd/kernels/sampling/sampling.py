@@ -65,23 +65,14 @@ def sample_rows(
     tensors: SamplingTensors,
     stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
-
-    logits float32 [S, R, V] for the R = k + 1 rows of draft int64 [S, k]; positions int64 [S, R], absolute
-    positions of the tokens being drawn; stream: of the noise. finite: the drawn token's processed logit is a
-    finite number; a NaN anywhere in a processed row makes it False.
-    """
+    """Compute `Kernels.sample_rows` by torch."""
     processed = process_rows(logits, draft, tensors)
     sampled = draw_rows(processed, positions, tensors, stream)
     return sampled, processed.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
 def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-    """The law that `sample_rows` draws each row's token from: [S, R, V], of the logits' type.
-
-    Arguments as there. All of it lies on the likeliest token, ties to the lowest id, where no noise is
-    drawn; a row that holds NaN or whose likeliest token is not finite is NaN throughout.
-    """
+    """Compute `Kernels.row_laws` by torch."""
     processed = process_rows(logits, draft, tensors)
     highest, likeliest = processed.max(dim=-1, keepdim=True)
     certain = torch.zeros_like(processed).scatter_(-1, likeliest, 1.0)

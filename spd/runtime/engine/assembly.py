@@ -10,7 +10,9 @@ import torch
 from spd.errors import ResourceError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.interface import Kernels
+from spd.kernels.native.library import NativeKernels
 from spd.runtime.load.loader import Head, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
 from spd.runtime.models import assistant, family_layout
@@ -72,7 +74,7 @@ def _runners(
 ) -> list[ModelRunner]:
     """The model of a folder, or each part of a head that is used, with a cache of its own or the `shared`."""
     shape, load, runners = plan.shape, plan.wishes.load, []
-    rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
+    rows = max(place.kernels.capabilities.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
     pool, depth = (
         (shape.num_pages, PAGE_SIZE, place.dtype, plan.device),
         ring_depth(shape.draft_max),
@@ -159,7 +161,7 @@ def assemble(
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, hand_out)
     captured = CapturedRounds(round_) if shape.graphs else None
     if (
-        kernels.native is not None
+        isinstance(kernels.native, NativeKernels)
         and own is kernels
         and ranks is None
         and plan.wishes.graphs is not False

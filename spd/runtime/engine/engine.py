@@ -270,7 +270,7 @@ class Engine:
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
             runner, chunked = self._device.runner, run.kind == "chunk"
-            rows = runner.chunk if chunked else runner.kernels.facts.tail_rows
+            rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             scored = sequence.request.prompt_logprobs if sequence.scores_prompt else None
             self._device.write(sequence.slot, sequence.pages, start, end, chunked, scored)

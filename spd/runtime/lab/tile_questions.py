@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm

@@ -5,15 +5,20 @@ Models know tensors and this batch; never requests, schedulers, proposers or sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from spd.kernels.attention.paged_attention import AttentionPlan
+from spd.kernels.attention.rotary_store import Pools
 from spd.kernels.linear.head_input import HeadStates as HeadStates
 from spd.kernels.recurrent.short_conv import Segments
+
+HeadShape = tuple[int, int, int]
+"""Query heads, heads in the cache, and elements of a head, as attention sees them."""
 
 
 class Communicator(Protocol):
@@ -59,7 +64,7 @@ class ForwardBatch:
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64, into the flattened pools
     page_table: Tensor  # [S, pages] int64
-    plan: Any
+    plan: Mapping[HeadShape, AttentionPlan]
     num_slots: int
     width: int
     tile: int
@@ -105,3 +110,9 @@ class LayerCache:
     """
 
     pools: tuple[Tensor, ...]
+
+    @property
+    def keys_and_values(self) -> Pools:
+        """Return the two pools of a layer that keeps keys and values."""
+        keys, values = self.pools
+        return keys, values

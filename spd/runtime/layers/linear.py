@@ -19,14 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.launch import device_facts
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
-from spd.kernels.native.library import FLOAT32, ROUNDED, NativeLibrary, ending_of
+from spd.kernels.native.library import FLOAT32, ROUNDED, ending_of
+from spd.kernels.native.packed import PackedProducts
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 
 PACK_ROWS = 16  # rows that oneDNN is told to expect when it lays out a weight
@@ -99,11 +100,8 @@ def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
 
 
 def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
-    """The stream [T, hidden] normalised with scales weight [hidden], by its squares where it carries them."""
-    if stream.squares is None and kernels.native is None:
-        return rms_norm(stream.x, weight, epsilon)
-    x: Tensor = kernels.rms_norm_rows(stream.x, stream.squares, weight, epsilon)
-    return x
+    """Return the RMS norm of the stream [T, hidden] with scales weight [hidden]."""
+    return kernels.rms_norm_rows(stream.x, stream.squares, weight, epsilon)
 
 
 class Linear(AnyHead):
@@ -212,16 +210,15 @@ class SkinnyLinear(AnyHead):
         y, _ = kernels.linear(*given, norm)
         if onto is None:
             return around.ended(y, onto)
+        assert around.post_norm is not None
         return Residual(*kernels.norm_residual(y, around.post_norm, around.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        scores: Tensor = self.kernels.head_logits(hidden, self.weight)
-        return scores
+        return self.kernels.head_logits(hidden, self.weight)
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
         """Tokens [T] of hidden [T, hidden] and whether each is finite: the product fused with the draw."""
-        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(hidden, self.weight, draw, self.ids)
-        return drawn
+        return self.kernels.head_sample(hidden, self.weight, draw, self.ids)
 
 
 class NativeLinear(AnyHead):
@@ -231,14 +228,12 @@ class NativeLinear(AnyHead):
         self,
         weight: Tensor | GroupedWeight,
         bias: Tensor | None,
-        library: NativeLibrary,
+        kernels: PackedProducts,
         around: Around = ALONE,
     ) -> None:
         act, norm, post_norm = around.act, around.norm, around.post_norm
-        self.weight, self.library = (
-            library.pack(weight, gated=act is not None and act.gated),
-            library,
-        )
+        self.weight = kernels.pack(weight, gated=act is not None and act.gated)
+        self.kernels = kernels
         self.ending = ROUNDED if act is None else ending_of(act)
         self.bias, self.norm, self.post_norm = (
             None if vector is None else vector.float().contiguous()
@@ -250,14 +245,21 @@ class NativeLinear(AnyHead):
         self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None
     ) -> Residual:
         residual = None if onto is None or self.post_norm is not None else onto.x
-        given = (stream.x, self.weight, self.bias, self.ending)
-        y = self.library.linear(*given, norm=self.norm, epsilon=self.epsilon, residual=residual)
+        y = self.kernels.packed_linear(
+            stream.x,
+            self.weight,
+            self.bias,
+            self.ending,
+            norm=self.norm,
+            epsilon=self.epsilon,
+            residual=residual,
+        )
         if onto is None or self.post_norm is None:
             return Residual(y)
-        return Residual(self.library.norm(y, self.post_norm, self.epsilon, onto.x))
+        return Residual(self.kernels.norm(y, self.post_norm, self.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        return self.library.linear(hidden, self.weight, self.bias, FLOAT32)
+        return self.kernels.packed_linear(hidden, self.weight, self.bias, FLOAT32)
 
 
 def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:

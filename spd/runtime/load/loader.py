@@ -191,7 +191,7 @@ def build_model(
 
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
-    exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
+    exact = torch.float32 if place.kernels.capabilities.float32_rotary else place.dtype
     dims = {
         isinstance(each, GqaLayout) and each.local_rope: each.rotary for each in layout.attending
     }

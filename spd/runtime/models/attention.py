@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
+from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.linear.norm_gate import rms_norm
-from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import AnyLinear, in_tiles, normed, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
@@ -84,9 +84,10 @@ class Attention:
             rotary = rotary.local
         if self.layout.still:
             rotary = rotary.still()
-        kernels, pools, scores = self.kernels, cache.pools, self.scores
+        kernels = self.kernels
+        pools = cache.keys_and_values
+        scores = self.scores
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
-        given = (self.qk_weight, self.epsilon, pools, self.layout.num_heads)
         qkv, gates = self.qkv(stream, batch).x, None
         if self.layout.gated:
             qkv, gates = (part.contiguous() for part in torch.split(qkv, self.parts, dim=1))
@@ -97,7 +98,9 @@ class Attention:
         else:
             changed = self.layout.value_norm or self.layout.value_dim is not None
             qkv = self._valued(qkv) if changed else qkv
-            query = kernels.rotary_store(qkv, rows, *given)
+            query = kernels.rotary_store(
+                qkv, rows, self.qk_weight, self.epsilon, pools, self.layout.num_heads
+            )
         if self.query_factor is not None:
             query = query * self.query_factor
         if self.layout.query_growth is not None:
@@ -179,10 +182,11 @@ class LatentAttention:
         )
         key_up = heads[:, : latent.nope_dim].contiguous()
         value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
-        self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack(key_up.mT)
-        self.value_up: Tensor | PackedWeight = (
-            value_up if native is None else native.pack(value_up.mT)
-        )
+        self.key_up: HeadMatrices = key_up
+        self.value_up: HeadMatrices = value_up
+        if native is not None:
+            self.key_up = native.pack(key_up.mT)
+            self.value_up = native.pack(value_up.mT)
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
@@ -198,10 +202,14 @@ class LatentAttention:
         absorbed = in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile
         )
-        plan, scores = batch.plan[self.layout.heads], (self.latent.rank, self.scale)
+        plan = batch.plan[self.layout.heads]
         whole = torch.cat((absorbed, turned), dim=-1)
         mixed = attended(
-            whole, batch, lambda rows: self.kernels.mla_attention(rows, pages, plan, *scores)
+            whole,
+            batch,
+            lambda rows: self.kernels.mla_attention(
+                rows, pages, plan, self.latent.rank, self.scale
+            ),
         )
         mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)
         values = in_tiles(

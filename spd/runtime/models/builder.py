@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spd.errors import IncompatibleError
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
     INT4_GROUP,
@@ -135,7 +135,7 @@ class LayerBuilder:
     def __init__(self, place: Place, epsilon: float) -> None:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
-        self.fold_norms = place.kernels.facts.folds_norms
+        self.fold_norms = place.kernels.capabilities.folds_norms
         self.products: list[
             Product
         ] = []  # all but the heads', in the order in which they were made
@@ -148,7 +148,7 @@ class LayerBuilder:
     def _linear(self, weight: Kept, bias: Tensor | None, around: Around) -> Product:
         if self.kernels.native is not None:
             return products.NativeLinear(weight, bias, self.kernels.native, around)
-        if self.kernels.facts.folds_norms:
+        if self.kernels.capabilities.folds_norms:
             laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
             return products.SkinnyLinear(laid_out, bias, self.kernels, around)
         return products.Linear(weight, self.dtype, bias, around)

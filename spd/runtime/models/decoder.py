@@ -204,7 +204,7 @@ class Decoder:
 
     def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
         """cos and sin for a batch's rows, as the layers want them."""
-        return self.rotary.rows(batch.positions, gathered=self.kernels.facts.gathers_rotary)
+        return self.rotary.rows(batch.positions, gathered=self.kernels.capabilities.gathers_rotary)
 
     def normed(self, stream: Residual, weight: Tensor) -> Tensor:
         """The stream [T, hidden] normalised with scales weight [hidden]."""

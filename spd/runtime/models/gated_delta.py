@@ -83,8 +83,9 @@ class ShortConv:
         """The stream [T, hidden] with this block added; writes the slots' rings."""
         assert batch.segments is not None
         before, behind, x = self.inputs(stream, batch).x.chunk(3, 1)
+        (ring,) = cache.pools
         mixed = self.kernels.short_conv(
-            before * x, self.taps, None, *cache.pools, batch.segments, silu=False
+            before * x, self.taps, None, ring, batch.segments, silu=False
         )
         return self.output(Residual((behind * mixed).to(x.dtype)), batch, stream)
 

@@ -49,7 +49,7 @@ class Experts:
         made: list[Any] = each
         if (native := build.kernels.native) is not None:
             made = [native.pack(each[0], gated=layout.act.gated), native.pack(each[1])]
-        elif build.kernels.facts.folds_norms:
+        elif build.kernels.capabilities.folds_norms:
             made = [tiled(one) if isinstance(one, GroupedWeight) else one for one in each]
         self.weights = ExpertWeights(made[0], made[1], layout.act, *biases)
 
@@ -133,8 +133,7 @@ class MoeMlp:
         logits = self._logits(x, self.router, tile)
         if self.router_bias is not None:
             logits[:, 0] += self.router_bias
-        chosen: Chosen = self.kernels.route(logits, self.correction, self.rule)
-        return chosen
+        return self.kernels.route(logits, self.correction, self.rule)
 
     def _logits(self, x: Tensor, weight: Tensor, tile: int) -> Tensor:
         """Parts float32 [T, P, E] of x [T, K] times weight [E, K]."""

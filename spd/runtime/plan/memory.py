@@ -15,7 +15,7 @@ from spd.errors import ResourceError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
-from spd.kernels.dispatch import FACTS
+from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import GqaLayout
@@ -76,7 +76,7 @@ class EngineShape:
     @property
     def chunk(self) -> int:
         """Tokens of a prompt that go through a model together."""
-        return FACTS[self.kernels].chunk
+        return CAPABILITIES[self.kernels].chunk
 
     @property
     def num_pages(self) -> int:
@@ -231,7 +231,9 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
     """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
     if (facts := draft.eagle3) is None:
         return 0
-    rows = max(shape.chunk, FACTS[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1))
+    rows = max(
+        shape.chunk, CAPABILITIES[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1)
+    )
     own = 0
     if facts.target_hidden_size == draft.hidden_size and (
         shape.head_embedding or shape.draft_tp != shape.tp
@@ -274,7 +276,7 @@ def _workspace(
     shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int
 ) -> int:
     """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
-    rows = max(rows, FACTS[shape.kernels].tail_rows)
+    rows = max(rows, CAPABILITIES[shape.kernels].tail_rows)
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
     shapes = {block.heads for block in layout.attending}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.round.window import Places, RoundWindow, Rows
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
@@ -132,9 +132,7 @@ class ModelProposer(Proposer):
         first, cache = self.state.prompt_length - 1, self.runners[0].cache
         if cache.recurrent:  # what a state has taken in cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
-        rows: Rows = self.kernels.committed_window(
-            self.state, width, slots, self.places, first, ahead
-        )
+        rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
         return rows
 
     def _run(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.recording import POOL_BYTES, NotRecordable, record
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import SlotView
@@ -129,7 +129,7 @@ class RecordedRounds(CapturedRounds):
     Not recorded are rounds with an empty slot before the last taken one: C kernels leave such slots out.
     """
 
-    def __init__(self, round_: Round, library: NativeLibrary) -> None:
+    def __init__(self, round_: Round, library: NativeKernels) -> None:
         super().__init__(round_)
         self.library, self.met, self.lazily = library, set[RoundShape](), True
         self.pool = torch.empty(POOL_BYTES, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spd.kernels.dispatch import FACTS
+from spd.kernels.capabilities import CAPABILITIES
 
 PAGE_SIZE = 64
 TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
@@ -21,7 +21,9 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
 
     Those are the round's that is read and of two, at most, that were enqueued before its end was known.
     """
-    return max(chunk, FACTS["triton"].tail_rows, CATCH_UP + 3 * (draft_max + 1) + modules) + 1
+    return (
+        max(chunk, CAPABILITIES["triton"].tail_rows, CATCH_UP + 3 * (draft_max + 1) + modules) + 1
+    )
 
 
 def ring_depth(draft_max: int) -> int:

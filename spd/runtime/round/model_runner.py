@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spd.kernels.attention.paged_attention import KV_BLOCK, Windows
-from spd.kernels.dispatch import Kernels
+from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionPlan, Windows
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows, kv_slots
-from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
+from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear, SkinnyLinear
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round import arithmetic_probe as probe
@@ -67,7 +67,7 @@ class ModelRunner:
         self.draws = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
         """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
         self.kernels, self.dtype = kernels, cache.dtype
-        self.merges = kernels.facts.rows_alike
+        self.merges = kernels.capabilities.row_independent
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         self.pages_per_block = (
             KV_BLOCK // cache.page_size
@@ -75,8 +75,10 @@ class ModelRunner:
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
-        self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST  # rows of a product at most
-        if kernels.facts.tries_rows:
+        self.tile = (
+            sys.maxsize if kernels.capabilities.row_independent else WIDEST
+        )  # rows of a product at most
+        if kernels.capabilities.probes_row_counts:
             self._try_arithmetic(alone)
 
     def _try_arithmetic(self, alone: bool) -> None:
@@ -183,7 +185,7 @@ class ModelRunner:
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
-        if self.kernels.facts.host_free:
+        if self.kernels.capabilities.reads_no_lengths:
             return None
         present = [slot for slot, view in enumerate(views) if view.bound]
         return (
@@ -226,8 +228,13 @@ class ModelRunner:
             applied.scatter_(0, slots, torch.where(count > 0, keep, applied[slots]))
         return made
 
-    def _attention_plan(self, given: SlotRows, chunk_start: int | None) -> object:
-        positions, bounds, first_pages = given.rows.positions, [], []
+    def _attention_plan(
+        self, given: SlotRows, chunk_start: int | None
+    ) -> dict[HeadShape, AttentionPlan]:
+        """Plan the attention of all layers over the slots' rows, for each shape of heads."""
+        positions = given.rows.positions
+        bounds: list[int] = []
+        first_pages: list[int | None] = []
         if self.buckets is not None:  # only the torch form asks the host
             if chunk_start is None:
                 extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
@@ -241,9 +248,11 @@ class ModelRunner:
         windows = Windows(
             positions, given.rows.valid, given.page_table, bounds, first_pages, chunk_start
         )
-        plan, form = self.kernels.plan_attention, (self.cache.page_size, self.dtype)
-        every = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
-        return {shape: plan(windows, heads, *form) for shape, heads in every.items()}
+        shapes = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
+        return {
+            shape: self.kernels.plan_attention(windows, heads, self.cache.page_size, self.dtype)
+            for shape, heads in shapes.items()
+        }
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden].
@@ -315,7 +324,7 @@ class ModelRunner:
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> ModelOutput:
         """Run one pass over a chunk, or one for each few rows."""
-        step = self.chunk if part.chunked else self.kernels.facts.tail_rows
+        step = self.chunk if part.chunked else self.kernels.capabilities.tail_rows
         outputs: list[ModelOutput] = []
         for begin in range(part.begin, part.end, step):
             end = min(begin + step, part.end)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.round.window import ENDED, VERIFIED, Places, RoundWindow
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.round.model_runner import ModelRunner
@@ -106,11 +106,13 @@ class Round:
         """
         state, kernels = self.state, self.kernels
         places = Places(self.runner.cache.page_size, state.max_len, self.runner.trash_slot)
-        window: RoundWindow = kernels.round_window(state, k, places, self.sampler.usable_vocab)
+        window = kernels.round_window(state, k, places, self.sampler.usable_vocab)
         hidden, states = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None:
             self.proposer.capture(window, states)
-        if not kernels.facts.host_free:  # on a GPU one more launch would cost more than it tells
+        if (
+            not kernels.capabilities.reads_no_lengths
+        ):  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(
             hidden, window, views, needs, num_logprobs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from spd.kernels.sampling.philox import STREAM_TARGET
@@ -127,9 +127,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
-        given = (logits, draft, self._positions(logits), self.tensors(needs))
-        drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(*given)
-        return drawn
+        positions = self._positions(logits)
+        return self.kernels.sample_rows(logits, draft, positions, self.tensors(needs))
 
     def verify(
         self, logits: Tensor, draft: Tensor, num_drafts: Tensor, needs: SamplerClass, by_block: bool
@@ -140,9 +139,11 @@ class Sampler:
         against the laws that are kept, and are certain where none are.
         """
         laws = self.kernels.row_laws(logits, draft, self.tensors(needs))
-        kept = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
-        given = (laws, kept, draft, num_drafts, self.seed, self._positions(logits), by_block)
-        tokens, accepted = self.kernels.verify_drafts(*given)
+        draft_laws = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
+        positions = self._positions(logits)
+        tokens, accepted = self.kernels.verify_drafts(
+            laws, draft_laws, draft, num_drafts, self.seed, positions, by_block
+        )
         finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
         return tokens, finite, accepted
 

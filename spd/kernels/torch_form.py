@@ -1,0 +1,60 @@
+"""Every operation in plain torch: the reference that the other sets of kernels are tested against."""
+
+from __future__ import annotations
+
+from spd.kernels.attention.paged_attention import paged_attention, plan_attention
+from spd.kernels.attention.rotary_store import rotary_store
+from spd.kernels.capabilities import CAPABILITIES, Capabilities
+from spd.kernels.experts.moe import experts, route, router_logits
+from spd.kernels.latent.mla_attention import head_linear, latent_store, mla_attention
+from spd.kernels.linear.head_input import head_input, keep_states
+from spd.kernels.linear.rows import embed, norm_residual, rms_norm_rows
+from spd.kernels.linear.skinny_linear import head_logits, head_sample, linear, norm_gate_up
+from spd.kernels.native.packed import PackedProducts
+from spd.kernels.recurrent.delta_rule import delta_chunks, delta_rule, gated_norm
+from spd.kernels.recurrent.short_conv import short_conv
+from spd.kernels.round.commit import round_commit
+from spd.kernels.round.ngram_lookup import ngram_lookup
+from spd.kernels.round.window import committed_window, draft_step, mark_time, round_window
+from spd.kernels.sampling.draft_verify import verify_drafts
+from spd.kernels.sampling.sampling import row_laws, sample_rows
+
+
+class TorchKernels:
+    """The set "torch"; see `spd.kernels.interface.Kernels` for the contracts."""
+
+    name: str = "torch"
+    capabilities: Capabilities = CAPABILITIES["torch"]
+    native: PackedProducts | None = None
+
+    embed = staticmethod(embed)
+    rms_norm_rows = staticmethod(rms_norm_rows)
+    norm_residual = staticmethod(norm_residual)
+    linear = staticmethod(linear)
+    norm_gate_up = staticmethod(norm_gate_up)
+    head_logits = staticmethod(head_logits)
+    head_sample = staticmethod(head_sample)
+    head_input = staticmethod(head_input)
+    keep_states = staticmethod(keep_states)
+    rotary_store = staticmethod(rotary_store)
+    plan_attention = staticmethod(plan_attention)
+    paged_attention = staticmethod(paged_attention)
+    latent_store = staticmethod(latent_store)
+    head_linear = staticmethod(head_linear)
+    mla_attention = staticmethod(mla_attention)
+    router_logits = staticmethod(router_logits)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
+    short_conv = staticmethod(short_conv)
+    delta_rule = staticmethod(delta_rule)
+    delta_chunks = staticmethod(delta_chunks)
+    gated_norm = staticmethod(gated_norm)
+    sample_rows = staticmethod(sample_rows)
+    row_laws = staticmethod(row_laws)
+    verify_drafts = staticmethod(verify_drafts)
+    round_window = staticmethod(round_window)
+    committed_window = staticmethod(committed_window)
+    draft_step = staticmethod(draft_step)
+    mark_time = staticmethod(mark_time)
+    round_commit = staticmethod(round_commit)
+    ngram_lookup = staticmethod(ngram_lookup)

@@ -1,0 +1,53 @@
+"""Each set of kernels keeps the contracts of `Kernels`: the type checker compares types, this the names."""
+
+import importlib
+import inspect
+
+import pytest
+
+from spd.kernels.interface import OPERATION_NAMES, Kernels
+from spd.kernels.native.library import NativeKernels
+from spd.kernels.torch_form import TorchKernels
+
+SETS = [
+    "spd.kernels.torch_form.TorchKernels",
+    "spd.kernels.native.library.NativeKernels",
+    "spd.kernels.triton_form.TritonKernels",
+]
+
+
+def parameters(owner: type, operation: str) -> list[inspect.Parameter]:
+    """Return an operation's parameters without `self` and without annotations."""
+    function = inspect.getattr_static(owner, operation)
+    function = function.__func__ if isinstance(function, staticmethod) else function
+    listed = inspect.signature(function).parameters.values()
+    return [one.replace(annotation=inspect.Parameter.empty) for one in listed if one.name != "self"]
+
+
+@pytest.mark.parametrize("path", SETS)
+def test_parameters_are_the_contracts(path: str) -> None:
+    """Names, order, kinds and defaults are those of the contract; further parameters have defaults."""
+    if "triton" in path:
+        pytest.importorskip("triton")
+    module, _, name = path.rpartition(".")
+    kernels = getattr(importlib.import_module(module), name)
+    assert len(OPERATION_NAMES) == 31
+    for operation in OPERATION_NAMES:
+        contract = parameters(Kernels, operation)
+        form = parameters(kernels, operation)
+        named = {one.name: one for one in form}
+        assert [one.name for one in form if one.name in {c.name for c in contract}] == [
+            one.name for one in contract
+        ], operation
+        for one in contract:
+            assert named[one.name].kind == one.kind, (operation, one.name)
+            if one.default is not inspect.Parameter.empty:
+                assert named[one.name].default == one.default, (operation, one.name)
+        extra = [one for one in form if one.name not in {c.name for c in contract}]
+        assert all(one.default is not inspect.Parameter.empty for one in extra), operation
+
+
+def test_the_c_kernels_fall_back_to_torch() -> None:
+    """What the C library lacks is torch's own function."""
+    assert NativeKernels.verify_drafts is TorchKernels.verify_drafts
+    assert NativeKernels.sample_rows is not TorchKernels.sample_rows
