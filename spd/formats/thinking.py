@@ -122,13 +122,33 @@ def thinking_marks(
     return ThinkingMarks(tuple(pairs), tuple(answers))
 
 
+_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
+_FIELD = re.compile(
+    r"""['"]reasoning(_content)?['"]|get\(\s*['"]thinking|\.(reasoning(_content)?|thinking)\b"""
+)
+_CHUNKS = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
+
+
+def reads_thoughts(template: str) -> bool:
+    """True if a chat template takes the thinking of a past turn apart from its text."""
+    code = (match[1] for match in _CODE.finditer(template) if match[1])
+    return _CHUNKS.search(template) is not None or any(map(_FIELD.search, code))
+
+
+def past_turn(thought: str, text: str, template: str) -> dict[str, object]:
+    """Return the fields of a past turn of the model, with its thinking as the template reads it."""
+    if _CHUNKS.search(template) and not _FIELD.search(template):
+        chunks = [{"type": "thinking", "thinking": thought}] if thought else []
+        return {"content": [*chunks, {"type": "text", "text": text}]}
+    return {"content": text, "reasoning_content": thought, "thinking": thought}
+
+
 SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning", "thinking_mode")
 """Variables by which chat templates are told to think, the usual name first."""
 _OFF_AND_ON: dict[str, tuple[object, object]] = {
     "thinking_budget": (0, -1),
     "thinking_mode": ("disabled", "enabled"),
 }
-_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.text.prompt import ThinkingSplitter, parted
+from spd.cli.text.reply import UNANSWERED
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_terminal import on_terminal, slow_program, start
@@ -121,6 +122,72 @@ def test_a_chat_without_a_terminal_says_the_answer(
     assert asked.startswith("False"), "another model is asked the same"
     script.pieces, script.finish = ["<think>hm"], "length"
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
+
+
+def test_a_chat_says_that_only_thinking_came(spd_run: Callable, model: Path, script: Any) -> None:
+    """Where the model stopped by itself; a limit and an answer speak for themselves."""
+    for pieces, finish, noted in (
+        (["<think>hm"], "stop", True),
+        (["<think>hm</think>\n"], "stop", True),
+        (["<think>hm</think>Yes"], "stop", False),
+        (["Yes"], "stop", False),
+        (["<think>hm"], "length", False),
+    ):
+        script.pieces, script.finish = pieces, finish
+        ran = spd_run("chat", model, "--no-save", stdin=b"Hi\n")
+        assert (UNANSWERED in ran.err) == noted, (pieces, ran)
+
+
+CHUNKS = TEMPLATE.replace(
+    "message['content'] +",
+    "(message['content'] if message['content'] is string else 'CHUNKS') +",
+).replace(
+    "{%- for message in messages -%}",
+    "{%- for message in messages -%}{%- if message['content'] is not string -%}"
+    "{%- for block in message['content'] -%}{%- if block['type'] == 'thinking' -%}"
+    "{{- '[THINK]' + block['thinking'] + '[/THINK]' -}}{%- else -%}{{- block['text'] -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}",
+)
+FIELD = TEMPLATE.replace(
+    "message['content'] +",
+    "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + "
+    "message['content'] +",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "reply", "shown"),
+    [
+        (CHUNKS, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "[THINK]hm[/THINK]Yes"),
+        (TEMPLATE, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "assistant\nYes<|im_end|>"),
+        (FIELD, (), "<think>\nhm\n</think>\n\nYes", "assistant\n<think>hm</think>Yes<|im_end|>"),
+        (TEMPLATE, (), "<think>\nhm</think>\nYes", "assistant\n<think>\nhm</think>\nYes<|im_end|>"),
+        (FIELD, (), "No <think>a</think>", "assistant\nNo <think>a</think><|im_end|>"),
+    ],
+)
+def test_a_past_turn_has_its_thinking_where_the_template_wants_it(
+    template, special, reply, shown, model, spd_run, script
+) -> None:
+    write_tokenizer(model, (*SPECIALS, *special))
+    set_template(model, template)
+    script.pieces = [reply]
+    assert spd_run("chat", model, "--no-save", stdin=b"Hi\nAgain\n").code == 0
+    asked = script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False)
+    assert shown in asked
+    for mark in special if "THINK" in shown else ():
+        assert script.engine.tokenizer.token_to_id(mark) in script.request.prompt_ids
+
+
+def test_a_budget_ends_thinking_by_the_model_s_own_token(spd_run, model, script) -> None:
+    pairs = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+    for opening, closing in (*pairs, ("<|START_THINKING|>", "<|END_THINKING|>")):
+        write_tokenizer(model, (*SPECIALS, opening, closing))
+        begin, end = len(SPECIALS) + 256, len(SPECIALS) + 257
+        for template, inside in ((TEMPLATE, False), (OPENED.replace("<think>", opening), True)):
+            set_template(model, template)
+            script.pieces = ["Yes"]
+            assert spd_run("generate", "-m", model, "--think", 7, "Hi").code == 0
+            assert script.request.thinking == ThinkingBudget(7, end, begin, inside)
 
 
 def test_a_shape_stands_in_the_channel_of_the_answer(

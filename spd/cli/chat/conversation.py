@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
-from spd.cli.text.channels import BEGINNING
 from spd.cli.text.job import Vocabulary
 from spd.cli.text.output import free_space, to_json
-from spd.cli.text.prompt import check_messages, check_text, parted
+from spd.cli.text.prompt import check_messages, check_text, opens_thinking
+from spd.cli.text.thinking import past_reply
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 from spd.formats.files import open_output, write_whole
@@ -100,6 +100,7 @@ class ChatEncoder:
     def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, Any]) -> None:
         self._tokenizer = vocabulary.need_tokenizer()
         self._template = vocabulary.need_template()
+        self._vocabulary = vocabulary
         self._context = vocabulary.config.max_positions
         self._variables = variables
         self._known: dict[object, Encoded] = {}
@@ -109,13 +110,17 @@ class ChatEncoder:
         """The prompt for the reply to the last turn. Raises what rendering and encoding raise."""
         known: dict[object, Encoded] = {}
         prompt: Encoded | None = None
+        replies: list[dict[str, Any]] = []
+        """The message of each turn's reply, which is none where calls stand in its place."""
         for count, turn in enumerate(conversation.turns):
             said = conversation.turns[:count]
             key = (conversation.system, said, turn.user)
             if key not in self._known:
-                rendered = self._render(conversation.system, said, turn.user)
+                rendered = self._render(conversation.system, said, replies, turn.user)
                 self._known[key] = self._continued(prompt, said, rendered)
             prompt = known[key] = self._known[key]
+            inside = opens_thinking(prompt.text, self._vocabulary.marks)
+            replies.append(past_reply(turn.reply or "", inside, self._vocabulary))
         self._known = known
         assert prompt is not None
         return prompt
@@ -131,16 +136,21 @@ class ChatEncoder:
             self._counted = conversation, count
         return self._counted[1]
 
-    def _render(self, system: str | None, said: Sequence[Turn], user: str) -> RenderedChat:
+    def _render(
+        self,
+        system: str | None,
+        said: Sequence[Turn],
+        replies: Sequence[Mapping[str, Any]],
+        user: str,
+    ) -> RenderedChat:
         messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        for turn in (*said, Turn(user)):
+        for at, turn in enumerate((*said, Turn(user))):
             if turn.user or not messages or messages[-1]["role"] != "tool":
                 messages.append({"role": "user", "content": turn.user})
             if turn.answered:
                 messages += map(json.loads, turn.answered)
             elif turn.reply is not None:
-                answer = parted(turn.reply)[1] if BEGINNING.match(turn.reply) else turn.reply
-                messages.append({"role": "assistant", "content": answer})
+                messages.append(replies[at])
         rendered = render_chat(self._tokenizer, self._template, messages, **self._variables)
         self._tokenizer.bounded(rendered.marked, self._context)
         return rendered

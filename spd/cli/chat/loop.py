@@ -18,7 +18,7 @@ from spd.cli.signals import raise_interrupt
 from spd.cli.text import output as out
 from spd.cli.text import prompt
 from spd.cli.text.job import plan_settings
-from spd.cli.text.reply import DIM, DraftedText, ReplyView, stats_line
+from spd.cli.text.reply import DIM, UNANSWERED, DraftedText, ReplyView, stats_line
 from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
@@ -346,7 +346,19 @@ class Chat:
         turn = replied.turns[-1]
         if turn.finish == "length" and self.interactive:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
+        if turn.finish == "stop" and self._only_thought(replied):
+            self.tell(UNANSWERED)
         return True
+
+    def _only_thought(self, conversation: Conversation) -> bool:
+        """True if the last reply is thinking without an answer or a call."""
+        marks = self.model.settings.vocabulary.marks
+        inside = prompt.opens_thinking(self.model.encoder.encode(conversation).text, marks)
+        turn, tools = conversation.turns[-1], self.model.tools
+        thought, answer = prompt.parted(turn.reply or "", inside, marks)
+        if thought is None or answer.strip():
+            return False
+        return tools is None or tools.called(turn, inside) is None
 
     def _room_fixes(self, said: Conversation) -> tuple[str, ...]:
         """Return what to type where a message does not fit behind what has been said."""

@@ -7,11 +7,11 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spd.cli.text.channels import channels_of, json_of
-from spd.cli.text.prompt import SWITCH, Asked, ThinkingSplitter, closes_thinking
-from spd.formats.thinking import KNOWN, MarkPair, ThinkingMarks
+from spd.cli.text.channels import BEGINNING, channels_of, json_of
+from spd.cli.text.prompt import SWITCH, Asked, ThinkingSplitter, closes_thinking, parted
+from spd.formats.thinking import KNOWN, MarkPair, ThinkingMarks, past_turn, reads_thoughts
 from spd.runtime.engine.request import GrammarText, ThinkingTokens
 
 if TYPE_CHECKING:
@@ -76,6 +76,20 @@ class MarkedText:
         self._ahead -= len(text)
         self._waiting = [(at - len(text), mark) for at, mark in self._waiting]
         return marked + text[place:]
+
+
+def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return an earlier reply as a message, with its thinking in the form that the template reads.
+
+    `inside` says that the reply's prompt had opened thinking. A template that knows nothing of thoughts, or
+    looks for them in the text, gets the text as it is; but marks that are tokens are no words in it.
+    """
+    template, marks = vocabulary.need_template().default, vocabulary.marks
+    thought, answer = parted(reply, inside, marks)
+    is_apart = marks.thinking[0].are_tokens or BEGINNING.match(reply) or reads_thoughts(template)
+    if thought is None or not is_apart:
+        return {"role": "assistant", "content": reply}
+    return {"role": "assistant", **past_turn(thought, answer, template)}
 
 
 _START = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/|\bstart\b')
