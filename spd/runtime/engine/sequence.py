@@ -168,34 +168,19 @@ class Sequence:
         cuts the rest away. At each token stop ids come first, then stop strings, then the length limit, so a
         stop on the last allowed token is a stop.
         """
-        self.paused = self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]
-        if self.paused:
-            assert self.grammar is not None
-            if self.grammar.begins_behind(tokens):
-                self.waits = False
-                self.stop_ids = self.stop_ids[:-1]
-                self.needs = replace(self.needs, grammar=True)
-            ended = "length" if self.length + len(tokens) >= self.length_limit else None
-        reason, error = ended, None
+        ended = self._begin_grammar(tokens, ended)
+        reason = ended
+        error = None
         spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
-        if (
-            self.grammar is None and not self.request.params.stop
-        ):  # nothing else looks at its tokens
+        if self.grammar is None and not self.request.params.stop:
             text = self.detokenizer.pass_on(spoken, final=reason is not None)
         else:
-            kept, found, error = self._walk(spoken)
-            if found is not None:
-                tokens, reason = tokens[:kept], found
-            shape = self.request.grammar
-            if (
-                shape
-                and self.grammar
-                and reason in ("stop", "length")
-                and not self.grammar.complete
-            ):
-                error = INCOMPLETE.format("grammar" if shape.kind == "lark" else shape.kind)
-                if reason == "stop" and shape.after not in (None, *self.generated, *tokens):
-                    reason, error = "error", NEVER_BEGAN
+            count, stopped, error = self._walk(spoken)
+            if stopped is not None:
+                tokens = tokens[:count]
+                reason = stopped
+            if reason in ("stop", "length") and self.grammar and not self.grammar.complete:
+                reason, error = self._incomplete(tokens, reason)
             text = self.detokenizer.take(final=reason is not None)
         if ended == reason == "error" and error is None:
             error = NO_NUMBER if self.grammar is None else DEAD_END
@@ -216,6 +201,30 @@ class Sequence:
             self.detokenizer.stop if reason == "stop" else None,
             prompt_scores,
         )
+
+    def _begin_grammar(self, tokens: list[int], ended: str | None) -> str | None:
+        """Start a deferred grammar if its opening token came last; return why the sequence ended, if it did.
+
+        The opening token is the last of `stop_ids`, so the round pauses there: that is no end.
+        """
+        self.paused = self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]
+        if not self.paused:
+            return ended
+        assert self.grammar is not None
+        if self.grammar.begins_behind(tokens):
+            self.waits = False
+            self.stop_ids = self.stop_ids[:-1]
+            self.needs = replace(self.needs, grammar=True)
+        return "length" if self.length + len(tokens) >= self.length_limit else None
+
+    def _incomplete(self, tokens: list[int], reason: str) -> tuple[str, str | None]:
+        """Return the finish reason and the error of a text whose grammar is not complete."""
+        shape = self.request.grammar
+        if shape is None:
+            return reason, None
+        if reason == "stop" and shape.after not in (None, *self.generated, *tokens):
+            return "error", NEVER_BEGAN
+        return reason, INCOMPLETE.format("grammar" if shape.kind == "lark" else shape.kind)
 
     def _walk(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
         """Follow tokens to a stop string, a grammar's end or fault: how many count, finish reason, error."""

@@ -189,7 +189,10 @@ def events(
         ends = detokenizer.stop is not None or start + size >= len(ids)
         text = detokenizer.take(final=ends)
         yield Event(
-            "", tuple(taken), text, ("stop" if detokenizer.stop is not None else reason) if ends else None
+            "",
+            tuple(taken),
+            text,
+            ("stop" if detokenizer.stop is not None else reason) if ends else None,
         )
         if ends:
             return
