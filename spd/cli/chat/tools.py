@@ -26,7 +26,7 @@ from typing import Any
 
 from spd.cli.chat.conversation import Turn
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
-from spd.cli.serve.forms import properties_of
+from spd.cli.serve.forms import Arguments
 from spd.cli.serve.replies import Choice
 from spd.cli.serve.wishes import function, name_of, past_arguments, tools_of
 from spd.cli.signals import SignalGuard
@@ -114,7 +114,7 @@ class ChatTools:
 
 def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
     """A tool's command, whose program is fixed and whose places are arguments. Raises ApiError."""
-    known = properties_of(tool.get("parameters", {}))
+    known = Arguments(tool.get("parameters", {})).names
     for at, word in enumerate(tool["command"]):
         for place in PLACE.findall(word):
             if not at or place not in known:

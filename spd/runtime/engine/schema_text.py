@@ -73,7 +73,7 @@ def closed_schema(schema: Json, *, closes: bool = True) -> Json:
     live = _without_dead_keys(schema)
     closed = close_objects(live, closes=closes)
     try:
-        pruned = without_endless(closed, lambda node: not _fault(node).startswith(EMPTY))
+        pruned = without_endless(closed, has_value)
     except EndlessSchemaError as error:
         if _is_lenient(schema):
             return _free(schema)
@@ -125,6 +125,48 @@ def _free(schema: Json) -> Json:
         return True
     free: JsonObject = {"x-guidance": schema["x-guidance"]}
     return {**free, "type": "object"} if schema.get("type") == "object" else free
+
+
+def has_value(schema: Json) -> bool:
+    """False if no value fits a schema, as far as llguidance can tell."""
+    return not _fault(schema).startswith(EMPTY)
+
+
+def whole_pattern(pattern: str) -> str | None:
+    """Return the expression of the whole texts in which a pattern is found.
+
+    None for one with look-around within, or that llguidance does not read.
+    """
+    from llguidance import LLMatcher
+
+    branches = []
+    for branch in _branches(pattern):
+        begins = branch.startswith("^")
+        ends = _PARTS.findall(branch)[-1:] == ["$"]
+        inner = branch[begins : len(branch) - ends]
+        free = "(?s:.*)"
+        branches.append(f"{'' if begins else free}(?:{inner}){'' if ends else free}")
+    expression = "|".join(branches)
+    grammar = LLMatcher.grammar_from_regex(expression)
+    is_error, _ = LLMatcher.validate_grammar_with_warnings(grammar)
+    return None if is_error else expression
+
+
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""A part of an expression: an escape, a class, or a character."""
+
+
+def _branches(pattern: str) -> list[str]:
+    """Return the alternatives of an expression that no group holds."""
+    branches = [""]
+    depth = 0
+    for part in _PARTS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            branches.append("")
+        else:
+            branches[-1] += part
+    return branches
 
 
 def _fault(schema: Json) -> str:

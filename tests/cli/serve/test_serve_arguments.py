@@ -1,0 +1,264 @@
+"""Arguments of every kind of schema in every form: held as the schema says, and read with its types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spd.cli.serve.forms import FORMS, Arguments, Tools
+from spd.errors import UsageError
+from tests.cli.serve.test_serve_calls import replies, takes
+from tests.every_template import found
+
+TEXT = {"type": "string"}
+INTEGER = {"type": "integer"}
+NULL = {"type": "null"}
+PAIRS = [name for name, form in FORMS.items() if form.pairs is not None]
+TAGS = [name for name in PAIRS if FORMS[name].pairs.style == "tags"]
+Values = list[dict[str, Any]]
+
+
+def keys(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def one(schema: Any, **others: Any) -> dict[str, Any]:
+    """Return a function's schema with one argument, `a`."""
+    return {**keys(a=schema), **others}
+
+
+def each(*values: Any) -> Values:
+    return [{"a": value} for value in values]
+
+
+DEFS = {"$defs": {"S": TEXT, "A": keys(k=TEXT, n=INTEGER)}}
+TREE = {"$ref": "#/$defs/T", "$defs": {"T": keys(v=INTEGER)}, "type": "object"}
+TREE["$defs"]["T"]["properties"]["kids"] = {"type": "array", "items": {"$ref": "#/$defs/T"}}
+TEXTS = ["Paris", "4", "true", '{"k": 1}', "a\nb", '"quoted"', "-"]
+SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
+    "nothing said": ({"type": "object"}, [{}, {"k": "v"}, {"k": 1, "j": [True]}], []),
+    "nothing listed": (keys(), [{}], [{"k": "v"}]),
+    "additionalProperties": (
+        {"type": "object", "additionalProperties": TEXT},
+        [{"k": "v"}, {"k": "4", "j": "true"}],
+        [],
+    ),
+    "additional integers": (
+        {**keys(a=TEXT), "additionalProperties": INTEGER},
+        [{"a": "4"}, {"a": "x", "k": 4}, {"k": 4, "kk": 5}],
+        [{"k": "v"}],
+    ),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^k": TEXT}, "additionalProperties": False},
+        [{"k": "4"}, {"kk": "x", "k2": "y"}],
+        [{"j": "v"}],
+    ),
+    "patterns and others": (
+        {"type": "object", "patternProperties": {"^k": TEXT}, "additionalProperties": INTEGER},
+        [{"k": "4", "j": 4}],
+        [{"j": "v"}],
+    ),
+    "$ref at the top": (
+        {"type": "object", "$ref": "#/$defs/A", **DEFS},
+        [{"k": "4"}, {"k": "v", "n": 1}],
+        [{"z": 1}, {"n": "v"}],
+    ),
+    "allOf": (
+        {"type": "object", "allOf": [keys(k=TEXT), {**keys(n=INTEGER), "required": ["n"]}]},
+        [{"k": "4", "n": 1}, {"n": 1}],
+        [{"k": "v"}, {"n": 1, "z": 1}],
+    ),
+    "anyOf": (
+        {
+            "type": "object",
+            "anyOf": [
+                {**keys(k=TEXT), "required": ["k"]},
+                {**keys(n=INTEGER), "required": ["n"]},
+            ],
+        },
+        [{"k": "4"}, {"n": 4}],
+        [{}, {"z": 1}],
+    ),
+    "required alone": (
+        {**keys(a=TEXT, b=INTEGER), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": "4"}, {"b": 4}, {"a": "x", "b": 4}],
+        [{}],
+    ),
+    "required, not listed": ({**keys(a=TEXT), "required": ["k"]}, [{"a": "4", "k": 4}], [{}]),
+    "a tree": (TREE, [{"v": 1, "kids": [{"v": 2}]}], [{"v": "x"}, {"z": 1}]),
+    "optional text": (one({"anyOf": [TEXT, NULL]}), each(*TEXTS, None), []),
+    "list of types": (one({"type": ["string", "null"]}), each(*TEXTS, None), []),
+    "$ref to a text": (one({"$ref": "#/$defs/S"}, **DEFS), each(*TEXTS, "null"), []),
+    "text or number": (one({"type": ["string", "number"]}), each("x", 4, 4.5, '{"k": 1}'), []),
+    "text or object": (one({"anyOf": [TEXT, keys(k=INTEGER)]}), each("x", "4", {"k": 1}), []),
+    "anything": (one({}), each("x", 4, {"k": [None]}, True), []),
+    "described": (one({"description": "d"}), each("x", 4), []),
+    "enum": (one({"enum": ["Paris", "4"]}), each("Paris", "4"), each("x")),
+    "enum of all kinds": (one({"enum": ["x", 5, None, True]}), each("x", 5, None, True), each(6)),
+    "optional enum": (
+        one({"anyOf": [{"enum": ["x", "4"]}, NULL]}),
+        each("x", "4", None),
+        each("y", 5),
+    ),
+    "const": (one({"const": "4"}), each("4"), each("5")),
+    "pattern": (one({**TEXT, "pattern": "^[a-z]+/\\d$"}), each("ab/4"), each("ab/", "4")),
+    "pattern anywhere": (one({**TEXT, "pattern": "b|c$"}), each("abd", "xc"), each("cx")),
+    "pattern and length": (
+        one({**TEXT, "pattern": "^a", "maxLength": 3}),
+        each("a", "abc"),
+        each("b", "abcd"),
+    ),
+    "length": (one({**TEXT, "minLength": 2, "maxLength": 3}), each("ab", "4.5"), each("a", "abcd")),
+    "optional pattern": (
+        one({"anyOf": [{**TEXT, "pattern": "^[a-c]+$"}, INTEGER]}),
+        each("ab", 4),
+        each("xy"),
+    ),
+    "bounds": (one({**INTEGER, "minimum": 3, "maximum": 5}), each(4), each(6)),
+    "two texts": (
+        {**keys(a=TEXT, b={"anyOf": [NULL, TEXT]}), "required": ["a", "b"]},
+        [{"a": "1", "b": None}, {"a": "\n", "b": "2"}],
+        [{"a": "1"}],
+    ),
+    "words of Python": (
+        {**keys(**{"from": TEXT, "my-key": INTEGER, "a": TEXT}), "required": ["from"]},
+        [{"from": "4", "my-key": 4}, {"from": "x = 3, my-key=", "a": "(a=1)"}],
+        [{"a": "x"}],
+    ),
+}
+"""A schema with arguments that it takes, and others that it does not take."""
+
+
+def written(form: str, arguments: dict[str, Any], *, required: bool = True) -> str:
+    """Return a call of `f` as a model writes it in a form."""
+    shape = FORMS[form]
+    pairs = shape.pairs
+    text = json.dumps(arguments)
+    if pairs is not None:
+        values = {name: as_value(form, value) for name, value in arguments.items()}
+        text = pairs.comma.join(
+            pairs.text.replace("KEY", name).replace("VALUE", value)
+            for name, value in values.items()
+        )
+    call = shape.call.replace("NAME", "f").replace("#", "0")
+    opening = "" if shape.is_bare and required else shape.opening
+    reply = opening + (f"[{call}]" if shape.is_array else call) + shape.closing
+    if shape.channels is not None:
+        reply = shape.channels.call.replace("NAME", "f") + reply
+    return reply.replace("ARGUMENTS", text)
+
+
+def as_value(form: str, value: Any) -> str:
+    """Return a value as a form writes it: a text without quotes, or between its own."""
+    quote = FORMS[form].pairs.quote
+    is_bare = isinstance(value, str) and quote is not None
+    return f"{quote}{value}{quote}" if is_bare else json.dumps(value)
+
+
+def faults(form: str, case: str, *, pieces: bool) -> Iterator[str]:
+    """Yield what is lost, of another type, or wrongly refused or allowed; with `pieces` at every cut."""
+    schema, fine, wrong = SCHEMAS[case]
+    held = Tools({"f": schema}, FORMS[form], required=True)
+    free = Tools({"f": schema}, FORMS[form], strict=True)
+    for arguments in fine:
+        text = written(form, arguments)
+        if not takes(held.grammar, text):
+            yield f"refused: {text!r}"
+        tagged = written(form, arguments, required=False)
+        if free.grammar is not None and not takes(free.grammar, tagged):
+            yield f"refused where it may come: {tagged!r}"
+        cuts = [[text[:cut], text[cut:]] for cut in range(len(text))] if pieces else []
+        for each in ([text], list(text), *cuts):
+            said, calls = replies(held, each)
+            if said or [json.loads(call) for _, call in calls] != [arguments]:
+                yield f"{arguments} in {len(each)} pieces are {calls} {said!r}"
+        read = [json.loads(piece.text) for piece in found(free, [tagged]) if piece.kind == "call"]
+        if json.dumps(read) != json.dumps([arguments]):
+            yield f"{arguments} are read as {read}"
+    for arguments in wrong:
+        if takes(held.grammar, written(form, arguments)):
+            yield f"allowed: {arguments}"
+
+
+@pytest.mark.parametrize("case", SCHEMAS)
+@pytest.mark.parametrize("form", [*PAIRS, "Hermes, Qwen3"])
+def test_arguments_are_held_and_read_as_their_schema_says(form: str, case: str) -> None:
+    assert not [*faults(form, case, pieces=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_at_every_cut_in_every_form(form: str) -> None:
+    """Together more than 1,000 replies."""
+    assert not [fault for case in SCHEMAS for fault in faults(form, case, pieces=True)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "{'a': None}", {"a": None}),
+        ({"type": "array"}, "(1, 2)", "(1, 2)"),
+        (INTEGER, "4.0", 4.0),
+        (INTEGER, "x", "x"),
+        (INTEGER, "NaN", "NaN"),
+        (INTEGER, '{"k": 1}', {"k": 1}),
+        ({"anyOf": [TEXT, {"type": "boolean"}]}, "False", "False"),
+        ({"enum": [1, "1"]}, "1", 1),
+        ({"const": True}, "1", 1),
+        ({"type": ["integer", "string"]}, "1.5", "1.5"),
+        ({"$ref": "#/$defs/none"}, "4", 4),
+        ({"anyOf": [{"$ref": "#/properties/a"}, TEXT]}, "4", "4"),
+        ({}, '"x"', "x"),
+    ],
+)
+def test_what_no_grammar_held_is_read_as_near_as_can_be(schema: Any, text: str, value: Any) -> None:
+    """Typed as the schema says, else as JSON, else as a text."""
+    read = json.loads(Arguments(one(schema)).argument("a").as_json(text))
+    assert (type(read), read) == (type(value), value)
+
+
+@pytest.mark.parametrize("form", TAGS)
+def test_types_do_not_depend_on_another_alternative(form: str) -> None:
+    """An alternative that lists a key for others only says nothing of its type."""
+    schema = {"type": "object", "anyOf": [keys(k=TEXT), keys(n=INTEGER)]}
+    said, calls = replies(Tools({"f": schema}, FORMS[form]), [written(form, {"k": "4"})])
+    assert not said and calls == [("f", '{"k": "4"}')]
+
+
+NEVER = {"type": "string", "pattern": r"[^\s\S]"}
+
+
+@pytest.mark.parametrize("form", [*PAIRS, "Hermes, Qwen3"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        one(False, required=["a"]),
+        one(NEVER, required=["a"]),
+        one({"$ref": "#/properties/a"}, required=["a"]),
+        one({**INTEGER, "minimum": 5, "maximum": 4}, required=["a"]),
+        one({**TEXT, "pattern": "^a$", "minLength": 3}, required=["a"]),
+        {"type": "object", "allOf": [{"type": "string"}]},
+    ],
+)
+def test_arguments_that_no_value_fits_are_refused(form: str, schema: Any) -> None:
+    """Where a call has to come; where it may come, they are passed over."""
+    with pytest.raises(UsageError, match="cannot be used"):
+        takes(Tools({"f": schema}, FORMS[form], required=True).grammar, "")
+    tools = Tools({"f": schema, "g": one(INTEGER)}, FORMS[form], tokens={FORMS[form].opening: 300})
+    if tools.grammar is not None:
+        takes(tools.grammar, "")
+
+
+def test_many_alternatives_are_held_together() -> None:
+    """More than can be told apart: each key is optional, and of a type that one of them gives it."""
+    form = "Qwen3-Coder, Qwen3.5"
+    branches = [{**keys(**{f"k{n}": INTEGER}), "required": [f"k{n}"]} for n in range(40)]
+    grammar = Tools(
+        {"f": {"type": "object", "anyOf": branches}}, FORMS[form], required=True
+    ).grammar
+    assert takes(grammar, written(form, {"k3": 3})) and takes(grammar, written(form, {}))
+    assert not takes(grammar, written(form, {"k3": "x"}))
