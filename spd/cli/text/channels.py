@@ -17,8 +17,8 @@ ENDS = (START, "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>")
 BEGINNING = re.compile(r"\s*(?:<\|channel\|>|<\|start\|>|to=[\w.-]+\s*<\|(?:message|channel)\|>)")
 """How a reply of messages begins."""
 MAY_BEGIN = re.compile(r"t|to|to=[\w.-]*\s*(?:<[|a-z]{0,9})?")
-THINKS = re.compile(r"<\|channel\|>\s*analysis|to=self\b")
-"""What a header of thinking holds."""
+THINKS = re.compile(r"(?s)\A(?!.*to=functions\.).*?(?:<\|channel\|>\s*analysis|to=self\b)")
+"""A header of thinking: a function that is called on the analysis channel is called."""
 CALLED = re.compile(r"to=functions\.([\w.-]+)")
 """What a header of a call holds where nothing behind it tells the name."""
 CALL = f"{CHANNEL}commentary to=functions."

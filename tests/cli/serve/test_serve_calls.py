@@ -122,6 +122,24 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
         now(),
     ),
+    "gpt-oss: on the analysis channel": (
+        "<|channel|>analysis to=functions.now<|message|>{}<|call|>",
+        now(),
+    ),
+    "gpt-oss: on the analysis channel, first": (
+        f" to=functions.get_weather<|channel|>analysis<|message|>{ARGS}<|call|>",
+        ONE,
+    ),
+    "gpt-oss: on the analysis channel, behind a thought": (
+        f"{THOUGHT} to=functions.now<|channel|>analysis code<|message|>{{}}<|call|>",
+        now(),
+    ),
+    "gpt-oss: another recipient on the analysis channel": (
+        "<|channel|>analysis to=python<|message|>1<|end|><|start|>assistant"
+        "<|channel|>final<|message|>So.",
+        [],
+        "So.",
+    ),
     "gpt-oss: two objects": (f"{COMMENTARY}now<|message|>{{}} {{}}", now(), " {}"),
     "gpt-oss: text": (f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", [], "Sunny < 3"),
     "gpt-oss: no JSON": f"{COMMENTARY}now<|message|>{{a",
