@@ -114,6 +114,11 @@ CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"z": 1}],
     ),
     "required elsewhere": (keys("a", type="object", required=["q"]), [{"a": 1, "q": 2}], [{}]),
+    "required elsewhere, below": (
+        {"type": "object", "properties": {"o": keys("a", type="object", required=["q"])}},
+        [{"o": {"q": 1}}],
+        [{"o": {"a": 1}}],
+    ),
     "patternProperties": (
         keys("a", type="object", patternProperties={"^k": INTEGER}),
         [{"a": 1, "z": 1}],
@@ -257,11 +262,27 @@ def test_a_schema_without_values_is_refused(case: str) -> None:
         ({"properties": {"a": {"$ref": "#/$defs/l"}}, "type": "object", **LOOP}, "{}"),
         ({"items": {"$ref": "#/$defs/l"}, "type": "array", **LOOP}, "[]"),
         ({"anyOf": [{"$ref": "#/$defs/l"}, INTEGER], **LOOP}, "12"),
+        (
+            keys("a", type="object", required=["a"], patternProperties={r"[^\s\S]": INTEGER}),
+            '{"a": 1}',
+        ),
     ],
 )
-def test_an_endless_part_that_need_not_come_never_begins(schema: Any, value: str) -> None:
+def test_a_part_that_no_value_fits_never_begins(schema: Any, value: str) -> None:
     assert accepts(schema, value)
     walk(compiled(schema), 7)
+
+
+def test_no_key_begins_that_no_pattern_matches() -> None:
+    """A comma would lead to a key that cannot come."""
+    never = {r"[^\s\S]": INTEGER}
+    schema = keys("a", type="object", patternProperties=never, additionalProperties=False)
+    assert accepts(schema, '{"a": 1}')
+    encode = ModelFolder.named("demo").tokenizer.encode
+    grammar = compiled(schema)
+    with pytest.raises(GrammarError):
+        for token in encode('{"a": 1, '):
+            grammar.accept(token)
 
 
 @pytest.mark.parametrize("text", ['start: start "a"', "start: x\nx: x"])
