@@ -90,14 +90,15 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         defaults: dict[str, Any] = {}
         named = os.environ.get("SPD_CONFIG")
         path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
+        is_there, session.told = (True, []) if named else _look_for(path)
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
             out.Sink.stdout()  # raises where it is closed
-        elif argv[0] in COMMANDS and (named or path.is_file()):
+        elif argv[0] in COMMANDS and is_there:
             from spd.cli.config import read_defaults
 
             defaults = read_defaults(argv[0], path)
             names = ", ".join(name.replace("_", "-") for name in defaults)
-            session.told = [f"{path} sets {names}"] if names else []
+            session.told = [f"{path} sets {names}"] * bool(names)
         command = get_command(build_app((argv[0],)))
         told = {argv[0]: defaults} if defaults else None  # `help` is a name of a flag, too
         result = command(
@@ -127,6 +128,17 @@ def _folder(variable: str, usual: str) -> Path:
     """Where the XDG rules say that a kind of files is kept."""
     home = os.environ.get(variable, "")
     return Path(home) / "spd" if os.path.isabs(home) else Path(usual).expanduser()
+
+
+def _look_for(path: Path) -> tuple[bool, list[str]]:
+    """Return whether a file of options is there, or why that cannot be known, for a verbose run."""
+    try:
+        path.lstat()  # a link that leads nowhere is there: what it was to set is not set
+    except (FileNotFoundError, NotADirectoryError):
+        return False, []
+    except OSError as error:
+        return False, [f"{path} is not read: {error.strerror}"]
+    return True, []
 
 
 def _explain(error: Exception, console: out.Console) -> SpdError:

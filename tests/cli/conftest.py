@@ -192,6 +192,8 @@ class FakeEngine:
         return bool(self._left)
 
     def step(self) -> list[Event]:
+        if not self.requests:
+            return []
         name = self.requests[-1].id
         if self.aborted:
             self._left = []

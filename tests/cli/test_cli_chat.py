@@ -363,6 +363,14 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
     assert error.value.reason == ("The latest: c, a, b",)
 
 
+def test_chats_that_cannot_be_listed_are_no_absence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError) as error:
+        SessionStore(tmp_path / "file").names()
+    assert "cannot be listed: Not a directory" in error.value.message
+    assert SessionStore(tmp_path / "none").names() == []
+
+
 HEADER = b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n'
 
 

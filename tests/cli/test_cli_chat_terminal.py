@@ -341,3 +341,12 @@ def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
     assert more["user"] == "" and json.loads(more["answered"][1])["content"].startswith(
         "the user did not"
     )
+
+
+def test_a_history_that_cannot_be_kept_is_said(terminal, tmp_path) -> None:
+    (tmp_path / "state" / "spd" / "history").mkdir(parents=True)
+    chat = terminal("--no-save")
+    assert b"what you type is not kept for the next chat" in b" ".join(chat.seen.split())
+    chat.play("<Hi\r", "wörld!")
+    chat.leave()
+    assert b"Exception" not in chat.seen

@@ -311,3 +311,18 @@ def test_a_clash_says_which_file_it_is_with(own, spd_run, model, script, monkeyp
         refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
     monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
     refused(spd_run("generate", "Hi"), 3, "no file", "none.toml")
+
+
+def test_a_persons_file_that_cannot_be_read_is_said(own, spd_run, model, script) -> None:
+    """A link that leads nowhere and a folder set nothing, and the person thinks that they do."""
+    path = own("ctx = 64\n")
+    target = path.rename(path.with_name("moved.toml"))
+    path.symlink_to(target)
+    assert spd_run("generate", "-m", model, "Hi").code == 0 and script.engine.config.ctx == 64
+    target.unlink()
+    refused(spd_run("generate", "-m", model, "Hi"), 3, f"no file {path}")
+    path.unlink()
+    path.mkdir()
+    refused(spd_run("generate", "-m", model, "Hi"), 2, f"cannot read {path}: Is a directory")
+    path.rmdir()
+    assert spd_run("generate", "-m", model, "Hi").code == 0

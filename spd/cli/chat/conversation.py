@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,22 @@ class SessionStore:
         """The chat whose lock is held, and its descriptor."""
 
     def names(self) -> list[str]:
-        """Every saved chat, the latest first."""
-        found = [path for path in self.folder.glob("*" + SUFFIX) if _NAME.fullmatch(path.stem)]
-        return [
-            path.stem
-            for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)
-        ]
+        """Return every saved chat, the latest first. Raises ResourceError if they cannot be listed."""
+        found: list[tuple[float, str]] = []
+        try:
+            entries = list(os.scandir(self.folder))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            words = f"the saved chats in {self.folder} cannot be listed: {error.strerror}"
+            fix = "XDG_STATE_HOME=FOLDER spd chat keeps chats elsewhere"
+            raise ResourceError(words, fix=[fix], code="sessions") from None
+        for entry in entries:
+            name = entry.name.removesuffix(SUFFIX)
+            if name != entry.name and _NAME.fullmatch(name):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, name))
+        return [name for _, name in sorted(found, key=itemgetter(0), reverse=True)]
 
     def path(self, name: str) -> Path:
         """The path of a saved chat. Raises UsageError for an invalid name."""

@@ -53,6 +53,7 @@ class Editor:
         *,
         color: bool,
         status: Callable[[], str],
+        warn: Callable[[str], None],
         loaded: Callable[[], bool],
         commands: Mapping[str, Words | None],
     ) -> None:
@@ -67,7 +68,7 @@ class Editor:
             PROMPT,
             multiline=True,
             prompt_continuation="  ",
-            history=_WholeHistory(history, self.expand),
+            history=_WholeHistory(history, self.expand, warn),
             enable_history_search=True,
             enable_open_in_editor=True,
             tempfile_suffix=".md",
@@ -268,14 +269,28 @@ def _waiting_bytes(descriptor: int) -> int:
 
 
 class _WholeHistory(FileHistory):
-    """For its owner alone; a long paste is kept whole, not as the word that stood for it."""
+    """For its owner alone; a long paste is kept whole, not as the word that stood for it.
 
-    def __init__(self, path: Path, expand: Callable[[str], str]) -> None:
-        with suppress(OSError):
+    `warn` hears where nothing can be kept.
+    """
+
+    def __init__(
+        self, path: Path, expand: Callable[[str], str], warn: Callable[[str], None]
+    ) -> None:
+        try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600)
+            path.open("r+b").close()
+        except OSError as error:
+            warn(f"what you type is not kept for the next chat: {path}: {error.strerror}")
         super().__init__(str(path))
         self._expand = expand
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return super().load_history_strings()
+        except OSError:  # which the chat began with
+            return []
 
     def append_string(self, string: str) -> None:
         super().append_string(self._expand(string))

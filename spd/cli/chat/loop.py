@@ -253,6 +253,7 @@ class Chat:
                 self.session.state_folder / "history",
                 color=self.session.console.color,
                 status=self._status,
+                warn=self.session.console.note,
                 loaded=lambda: not self.model.loading_words(),
                 commands=commands.completions(),
             )

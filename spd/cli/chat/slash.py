@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
@@ -54,10 +55,16 @@ class Commands:
         words: dict[str, Callable[[], Iterable[str]] | None] = dict.fromkeys(self.names(), tuple)
         words |= {
             "/file": None,
-            "/load": self._chat.store.names,
+            "/load": self._saved_names,
             "/think": lambda: ["on", "off", "hide"],
         }
         return words | {"/model": lambda: model_names(""), "/spec": lambda: spec_names("")}
+
+    def _saved_names(self) -> list[str]:
+        """Return the names that TAB offers; a key raises no error."""
+        with suppress(SpdError):
+            return self._chat.store.names()
+        return []
 
     def do_help(self, rest: str) -> None:
         """this list"""

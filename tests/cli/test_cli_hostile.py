@@ -1,0 +1,284 @@
+"""Hostile inputs for the command line and the chat: every run ends, says something, and has no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import program
+from tests.cli.test_cli_chat_terminal import Terminal
+
+BOUND = 60.0
+"""Seconds after which a run counts as hung; no measurement."""
+KNOWN = {*range(2, 11), 0, 141}
+"""Exit codes on purpose; 1 is what nobody foresaw."""
+NOISE = bytes(range(256)) * 8
+NESTED = "[" * 50_000
+STDIN: dict[str, bytes | None] = {
+    "closed": None,
+    "empty": b"",
+    "binary": NOISE,
+    "nul": b"\0" * 1000,
+    "huge line": b"x" * 3_000_000,
+    "controls": b"\x1b[2J\x1b]0;owned\x07\x03\x04\x1a\r\n\x08\x7f" * 50,
+    "not utf-8": "naïve\n".encode("latin-1"),
+    "surrogates": b"\xed\xa0\x80\n",
+    "carriage returns": b"Hi\r\nthere\r\n\r\n",
+    "blank lines": b"\n" * 2000,
+    "no end": b"no end",
+    "commands": b"/nosuch\n/\n//\n/file\n/set x\n/spec\n/undo\n/load ../..\n/model /dev/zero\n/exit x\n",
+    "files": b"/file ~nobody-here\n/file '\n/file -\n/file /\n/file /dev/null\nHi\n",
+    "nested": NESTED.encode(),
+    "objects": b'{"prompt": "Hi"}\n{}\n[]\n3\n{"prompt": 3}\n{"prompt": "Hi", "params": []}\n',
+    "odd objects": b'{"id": NaN, "prompt": "\\ud800"}\n{"prompt": "a", "params": {"schema": 3}}\n',
+}
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "usual": {},
+    "dumb": {"TERM": "dumb"},
+    "no term": {"TERM": ""},
+    "one column": {"COLUMNS": "1", "LINES": "1"},
+    "odd columns": {"COLUMNS": "many"},
+    "C locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    "odd locale": {"LC_ALL": "xx_YY.nonsense", "PYTHONUTF8": "0"},
+    "no home": {"HOME": "/dev/null", "XDG_STATE_HOME": "", "XDG_CONFIG_HOME": ""},
+    "relative": {"HOME": "relative", "XDG_STATE_HOME": "also", "XDG_RUNTIME_DIR": "and"},
+    "state is a file": {"XDG_STATE_HOME": "{place}/file"},
+    "sessions is a file": {"XDG_STATE_HOME": "{place}/bad-sessions"},
+    "history is a folder": {"XDG_STATE_HOME": "{place}/bad-history"},
+    "runtime is a file": {"XDG_RUNTIME_DIR": "{place}/file"},
+    "dangling config": {"XDG_CONFIG_HOME": "{place}/dangling"},
+    "config is a folder": {"XDG_CONFIG_HOME": "{place}/folder"},
+    "config is a loop": {"XDG_CONFIG_HOME": "{place}/loop"},
+    "config is endless": {"SPD_CONFIG": "/dev/zero"},
+    "config is binary": {"SPD_CONFIG": "{place}/binary"},
+    "config is nothing": {"SPD_CONFIG": "/nowhere/config.toml"},
+    "full temporary": {"TMPDIR": "/dev/full"},
+}
+STREAMS = {
+    "usual": "",
+    "full stdout": ">/dev/full",
+    "closed stdout": ">&-",
+    "full stderr": "2>/dev/full",
+    "closed stderr": "2>&-",
+    "both full": ">/dev/full 2>/dev/full",
+    "both closed": ">&- 2>&-",
+    "nobody reads": "| true",
+}
+COMMANDS: list[list[str]] = [
+    *(["generate", "-m", "{model}", *more] for more in ([], ["Hi"], ["--json"], ["--jsonl"])),
+    *(["generate", "-m", "{model}", *more] for more in (["--raw"], ["--dry-run", "Hi"])),
+    *(["generate", "-m", "{model}", "Hi", "-f", name] for name in ("-", "/", "/dev/null", "")),
+    *(
+        ["generate", "-m", "{model}", "Hi", "-o", name]
+        for name in ("/", "/dev/full", "", "{place}")
+    ),
+    *(
+        ["generate", "-m", "{model}", "Hi", "--schema", text]
+        for text in ("{{", "-", "/", NESTED[:999])
+    ),
+    ["generate", "-m", "{model}", "Hi", "--messages", "-"],
+    *(["chat", "{model}", *more] for more in ([], ["-c"], ["-c", "../x"], ["--no-save"])),
+    *(["chat", "{model}", "-f", "{place}/binary"], ["chat", "{model}", "-s", "@/dev/null"]),
+    *(["inspect", "{model}"], ["inspect", "{place}/binary"], ["explain", "{place}/binary"]),
+    *(["compare", "{place}/binary", "{place}/binary"], ["ls"], ["rm", "-y", "../.."]),
+    *(["completions", "bash"], ["completions", "nosuch"], ["pull", "no such/name"]),
+    *(["--version"], ["--help"], [], ["generate", "-h"], ["nosuch"], ["--", "--"]),
+]
+WORDS = [
+    *(["-n", "-1"], ["-n", "9" * 40], ["-n", ""], ["--seed", "x"], ["--temperature", "nan"]),
+    *(["--ctx", "0"], ["--ctx", "k"], ["--set", "="], ["--set", "top_k=\x1b"], ["--stop", ""]),
+    *(["--nosuch\x1b[2J"], ["\udcff\udcfe"], ["a\nb"], ["x" * 100_000], ["-"], ["--"], [""]),
+    *(["--json"], ["-q"], ["-v"], ["--color", "always"], ["--color", "\u202e"], []),
+]
+
+
+@dataclass
+class Case:
+    """One run: its words, and by which names its surroundings were drawn."""
+
+    argv: list[str]
+    stdin: str
+    environment: str
+    streams: str
+
+    @classmethod
+    def drawn(cls, number: int) -> Case:
+        """Return the case of a number: a command in surroundings of which at most two are odd."""
+        source = random.Random(number)
+        argv = list(COMMANDS[number % len(COMMANDS)])
+        if source.random() < 0.5:
+            argv += source.choice(WORDS)
+        environment = source.choice(list(ENVIRONMENT))
+        streams = "usual" if source.random() < 0.6 else source.choice(list(STREAMS))
+        return cls(argv, source.choice(list(STDIN)), environment, streams)
+
+    @property
+    def is_mute(self) -> bool:
+        """True if nothing that is said can be heard, or is to be said."""
+        return self.streams in ("full stderr", "closed stderr", "both full", "both closed")
+
+
+def prepare(place: Path) -> None:
+    """Write what surroundings name."""
+    (place / "file").write_text("")
+    (place / "binary").write_bytes(NOISE)
+    (place / "bad-sessions" / "spd").mkdir(parents=True)
+    (place / "bad-sessions" / "spd" / "sessions").write_text("")
+    (place / "bad-history" / "spd" / "history").mkdir(parents=True)
+    for name in ("dangling", "folder", "loop"):
+        (place / name / "spd").mkdir(parents=True)
+    (place / "dangling" / "spd" / "config.toml").symlink_to(place / "nowhere")
+    (place / "folder" / "spd" / "config.toml").mkdir()
+    (place / "loop" / "spd" / "config.toml").symlink_to(place / "loop" / "spd" / "config.toml")
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes]]:
+    """Runs a case over a fake engine; returns its exit status, and what it wrote."""
+    place = tmp_path / "place"
+    place.mkdir()
+    prepare(place)
+
+    def start(case: Case) -> tuple[int, bytes, bytes]:
+        usual = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        usual |= {"TERM": "xterm", "XDG_STATE_HOME": str(place / "state"), "HF_HUB_OFFLINE": "1"}
+        more = ENVIRONMENT[case.environment]
+        environment = usual | {name: value.format(place=place) for name, value in more.items()}
+        words = [
+            word.replace("{model}", str(model)).replace("{place}", str(place)) for word in case.argv
+        ]
+        data = STDIN[case.stdin]
+        redirect = STREAMS[case.streams] + " <&-" * (data is None)
+        shell = f'set -o pipefail; "$@" {redirect}'
+        command = ["bash", "-c", shell, "-", sys.executable, "-c", program(""), *words]
+        process = subprocess.Popen(
+            [os.fsencode(word) for word in command],
+            cwd=place,
+            env=environment,
+            start_new_session=True,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+        )
+        try:
+            out, err = process.communicate(data or b"", timeout=BOUND)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"hangs: {case}") from None
+        return process.returncode, out, err
+
+    return start
+
+
+def assert_well_ended(case: Case, status: int, out: bytes, err: bytes) -> None:
+    """Assert a known exit status, no traceback, and a word about what is wrong."""
+    said = f"{case}\n{status}\n{out[-500:]!r}\n{err[-2000:]!r}"
+    assert status in KNOWN, said
+    for words in (b"Traceback", b"Exception ignored", b"Exception in", b"unexpected "):
+        assert words not in err.replace(b"unexpected extra", b""), said
+    if status not in (0, 141) and not case.is_mute:
+        assert b"error" in err + out, said
+    if status == 0 and case.streams == "usual":
+        assert out or err, said
+
+
+@pytest.mark.parametrize("number", range(0, 300, 7))
+def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
+    case = Case.drawn(number)
+    assert_well_ended(case, *run(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 600, 50))
+def test_many_runs_end_and_say_what_is_wrong(start: int, run: Callable) -> None:
+    for number in range(start, start + 50):
+        case = Case.drawn(number)
+        assert_well_ended(case, *run(case))
+
+
+KEYS = [
+    *("\x1b", "\x1b[", "\x1b[200~", "\x1b[201~", "\x1bO", "\t", "\x08", "\x17", "\x12", "\x1f"),
+    *("\x00", "\x01", "\x0b", "\x19", "\x7f" * 9, "\x1a", "\x0c", "\x10", "\x0e", "\x1b\r", "\x0a"),
+    *(
+        "日本",
+        "👩‍👩‍👧",
+        "\u202e",
+        "\ufffd",
+        "x" * 3000,
+        "\\",
+        "\"'",
+        "/",
+        "//",
+        "/fi\t",
+        "/set a\r",
+    ),
+    *("Hi\r", "/spec ngram\r", "/file ~nobody-here/x\r", "/load ..\r", "/think N\r", "/stats\r"),
+]
+
+
+@pytest.fixture
+def keyboard(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """`keyboard(TERM="xterm")` starts a chat on a terminal of 20 columns."""
+    opened: list[Terminal] = []
+
+    def start(**more: str) -> Terminal:
+        usual = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        state = {"PYTHONUTF8": "1", "XDG_STATE_HOME": str(tmp_path / "state")}
+        command = [
+            sys.executable,
+            "-c",
+            program("pieces=['word '] * 3, ctx=90000"),
+            "chat",
+            str(model),
+        ]
+        opened.append(Terminal(command, usual | state | more))
+        opened[-1].size(5, 20)
+        opened[-1].play("›")
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def press(chat: Terminal, number: int) -> None:
+    """Press keys at random, then leave the chat; it has to end."""
+    source = random.Random(number)
+    for _ in range(25):
+        os.write(chat.descriptor, source.choice(KEYS).encode())
+        chat._read(time.monotonic() + 0.02)
+    end = time.monotonic() + BOUND
+    while chat.process.poll() is None:  # a paste is closed, a line is cleared, and the chat left
+        assert time.monotonic() < end, chat.seen[-2000:]
+        os.write(chat.descriptor, b"\x1b[201~\x07\x15\x04\x03")
+        chat._read(time.monotonic() + 0.2)
+    assert chat.process.returncode in (0, -signal.SIGINT), chat.seen[-3000:]
+    for words in (b"Traceback", b"Exception", b"unexpected "):
+        assert words not in chat.seen, chat.seen[-3000:]
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_keys_at_random(term: str, keyboard: Callable) -> None:
+    press(keyboard(TERM=term), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_many_keys_at_random(number: int, keyboard: Callable) -> None:
+    press(keyboard(TERM=("xterm-256color", "dumb", "nonsense", "")[number % 4]), number)
+
+
+def test_every_surrounding_comes_up() -> None:
+    cases = [Case.drawn(number) for number in range(600)]
+    assert {case.stdin for case in cases} == set(STDIN)
+    assert {case.environment for case in cases} == set(ENVIRONMENT)
+    assert {case.streams for case in cases} == set(STREAMS)
+    assert len({json.dumps(vars(case)) for case in cases}) > 550
