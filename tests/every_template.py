@@ -16,6 +16,7 @@ from spd.cli.text.messages import for_template
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
+from spd.formats.thinking import past_turn
 
 SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
 PARAMETERS = {
@@ -85,9 +86,19 @@ def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -
 
 
 def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list[str]:
+    """The library's prompts, with arguments as objects and as text.
+
+    Mistral's templates read thinking from a list of parts, which a user of the library writes so.
+    """
     found = []
+    parts = [
+        {**one, **past_turn(one["reasoning_content"], one["content"], template)}
+        if "reasoning_content" in one
+        else one
+        for one in messages
+    ]
     for written in (json.loads, str):
-        said = json.loads(json.dumps(messages))
+        said = json.loads(json.dumps(parts))
         for one in (one for message in said for one in message.get("tool_calls", ())):
             one["function"]["arguments"] = written(one["function"]["arguments"])
         asked = {"conversations": [said], "chat_template": template, "add_generation_prompt": True}
@@ -163,7 +174,7 @@ def main() -> None:
             found[kind] += 1
             if kind == "DIFFERS":
                 print(f"  {name}, {what}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
-        form = names[id(call_form(template))]
+        form = names.get(id(call_form(template)), "guessed")
         print(f"{path.stem}: {form}: {dict(found)}, {read_back(template)}", flush=True)
         total += found
     print(dict(total))

@@ -138,8 +138,9 @@ def reads_thoughts(template: str) -> bool:
 def past_turn(thought: str, text: str, template: str) -> dict[str, object]:
     """Return the fields of a past turn of the model, with its thinking as the template reads it."""
     if _CHUNKS.search(template) and not _FIELD.search(template):
-        chunks = [{"type": "thinking", "thinking": thought}] if thought else []
-        return {"content": [*chunks, {"type": "text", "text": text}]}
+        thoughts = [{"type": "thinking", "thinking": thought}] if thought else []
+        words = [{"type": "text", "text": text}] if text or not thought else []
+        return {"content": [*thoughts, *words]}
     return {"content": text, "reasoning_content": thought, "thinking": thought}
 
 

@@ -11,6 +11,8 @@ from spd.formats.thinking import (
     GEMMA,
     MarkPair,
     mark_tokens,
+    past_turn,
+    reads_thoughts,
     switch_of,
     switch_value,
     thinking_marks,
@@ -108,3 +110,29 @@ def test_a_template_is_switched_by_its_own_name(switch: str) -> None:
 def test_a_template_may_think_only_where_it_is_asked(tmp_path: Path) -> None:
     template = "{% if not thinking %}</think>{% endif %}"
     assert not ChatTemplate("x", {"default": template}, {}).thinks_by_default
+
+
+CHUNKS = """{% for block in message['content'] %}{% if block['type'] == 'thinking' %}[THINK]{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "apart"),
+    [
+        ("{{ message.reasoning_content }}", True),
+        ("{{ message['reasoning_content'] }}", True),
+        ("{% set x = message.get('reasoning_content', '') %}", True),
+        ("{{ message.thinking }}", True),
+        (CHUNKS, True),
+        ("{{ message.content.split('</think>')[-1] }}", False),
+        ("a word about reasoning_content and thinking", False),
+    ],
+)
+def test_where_a_template_wants_past_thinking(template: str, apart: bool) -> None:
+    assert reads_thoughts(template) == apart
+    turn = past_turn("hm", "Yes", template)
+    if template == CHUNKS:
+        thought = {"type": "thinking", "thinking": "hm"}
+        assert turn == {"content": [thought, {"type": "text", "text": "Yes"}]}
+        assert past_turn("hm", "", template) == {"content": [thought]}
+    else:
+        assert turn == {"content": "Yes", "reasoning_content": "hm", "thinking": "hm"}

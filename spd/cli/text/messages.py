@@ -15,6 +15,7 @@ from typing import Any
 from spd.cli.text.channels import CHANNEL
 from spd.errors import CheckpointError, UsageError
 from spd.formats.json_file import parse_json
+from spd.formats.thinking import past_turn
 
 Message = Mapping[str, Any]
 ROLES = {
@@ -63,7 +64,11 @@ def for_template(message: Message, template: str) -> dict[str, Any]:
     changed = dict(message)
     calls = changed.get("tool_calls") or ()
     if (thought := changed.get("reasoning_content")) is not None:
-        changed["thinking"] = thought
+        content = changed.get("content")
+        if thought and (content is None or isinstance(content, str)):
+            changed.update(past_turn(thought, content or "", template))
+        else:
+            changed["thinking"] = thought
         if CHANNEL in template and calls and changed["content"]:
             # Such a template takes thinking or content beside a call, not both.
             changed["thinking"] += "\n" + changed.pop("content")

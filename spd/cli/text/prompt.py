@@ -344,9 +344,8 @@ class ThinkingSplitter:
         said = self._held[:at]
         between_marks = bool(self._ends) and self._ends is not channels.ENDS
         if self.part == "thinking" or (between_marks and (end or not final)):
-            said = said.rstrip(
-                "\n"
-            )  # it is kept until the next character shows that no mark follows
+            # Line breaks are kept back until the next character shows that no mark follows.
+            said = said.rstrip("\n")
         self._held = self._held[at + len(end) :] if end or final else self._held[len(said) :]
         parts.append((self.thinking, said))
         if end:
