@@ -141,7 +141,10 @@ def terminal_mode() -> list[Any] | None:
 
 def end_when_lost(show: Callable[[Exception], object]) -> None:
     """Let an EngineError that ends a thread be shown and end the program: the main thread may hang."""
-    usual, terminal = threading.excepthook, terminal_mode()
+    usual = threading.excepthook
+    terminal = None
+    with suppress(OSError, ValueError, termios.error):  # also of a terminal without job control
+        terminal = termios.tcgetattr(0)
 
     def end(thread: threading.ExceptHookArgs) -> None:
         error = thread.exc_value
@@ -149,7 +152,7 @@ def end_when_lost(show: Callable[[Exception], object]) -> None:
             usual(thread)
             return
         with suppress(BaseException):
-            if terminal is not None and terminal_mode() not in (None, terminal):
+            if terminal is not None and termios.tcgetattr(0) != terminal:
                 termios.tcsetattr(0, termios.TCSANOW, terminal)
                 os.write(2, CALM.encode())
             show(error)
