@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 
 PROMPT = tuple(range(300, 360))
 CTX = 1024
@@ -89,7 +89,7 @@ Written = list[tuple[Tensor, Tensor]]
 """What rounds wrote, in order: a row of the ring and its times."""
 
 
-def recording(queue: RoundQueue, written: Written) -> Run:
+def recording(queue: LocalRoundQueue, written: Written) -> Run:
     """`Round.run`, which also keeps what it writes."""
     honest = queue.round.run
 
@@ -102,7 +102,7 @@ def recording(queue: RoundQueue, written: Written) -> Run:
     return run
 
 
-def replaying(queue: RoundQueue, written: Written) -> Run:
+def replaying(queue: LocalRoundQueue, written: Written) -> Run:
     """In place of `Round.run`: what was written before is written again."""
     source = iter(written)
 
@@ -130,7 +130,7 @@ def host_share(
     model: Path,
     slots: int,
     steps: int,
-    device: Callable[[RoundQueue, Written], Run],
+    device: Callable[[LocalRoundQueue, Written], Run],
     written: Written,
     **wishes: Any,
 ) -> dict[str, float]:

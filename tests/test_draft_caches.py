@@ -14,7 +14,7 @@ from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.rows import SlotView
 from tests import helpers
 from tests.helpers import (
@@ -142,9 +142,9 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 ) -> None:
     """After every round that it drafted for, of every slot that took part, up to the last token but one."""
     target = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
-    compared, launch = [0], RoundQueue.launch
+    compared, launch = [0], LocalRoundQueue.launch
 
-    def checked(self: RoundQueue, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
+    def checked(self: LocalRoundQueue, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
         ticket, next_k = launch(self, k, views, *rest), rest[-1]
         proposer = self.round.proposer
         assert isinstance(proposer, DraftModelProposer)
@@ -157,7 +157,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
                 compared[0] += 1
         return ticket
 
-    monkeypatch.setattr(RoundQueue, "launch", checked)
+    monkeypatch.setattr(LocalRoundQueue, "launch", checked)
     pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
     wishes = {"kernels": "torch", **({"ngram_min": 1} if "+" in spec else {})}
     run_requests(engine_of(pair, lengths, lag, **wishes), requests("(abcdef){30,60}!"))
@@ -240,17 +240,17 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
         list[int](),
         list[int](),
         ModelProposer.catch_up,
-        RoundQueue.launch,
+        LocalRoundQueue.launch,
     )
     watched = lambda self, tokens, views: asked.append(tokens) or real(self, tokens, views)  # noqa: E731
 
-    def counted(self: RoundQueue, *given: Any) -> Any:
+    def counted(self: LocalRoundQueue, *given: Any) -> Any:
         ticket = launch(self, *given)
         behind.append(self.behind)
         return ticket
 
     monkeypatch.setattr(ModelProposer, "catch_up", watched)
-    monkeypatch.setattr(RoundQueue, "launch", counted)
+    monkeypatch.setattr(LocalRoundQueue, "launch", counted)
     engine = pairs.get("one+ngram").changing((COPYING,) * 9 + (0,) * 40 + (K,))
     run_all(engine, PROMPTS[:1], [greedy(120)])
     assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP

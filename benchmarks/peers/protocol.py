@@ -136,7 +136,7 @@ class ChunkClock:
 
 def imposed_rates(length: float, k: int) -> list[float]:
     """The chance of at least 1, 2, … k accepted drafts, where spd would impose `length` tokens a round."""
-    from spd.runtime.round.round import conditional_rate
+    from spd.runtime.round.imposed_acceptance import conditional_rate
 
     rate = conditional_rate(length, k)
     return [rate**position for position in range(1, k + 1)]

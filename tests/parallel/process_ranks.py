@@ -14,14 +14,14 @@ from spd.runtime import Engine
 from spd.runtime.ranks import communicator, crew
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.ranks.crew import PROGRAM
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 from tests.helpers import Patch
 
 ENDS_WITHIN = 30  # Seconds in which a run whose rank is lost has to end.
 LOOK = 0.05  # Seconds between two looks at whether something has come true.
 COUNTED = """
 import json
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.ranks import communicator, crew
 from spd.runtime.ranks.communicator import ProcessGroup
 
@@ -49,7 +49,7 @@ def tell(device, number):
         json.dump(found, file)
 
 communicator.open_ranks = crew.open_ranks = meet
-RoundQueue.tell = tell
+LocalRoundQueue.tell = tell
 """  # Makes every rank count collectives and the bytes it received, by group, and tell.
 
 
@@ -64,13 +64,13 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
     ):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     patch.setattr(crew, "open_ranks", crew.open_ranks)
-    patch.setattr(RoundQueue, "tell", None, raising=False)
+    patch.setattr(LocalRoundQueue, "tell", None, raising=False)
     exec(program, {})
     numbers = count()
 
     def ask(engine: Engine) -> dict[int, Any]:
         number, ranks = next(numbers), engine.plan.shape.tp
-        engine._device.tell(number)  # type: ignore[attr-defined]
+        engine._device.order(engine._device.queue.tell, number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(
             lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN

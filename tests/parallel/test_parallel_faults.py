@@ -62,8 +62,8 @@ RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"
 PLACES = {
     "loading": ("spd.runtime.models.attention", "LatentAttention.__call__", 1),  # a probe's
-    "prefill": ("spd.runtime.round.round_queue", "RoundQueue.flush", 1),
-    "decoding": ("spd.runtime.round.round_queue", "RoundQueue.launch", 4),
+    "prefill": ("spd.runtime.round.local_queue", "LocalRoundQueue.flush", 1),
+    "decoding": ("spd.runtime.round.local_queue", "LocalRoundQueue.launch", 4),
 }
 FAULT = """
 import ctypes, importlib, os, time

@@ -86,7 +86,7 @@ def check_traffic(
     rows = bucket_for(k + 1, buckets)
     verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4)
     verifying += logits_exchange(rows, config.vocab_size, 2)
-    narrow = engine._device.proposer.runners[0].buckets  # type: ignore[union-attr]
+    narrow = engine._device.queue.proposer.runners[0].buckets  # type: ignore[union-attr]
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
     drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4)
     drafting += logits_exchange(later, small.vocab_size, 2) * k

@@ -26,7 +26,7 @@ from spd.kernels.sampling.sampling import SamplingTensors
 from spd.kernels.torch_form import TorchKernels
 from spd.runtime.engine.engine import Engine
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
 
@@ -184,7 +184,7 @@ def read_a_column_late(
 
 def ring_of_one(patch: Patch) -> None:
     patch.setattr("spd.runtime.round.state.RING_DEPTH", 1)
-    patch.setattr("spd.runtime.round.round_queue.RING_DEPTH", 1)
+    patch.setattr("spd.runtime.round.local_queue.RING_DEPTH", 1)
 
 
 def unknown_ids_are_fed(window: Any, a: Arguments) -> Any:
@@ -310,14 +310,14 @@ def catch_up(change: Callable[[int], int | None]) -> Mutation:
     return around(DraftModelProposer, "catch_up", changed)
 
 
-@instead(RoundQueue, "launch")
-def pauses_are_not_counted(launch: Any, queue: RoundQueue, *args: Any) -> Any:
+@instead(LocalRoundQueue, "launch")
+def pauses_are_not_counted(launch: Any, queue: LocalRoundQueue, *args: Any) -> Any:
     queue.behind = 0
     return launch(queue, *args)
 
 
-@instead(RoundQueue, "launch")
-def pauses_begin_late(launch: Any, queue: RoundQueue, k: int, *args: Any) -> Any:
+@instead(LocalRoundQueue, "launch")
+def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -> Any:
     behind, ticket = queue.behind, launch(queue, k, *args)
     if k and not behind:
         queue.behind = 0

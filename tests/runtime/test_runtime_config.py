@@ -16,7 +16,7 @@ from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import _draft_tiers, _graphs
 from spd.runtime.proposers import BY_MODELS
-from spd.runtime.round.round import ImposedAcceptance, conditional_rate
+from spd.runtime.round.imposed_acceptance import ImposedAcceptance, conditional_rate
 
 DRAFT = Path("draft")
 REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [

@@ -23,7 +23,7 @@ from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText, ThinkingBudget, ThinkingTokens
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import quick_engine, random_prompts, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
@@ -441,7 +441,7 @@ class GrammarEnumeration(RuleEnumeration):
 
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
         nothing: Any = None
-        queue = RoundQueue(self.round, None, nothing, nothing, 0, alone=True)
+        queue = LocalRoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = Grammar(Matcher(self.allowed, text))

@@ -307,7 +307,7 @@ def test_who_waits_for_the_device() -> None:
             names = {getattr(node, part, None) for part in ("attr", "id", "name")}
             if names & {"synchronize", "wait_stream", "cudaDeviceSynchronize"}:
                 found.append(path.relative_to(root).as_posix())
-    assert found == ["runtime/load/weight_reader.py", "runtime/round/round_queue.py"]
+    assert found == ["runtime/load/weight_reader.py", "runtime/round/local_queue.py"]
 
 
 # -- rounds captured before any request comes, and of a part of the slots ------------------------------

@@ -12,8 +12,8 @@ import torch
 
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.round_queue import CATCH_UP
 from tests.helpers import Patch
 from tests.recipes.tiny import write_tiny
 from tests.runtime import round_law

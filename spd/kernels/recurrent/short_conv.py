@@ -13,17 +13,44 @@ import torch
 from torch import Tensor
 
 
-class Segments(NamedTuple):
-    """The rows of a pass that recurrent layers read: G runs of consecutive positions, each of another slot.
+class SegmentRow(NamedTuple):
+    """One run of consecutive positions of a slot, in host values."""
 
-    A run of no rows changes nothing, and a slot that no run names is not read either.
+    slot: int
+    first: int
+    """The run's first row of the pass's T rows."""
+    rows: int
+    """How many rows; a run of none changes nothing."""
+    start: int
+    """The position of the first row."""
+    keep: int
+    """The position as of which the state is written, from applied to start + count."""
+
+
+class Segments(NamedTuple):
+    """The rows of a pass that recurrent layers read: G runs, each of another slot.
+
+    A slot that no run names is not read.
     """
 
     table: Tensor
-    """int64 [5, G], in the order of first rows: the slot, the run's first row of the pass's T, how many rows,
-    the position of the first, and the position, from applied to start + rows, as of which the state is
-    written: tokens below it stay."""
+    """int64 [5, G], ordered by first rows: the fields of `SegmentRow`."""
     applied: Tensor  # int64 [S], the position that each slot's written state is of
+
+    @property
+    def slots(self) -> Tensor:
+        """Return the slot of each run, int64 [G]."""
+        return self.table[0]
+
+    @property
+    def counts(self) -> Tensor:
+        """Return the number of rows of each run, int64 [G]."""
+        return self.table[2]
+
+    @property
+    def keeps(self) -> Tensor:
+        """Return the position as of which each run's state is written, int64 [G]."""
+        return self.table[4]
 
     def runs(self) -> list[list[int]]:
         """[slot, first, count, start, keep, applied] of the runs that have rows: waits for the device."""

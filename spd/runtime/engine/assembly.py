@@ -27,11 +27,13 @@ from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
+from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
-from spd.runtime.round.round import ImposedAcceptance, Round
+from spd.runtime.round.round import Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
@@ -44,8 +46,7 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
             return assemble(plan, usable_vocab, progress)
         from spd.runtime.ranks.crew import lead
 
-        queue: RoundQueue = lead(plan, usable_vocab, progress)
-        return queue
+        return lead(plan, usable_vocab, progress)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -132,7 +133,7 @@ def assemble(
     usable_vocab: int,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
-) -> RoundQueue:
+) -> LocalRoundQueue:
     """Load and allocate everything that the plan names, or this rank's part of it."""
     kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
     threads = _threads(plan, kernels)
@@ -169,7 +170,7 @@ def assemble(
         captured = RecordedRounds(round_, kernels.native)
     own_caches = [each for each in drafters if each.cache is not runner.cache]
     states = StateStore([runner, *own_caches], proposer)
-    return RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
+    return LocalRoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
 
 
 def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:

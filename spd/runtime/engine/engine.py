@@ -16,7 +16,7 @@ from operator import attrgetter, or_
 import torch
 
 from spd.errors import UsageError
-from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, Emission, read_emission
+from spd.kernels.round.commit import GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
@@ -26,12 +26,13 @@ from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import NO_SLOT, RequestChecks, Sequence
+from spd.runtime.engine.trace import round_record
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.round.limits import NUM_RESERVED, PAGE_SIZE, mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory
-from spd.runtime.round.round_queue import RoundQueue, RoundResult
+from spd.runtime.round.round_queue import RoundQueue, RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
@@ -203,7 +204,7 @@ class Engine:
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
-                if self._device.unwritten or self._device.unsaved:
+                if self._device.is_writing:
                     self._fail_running("writing a prompt broke off")
                 raise
             refusal = memory_refusal(error, self.plan, "running")
@@ -255,13 +256,25 @@ class Engine:
 
     def _place(self, sequence: Sequence) -> None:
         """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
-        request, sequence.placed = sequence.request, True
+        request = sequence.request
+        sequence.placed = True
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        asked = sequence.tokens(), len(request.prompt_ids), request.params, request.draft_max
-        row = *asked, sequence.length_limit, sequence.stop_ids, sequence.prefilled, sequence.pages
-        self._device.place(sequence.slot, *row, sequence.checkpoint)
+        self._device.place(
+            SlotAdmission(
+                slot=sequence.slot,
+                tokens=sequence.tokens(),
+                prompt_length=len(request.prompt_ids),
+                params=request.params,
+                draft_max=request.draft_max,
+                length_limit=sequence.length_limit,
+                stop_ids=sequence.stop_ids,
+                prefilled=sequence.prefilled,
+                pages=sequence.pages,
+                checkpoint=sequence.checkpoint,
+            )
+        )
 
     def _write_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
@@ -372,21 +385,30 @@ class Engine:
         if sequence.silent:
             sequence.silent -= 1
             return
-        (_, drafts, matched, committed, why, _, match), tokens = (
-            row[:EMISSION_HEAD],
-            row[EMISSION_HEAD:],
-        )
+        emission = read_emission(row)
         event = sequence.take(
-            tokens[:committed], drafts, matched, REASONS[why], now, result.logprobs
+            emission.sampled[: emission.committed],
+            emission.num_drafts,
+            emission.accepted,
+            REASONS[emission.reason],
+            now,
+            result.logprobs,
         )
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
-            self._draft_length.observe(result.k, drafts, matched, sequence.acceptance, match)
+            self._draft_length.observe(
+                result.k,
+                emission.num_drafts,
+                emission.accepted,
+                sequence.acceptance,
+                emission.match,
+            )
         if self.trace is not None:
-            self.trace(self._record(sequence, read_emission(row), result, event.token_ids))
+            self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
         if event.finish_reason is not None:
-            alike = len(event.token_ids) == committed or not self.plan.drafts_by_state
-            self._end(sequence, event, (why != GOING_ON or not sequence.in_flight) and alike)
+            is_whole = len(event.token_ids) == emission.committed
+            has_stopped = emission.reason != GOING_ON or not sequence.in_flight
+            self._end(sequence, event, has_stopped and (is_whole or not self.plan.drafts_by_state))
             return
         if event.token_ids:
             self._ready.append(event)
@@ -401,34 +423,6 @@ class Engine:
             ()
             if sequence.paused or result.next_drafts is None
             else result.next_drafts[sequence.slot],
-        )
-
-    def _record(
-        self, sequence: Sequence, emission: Emission, result: RoundResult, tokens: tuple[int, ...]
-    ) -> RoundRecord:
-        """One line of a trace: what a round did for one request, of which it keeps `tokens`."""
-        draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
-        draft_ids = emission.draft[: emission.num_drafts]
-        # The other rules draw one token a round, and none in the rows behind it.
-        rows = len(draft_ids) if self.plan.wishes.verify == "coupled" else emission.accepted
-        return RoundRecord(
-            request=sequence.request.id,
-            round=sequence.metrics.rounds - 1,
-            position=emission.length,
-            method=self.plan.spec,
-            draft=draft_ids,
-            sampled=emission.sampled[: rows + 1],
-            accepted=emission.accepted,
-            committed=list(tokens),
-            ms={
-                "draft": draft,
-                "verify": verify,
-                "rest": rest,
-                "host": round(1000 * result.gap, 3),
-            },
-            draft_forwards=result.draft_forwards,
-            k=result.k,
-            match=emission.match if draft_ids else 0,
         )
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:

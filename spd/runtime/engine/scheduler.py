@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Listed
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from spd.errors import UsageError
 from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, reusable_prefix, runs_below
+
+if TYPE_CHECKING:
+    from spd.runtime.round.round_queue import RoundTicket
 
 INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, whatever stands there
 
@@ -23,7 +26,7 @@ INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, what
 class EnqueuedRound(NamedTuple):
     """A round on its way: enqueued, and not yet read."""
 
-    ticket: Any  # what its outcome is read by
+    ticket: RoundTicket
     sequences: Listed[Sequence]
     pages: list[
         int

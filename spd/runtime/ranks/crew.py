@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from spd.errors import EngineError, IncompatibleError, UsageError
 from spd.formats.chat_template import isolated
@@ -32,12 +33,20 @@ from spd.runtime.ranks.communicator import (
 from spd.runtime.ranks.follower import LOOPBACK, Line, greet
 from spd.runtime.ranks.rendezvous import announce, meet
 from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
-from spd.runtime.round.round_queue import RoundQueue, Ticket
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.local_queue import LocalRoundQueue
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.prompt_scores import PromptScores
+from spd.runtime.round.round_queue import RoundTicket, SlotAdmission
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
 
 START_SECONDS = 120  # in which a rank must have imported torch and said that it is there
 PROGRAM = "from spd.cli.rank import main; main()"  # what another rank runs; the command line owns processes
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 def start_rank(spec: dict[str, Any], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
@@ -226,36 +235,117 @@ class Crew:
                 line.close()
 
 
-CLEARING = ("retire", "clear", "restart")
-"""What is done after an end: no longer worth an error where everything has ended."""
-
-
 class LeadingQueue:
-    """A `RoundQueue` whose calls are sent to all before they are made here, in one order for all."""
+    """The `RoundQueue` of rank 0: each call is sent to the other ranks before it is made here."""
 
-    def __init__(self, queue: RoundQueue, crew: Crew) -> None:
-        self._queue, self.crew = queue, crew
-        self.close = weakref.finalize(self, crew.close)  # end the other ranks
+    def __init__(self, queue: LocalRoundQueue, crew: Crew) -> None:
+        self.queue = queue
+        self.crew = crew
+        self._end = weakref.finalize(self, crew.close)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._queue, name)
-        if not isinstance(found, MethodType):
-            return found
+    @property
+    def runner(self) -> ModelRunner:
+        return self.queue.runner
 
-        def ordered(*args: Any) -> Any:
-            if self.crew.broken and name in CLEARING:
-                return None
-            done = self.crew.guard(lambda: found(*args), order=(name, args))
-            if not isinstance(done, Ticket):
-                return done
-            # On a GPU a rank that hangs is felt where what a round emitted is fetched.
-            return done._replace(fetch=lambda: self.crew.guard(done.fetch, waits=True))
+    @property
+    def sampler(self) -> Sampler:
+        return self.queue.sampler
 
-        return ordered
+    @property
+    def captured(self) -> CapturedRounds | None:
+        return self.queue.captured
+
+    @property
+    def is_writing(self) -> bool:
+        return self.queue.is_writing
+
+    def order(
+        self,
+        method: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Call a method of the local queue on every rank; return this rank's result."""
+        assert not kwargs, "orders carry positional arguments only"
+        return self.crew.guard(lambda: method(*args, **kwargs), order=(method.__name__, args))
+
+    def _order_if_running(
+        self,
+        method: Callable[Arguments, None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Call a method that only cleans up: where the ranks have ended there is nothing to clean."""
+        if not self.crew.broken:
+            self.order(method, *args, **kwargs)
+
+    def place(self, admission: SlotAdmission) -> None:
+        self.order(self.queue.place, admission)
+
+    def show_pages(self, slot: int, pages: list[int]) -> None:
+        self.order(self.queue.show_pages, slot, pages)
+
+    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        self.order(self.queue.allow, slot, rows, drafts, legal)
+
+    def resume(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        self.order(self.queue.resume, slot, stop_ids)
+
+    def set_active(self, slot: int, active: bool) -> None:
+        self.order(self.queue.set_active, slot, active)
+
+    def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
+        self._order_if_running(self.queue.retire, slot, pages, held, place)
+
+    def clear(self, pages: list[int]) -> None:
+        self._order_if_running(self.queue.clear, pages)
+
+    def write(
+        self,
+        slot: int,
+        pages: list[int],
+        start: int,
+        end: int,
+        chunked: bool,
+        scored: int | None = None,
+    ) -> None:
+        self.order(self.queue.write, slot, pages, start, end, chunked, scored)
+
+    def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
+        self.order(self.queue.save, place, slot, pages, end)
+
+    def flush(self) -> None:
+        self.order(self.queue.flush)
+
+    def prompt_scores(self, slot: int) -> PromptScores:
+        return self.order(self.queue.prompt_scores, slot)
+
+    def launch(
+        self,
+        k: int,
+        views: Sequence[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
+        next_k: int,
+    ) -> RoundTicket:
+        ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k)
+        fetch = ticket.fetch
+        # On a GPU a rank that hangs is noticed where the round's result is fetched.
+        return ticket._replace(fetch=lambda: self.crew.guard(fetch, waits=True))
+
+    def capture(self, shape: RoundShape) -> bool:
+        return self.order(self.queue.capture, shape)
+
+    def restart(self) -> None:
+        self._order_if_running(self.queue.restart)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._end()
 
 
-def lead(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> Any:
-    """Start the ranks that a plan names, or meet them, and load this one's part; returns a `LeadingQueue`."""
+def lead(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> LeadingQueue:
+    """Start the ranks that a plan names, or meet them, and load this rank's part."""
     crew = Crew(plan)
 
     def heard(news: LoadProgress) -> None:

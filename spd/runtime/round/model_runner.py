@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionPlan, Windows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
-from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.recurrent.short_conv import SegmentRow, Segments
 from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear, SkinnyLinear
@@ -170,16 +170,24 @@ class ModelRunner:
             held = HeadStates(torch.cat(rings), states[0].depth)
         if self.cache.recurrent:  # all of their rows stay
             firsts = accumulate((rows.valid.numel() for rows in own[:-1]), initial=0)
-            runs = zip(parts, firsts, strict=True)
             segments = self._segments(
-                *((p.slot, row, p.end - p.begin, p.begin, p.end) for p, row in runs)
+                [
+                    SegmentRow(
+                        slot=part.slot,
+                        first=first,
+                        rows=part.end - part.begin,
+                        start=part.begin,
+                        keep=part.end,
+                    )
+                    for part, first in zip(parts, firsts, strict=True)
+                ]
             )
         table = torch.cat([one.expand(n, -1) for one, n in zip(tables, counts, strict=True)])
         views = [part.view for part, n in zip(parts, counts, strict=True) for _ in range(n)]
         return SlotRows(rows, table, views, held, segments)
 
-    def _segments(self, *runs: tuple[int, int, int, int, int]) -> Segments:
-        """Runs as columns of a table; see `Segments`."""
+    def _segments(self, runs: Sequence[SegmentRow]) -> Segments:
+        """Upload runs as the columns of a table; see `Segments`."""
         table = [value for column in zip(*runs, strict=True) for value in column]
         return Segments(to_device(table, torch.long, self.device).view(5, -1), self.cache.applied)
 
@@ -224,8 +232,11 @@ class ModelRunner:
         """The model's pass over its cache; then the states of the slots that had rows are as of `keep`."""
         made = self.model.forward(batch, self.cache.layers)
         if batch.segments is not None:
-            (slots, _, count, _, keep), applied = batch.segments
-            applied.scatter_(0, slots, torch.where(count > 0, keep, applied[slots]))
+            segments = batch.segments
+            slots = segments.slots
+            before = segments.applied[slots]
+            after = torch.where(segments.counts > 0, segments.keeps, before)
+            segments.applied.scatter_(0, slots, after)
         return made
 
     def _attention_plan(
@@ -287,7 +298,8 @@ class ModelRunner:
         """Apply a slot's ring rows below position `end`, all committed: its states are as of there then."""
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
-            self.model.settle(self._segments((slot, 0, 1, end, end)), self.cache.layers)
+            run = SegmentRow(slot, first=0, rows=1, start=end, keep=end)
+            self.model.settle(self._segments([run]), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
     def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:

@@ -27,6 +27,7 @@ from torch import Tensor
 from spd.kernels.interface import Kernels
 from spd.kernels.round.window import ENDED, VERIFIED, Places, RoundWindow
 from spd.runtime.proposers.base import Proposer
+from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
@@ -36,38 +37,6 @@ from spd.runtime.round.state import RoundState
 Logprobs = tuple[
     Tensor, Tensor, Tensor
 ]  # of the samples [S, R]; the likeliest values and ids [S, R, N]
-DRAWS = 8192  # uniform draws, looked up by position: the same acceptance for the same text lengths
-
-
-def conditional_rate(length: float, k: int) -> float:
-    """The constant chance p that one more draft is accepted, where p + ... + p**k = length - 1.
-
-    length: tokens a round on average, above 1 and up to k + 1.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        expected = sum(middle**i for i in range(1, k + 1))
-        low, high = (middle, high) if expected < length - 1 else (low, middle)
-    return (low + high) / 2
-
-
-class ImposedAcceptance:
-    """Accepts each leading draft with one fixed chance, by a table of draws on the device.
-
-    Speed is measured so without real weights: every kernel of a round runs, and the text means nothing.
-    """
-
-    def __init__(self, length: float, k: int, device: str) -> None:
-        draws = torch.rand(DRAWS, generator=torch.Generator().manual_seed(0))
-        self.accepts = (draws < conditional_rate(length, k)).to(device)
-
-    def accepted(self, length: Tensor, num_drafts: Tensor, k: int) -> Tensor:
-        """How many leading drafts to accept: int64 [S], for slots at length [S] with num_drafts [S]."""
-        rows = torch.arange(k, device=length.device)
-        chosen = self.accepts[(length.unsqueeze(-1) + rows) % DRAWS]
-        real = rows < num_drafts.unsqueeze(-1)
-        return (chosen & real).long().cumprod(dim=-1).sum(dim=-1)
 
 
 class Round:

@@ -1,0 +1,46 @@
+"""The trace of an engine: one record for each round and request. No torch here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spd.runtime.engine.metrics import RoundRecord
+
+if TYPE_CHECKING:
+    from spd.kernels.round.commit import Emission
+    from spd.runtime.engine.sequence import Sequence
+    from spd.runtime.plan.plan import EnginePlan
+    from spd.runtime.round.round_queue import RoundResult
+
+
+def round_record(
+    plan: EnginePlan,
+    sequence: Sequence,
+    emission: Emission,
+    result: RoundResult,
+    committed: tuple[int, ...],
+) -> RoundRecord:
+    """Return the trace's line for one round of a sequence, which keeps the tokens `committed`."""
+    draft_seconds, verify_seconds, rest_seconds = result.seconds
+    draft_ids = emission.draft[: emission.num_drafts]
+    # The other rules draw one token a round, and none in the rows behind it.
+    rows = len(draft_ids) if plan.wishes.verify == "coupled" else emission.accepted
+    return RoundRecord(
+        request=sequence.request.id,
+        round=sequence.metrics.rounds - 1,
+        position=emission.length,
+        method=plan.spec,
+        draft=draft_ids,
+        sampled=emission.sampled[: rows + 1],
+        accepted=emission.accepted,
+        committed=list(committed),
+        ms={
+            "draft": round(1000 * draft_seconds, 3),
+            "verify": round(1000 * verify_seconds, 3),
+            "rest": round(1000 * rest_seconds, 3),
+            "host": round(1000 * result.gap, 3),
+        },
+        draft_forwards=result.draft_forwards,
+        k=result.k,
+        match=emission.match if draft_ids else 0,
+    )
