@@ -11,6 +11,7 @@ import typer
 
 from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, first, option
 from spd.cli.text.output import Session
+from spd.errors import UsageError
 
 _server = partial(option, "Server")
 PORT = 7373
@@ -42,13 +43,16 @@ class ServeOptions(ModelArgument, RunOptions):
     idle: float | None = _server(
         None, "TIME", "Exit after that long without requests.", parser=parse_seconds
     )
+    alias: list[str] | None = _server(None, "NAME", "Another name of the model. Repeatable.")
+    any_model: bool = _server(False, None, "Answer whatever model a request names.")
     status: bool = _server(False, None, "List the servers that run, and exit.")
+    json: bool = _server(False, None, "With --status, as one JSON object.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
 
     def as_generate(self) -> GenerateOptions:
         """What `spd generate --jsonl` would be asked for the same engine."""
         names = {field.name for field in dataclasses.fields(GenerateOptions)}
-        values = {name: value for name, value in vars(self).items() if name in names}
+        values = {name: value for name, value in vars(self).items() if name in names - {"json"}}
         return GenerateOptions(**{**values, "jsonl": True})
 
 
@@ -59,6 +63,8 @@ def serve(session: Session, options: ServeOptions) -> int:
       spd serve Qwen/Qwen3-4B --detach --idle 15m
       spd serve --status
     """
+    if options.json and (options.stop or options.detach or not options.status):
+        raise UsageError("--json is for --status", fix=["spd serve --status --json"])
     if options.status or options.stop or options.detach:
         from spd.cli.serve import local
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -22,6 +23,13 @@ MAX_BODY_ITEMS = 1 << 20
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 """Kinds of errors by status, as Anthropic calls them."""
+FIELDS_OF_FLAGS = {
+    "--schema": "the schema",
+    "--grammar": "the grammar of the tools or the format",
+    "--prompt-ids": "the prompt",
+}
+"""What clients know in the place of options of the command line."""
+_FLAG = re.compile("|".join(FIELDS_OF_FLAGS))
 Check = Callable[[Any, str], Any]
 """(value, its name) → the value as it is used. Raises ApiError."""
 
@@ -37,10 +45,14 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry: int = 0,
+        closes: bool = False,
     ) -> None:
+        """closes: whether the connection is to be closed behind the refusal."""
         super().__init__(message)
         self.status, self.message = status, message
         self.headers = {"retry-after": str(retry)} if retry else {}
+        if closes:
+            self.headers["connection"] = "close"
         kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
         self.body: dict[str, Any] = {"type": "error", "error": error}
@@ -52,8 +64,8 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return error
     if not isinstance(error, SpdError):
         return ApiError(500, f"unexpected {type(error).__name__}", code="internal")
-    message = error.message.replace("--schema", "the schema").replace("--prompt-ids", "the prompt")
-    message = " ".join([f"{message}.", *error.reason]) if error.reason else message
+    message = " ".join([f"{error.message}.", *error.reason]) if error.reason else error.message
+    message = _FLAG.sub(lambda flag: FIELDS_OF_FLAGS[flag[0]], message)
     if error.code == "context_overflow":  # by these words agents know to shorten a conversation
         message = f"prompt is too long: {message}"
         return ApiError(400, message, param="messages", code="context_length_exceeded")

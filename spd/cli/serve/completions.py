@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import FLAG, TEXT, fields, listed, refuse, whole
-from spd.cli.serve.replies import ChatReply, Choice, Grown, Reply, shown_logprobs
+from spd.cli.serve.chat_reply import ChatReply, shown_logprobs
+from spd.cli.serve.replies import Choice, Grown, Reply
 from spd.cli.serve.wishes import IDS, MAX_REPLIES, SHARED, Wish, check_stream, sampling_params
 from spd.cli.text.fill_in import fill_in_ends
 from spd.cli.text.prompt import Asked

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,18 @@ class Service:
     """One loaded model, and the calls on their way through it; so many are `waiting` at most."""
 
     def __init__(
-        self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = 64
+        self,
+        settings: Settings,
+        name: str,
+        thread: EngineThread,
+        *,
+        waiting: int = 64,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
     ) -> None:
+        """aliases: further names of the model; any_model: whether every other name is taken, too."""
+        self.aliases = tuple(dict.fromkeys(aliases))
+        self.any_model = any_model
         self.engine: Engine = thread.engine()
         self.plan = self.engine.plan
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
@@ -216,6 +226,9 @@ class App:
             raise ApiError(403, why, code="host_not_allowed")
         if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            why = "Content-Length and Transfer-Encoding stand together, so the body's end is not sure."
+            raise ApiError(400, why, code="ambiguous_length", closes=True)
         if self._key is not None and request.scope["path"] != "/health":
             sent = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
             kind, _, key = sent.partition(" ")
@@ -240,15 +253,18 @@ class App:
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
         service, path = self._service, request.scope["path"]
-        card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
+        card = {"object": "model", "created": self._created, "owned_by": "spd"}
         card |= {"context_length": service.settings.context, "spec": service.plan.spec}
         if (name := path.removeprefix(MODEL)) != path:
             self._check_name(name)
-        return JSONResponse(card if name != path else {"object": "list", "data": [card]})
+            return JSONResponse({"id": name, **card})
+        cards = [{"id": each, **card} for each in (service.name, *service.aliases)]
+        return JSONResponse({"object": "list", "data": cards})
 
     def _check_name(self, name: str) -> None:
         """Raise ApiError for another model than the one that is served."""
-        if name != self._service.name:
+        service = self._service
+        if name not in (service.name, *service.aliases) and not service.any_model:
             why = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
             raise ApiError(404, why, param="model", code="model_not_found")
 
@@ -292,7 +308,11 @@ class App:
 
 
 async def read_body(request: HttpRequest) -> Any:
-    """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
+    """A request's body. Raises ApiError for one that is packed, too large, too slow or no JSON."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        why = f"The body is sent as {encoding[:40]!r}, and only plain JSON is read."
+        raise ApiError(415, why, code="unsupported_content_encoding", closes=True)
 
     async def read() -> bytes:
         """Return all of it."""

@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
-from spd.cli.text.output import Sink, clock, loading, tell, write_stderr
+from spd.cli.text.output import Sink, clock, loading, tell, to_json, write_stderr
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
 from spd.formats.thinking import MarkPair, ThinkingMarks
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from spd.cli.text.output import Console, Session
     from spd.runtime import EngineConfig
 
+STATUS_SCHEMA = "spd.serve.status/1"
 LINE_LIMIT = 64 << 20
 ANSWER_SECONDS = 5.0
 """For which a server may take to let a client in, to say how it is, and to end what was aborted."""
@@ -163,30 +164,45 @@ def control(session: Session, options: ServeOptions) -> int:
         found = [one for one in found if one[1]["made_of"]["model"][0] == folder]
     if not found:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
-    for line, said in found:
+    for line, _ in found:
         line.close()
-        if not options.stop:
-            state = (
-                f"{said['running']} running"
-                if said["running"]
-                else f"idle {clock(said['idle_seconds'])}"
-            )
-            parts = [
-                said["model"],
-                said["url"],
-                f"pid {said['pid']}",
-                show_size(said["memory_bytes"]),
-            ]
-            parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
-            Sink.stdout().write(" · ".join(parts) + "\n")
-            continue
-        tell(f"stopping {said['model']} at {said['url']}")
-        command_line = Path(f"/proc/{said['pid']}/cmdline")
-        with suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(said["pid"], signal.SIGTERM)
-            while command_line.read_bytes():  # empty once it is a zombie
-                time.sleep(0.05)
+    if options.stop:
+        for _, said in found:
+            _stop(said)
+    elif options.json:
+        shown = {"schema": STATUS_SCHEMA, "servers": [_status(said) for _, said in found]}
+        Sink.stdout().write(to_json(shown) + "\n")
+    else:
+        for _, said in found:
+            Sink.stdout().write(_status_line(said) + "\n")
     return 0
+
+
+def _status(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what --status --json shows of a server, of what it says of itself."""
+    names = ("model", "url", "pid", "slots", "running", "requests", "memory_bytes", "idle_seconds")
+    plan = said["plan"]
+    return {**{name: said[name] for name in names}, "spec": plan["spec"], "ctx": plan["ctx"]}
+
+
+def _status_line(said: Mapping[str, Any]) -> str:
+    """Return what --status shows of a server."""
+    state = f"idle {clock(said['idle_seconds'])}"
+    if said["running"]:
+        state = f"{said['running']} running"
+    parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+    parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
+    return " · ".join(parts)
+
+
+def _stop(said: Mapping[str, Any]) -> None:
+    """Stop a server, and wait until it has ended."""
+    tell(f"stopping {said['model']} at {said['url']}")
+    command_line = Path(f"/proc/{said['pid']}/cmdline")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(said["pid"], signal.SIGTERM)
+        while command_line.read_bytes():  # empty once it is a zombie
+            time.sleep(0.05)
 
 
 def detach(session: Session, options: ServeOptions) -> int:

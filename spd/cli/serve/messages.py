@@ -40,8 +40,36 @@ THINKING = {
     "type": one_of("enabled", "disabled", "adaptive"),
     "budget_tokens": SAMPLING["max_tokens"],
 }
+PASSED_OVER = frozenset(
+    {
+        "cache_control",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+"""Fields of the API that ask for nothing that this server could do. Unknown ones are passed over, too."""
+REFUSED = frozenset(
+    {
+        "container",
+        "logprobs",
+        "max_completion_tokens",
+        "mcp_servers",
+        "n",
+        "response_format",
+        "stop",
+        "top_logprobs",
+    }
+)
+"""Fields of this API, and of the others, that are refused by name."""
 MESSAGES = {
-    **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
+    **SAMPLING,
+    "speculative": wishes.SHARED["speculative"],
     "model": TEXT,
     "messages": listed(some(MESSAGE, *MESSAGE), 100_000),
     "system": read.blocks({"text": _text}),
@@ -51,7 +79,7 @@ MESSAGES = {
     "tool_choice": some(CHOICE, "type"),
     "thinking": some(THINKING, "type"),
     "output_config": some({"effort": TEXT, "format": some(wishes.FORMAT, "type")}),
-    **dict.fromkeys(("mcp_servers", "container")),
+    **dict.fromkeys(REFUSED),
 }
 """Others are passed over, for agents send new ones with each version."""
 _body = some(MESSAGES, "messages", stop_sequences="stop")

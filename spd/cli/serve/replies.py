@@ -1,4 +1,4 @@
-"""A reply while it grows, and how chat completions and completions tell it."""
+"""A reply while it grows: what each API tells of it builds on this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from spd.cli.serve.body import ApiError, api_error
 from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
-from spd.cli.text.reply import UNANSWERED, logprob_entry
+from spd.cli.text.reply import UNANSWERED
 from spd.cli.text.thinking import MarkedText, ThinkingCount
 from spd.errors import EngineError
 from spd.formats.thinking import KNOWN, ThinkingMarks
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
-
-LOWEST_LOGPROB = -9999.0
-"""The API's word for the logarithm of nothing."""
 
 
 @dataclass
@@ -284,9 +281,13 @@ class Reply:
         event = self._heard(index, event)
         self._reply_tokens += len(event.token_ids)
         grown = self._choices[index].take(event)
+        self._score(event, grown)
         if malformed := len(self._choices[index].malformed):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
+
+    def _score(self, event: Event, grown: Sequence[Grown]) -> None:
+        """Note which log-probabilities belong to what an event added."""
 
     def _heard(self, index: int, event: Event) -> Event:
         """Return an event of a choice as the reply is to show it."""
@@ -359,140 +360,3 @@ def sse(value: Mapping[str, Any], name: str = "") -> bytes:
     """A server-sent event."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
-
-
-def shown_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return log-probabilities with their tokens' texts, the likeliest ones in `top`."""
-    shown = [logprob_entry(entry, tokenizer) for entry in entries]
-    for entry in shown:
-        for one in (entry, *entry["top"]):
-            one["logprob"] = max(one["logprob"], LOWEST_LOGPROB)
-    return shown
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return log-probabilities as chat completions and Responses have them."""
-    shown = shown_logprobs(entries, tokenizer)
-    return [{"top_logprobs": entry.pop("top"), **entry} for entry in shown]
-
-
-class ChatReply(Reply):
-    """As chat completions."""
-
-    kind, prefix = "chat.completion", "chatcmpl"
-
-    def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = self.kind + ".chunk" * (
-            self._wish.body.get("stream", False) and self.kind == ChatReply.kind
-        )
-        head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
-        return {**head, "model": self._service.name, "choices": choices, **more}
-
-    def _stream_option(self, name: str) -> bool:
-        """True if the body asks for an option of streams."""
-        return bool(self._wish.body.get("stream_options", {}).get(name))
-
-    def _chunk(self, choice: Choice, **fields: Any) -> bytes:
-        """Return an event with what is new of a choice."""
-        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        usage: dict[str, Any] = {}
-        if self._stream_option("continuous_usage_stats"):
-            usage = {"usage": self._usage_so_far()}
-        elif self._stream_option("include_usage"):
-            usage = {"usage": None}
-        return sse(self._object([told], **usage))
-
-    def _usage_so_far(self) -> dict[str, int]:
-        total = self._prompt_tokens + self._reply_tokens
-        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._reply_tokens}
-        return {**usage, "total_tokens": total}
-
-    def begin(self, cached: int) -> Iterator[bytes]:
-        for choice in self._choices:
-            yield self._chunk(choice, delta={"role": "assistant", "content": ""})
-
-    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        """See `Reply.grow`; the chunk that tells why a choice ended holds no text: clients drop it."""
-        added = self._added(choice, grown)
-        if any(added.values()) or event.logprobs:
-            yield self._chunk(choice, logprobs=self._logprobs(choice, event.logprobs), **added)
-        if event.finish_reason is not None:
-            ended = {**self._added(choice, ()), **choice.noted}
-            yield self._chunk(choice, finish_reason=self._reason(choice), **ended)
-
-    def _added(self, choice: Choice, grown: Sequence[Grown]) -> dict[str, Any]:
-        """What an event added, as its field."""
-        delta = dict[str, Any]()
-        for part, text, begins in grown:
-            if part.kind == "call":
-                shown = call_of(part) if begins else {"function": {}}
-                shown = {**shown, "index": choice.calls.index(part)}
-                shown["function"]["arguments"] = text
-                delta.setdefault("tool_calls", []).append(shown)
-            else:
-                key = "content" if part.kind == "text" else "reasoning_content"
-                delta[key] = delta.get(key, "") + text
-        return {"delta": delta}
-
-    def end(self) -> Iterator[bytes]:
-        if self._stream_option("include_usage"):
-            yield sse(self._object([], **self._figures()))
-        yield b"data: [DONE]\n\n"
-
-    def fail(self, error: ApiError) -> Iterator[bytes]:
-        yield sse(error.body)
-        yield b"data: [DONE]\n\n"
-
-    def whole(self) -> dict[str, Any]:
-        return self._object([self._ended(one) for one in self._choices], **self._figures())
-
-    def _ended(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole choice."""
-        logprobs = self._logprobs(choice, choice.logprobs)
-        told = {"index": choice.index, "logprobs": logprobs, "finish_reason": self._reason(choice)}
-        return {**told, **self._all(choice), **choice.noted}
-
-    def _all(self, choice: Choice) -> dict[str, Any]:
-        """All of a choice, as its field."""
-        message = {**choice.message(), "refusal": None}
-        if choice.calls:
-            message["content"] = message["content"] or None
-        return {"message": message}
-
-    def _reason(self, choice: Choice) -> str | None:
-        """How it ended, as the API says it; a call that was asked for by name is a stop."""
-        tools = self._wish.tools
-        called = (
-            choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
-        )
-        return "tool_calls" if called else choice.reason
-
-    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Log-probabilities in the API's form."""
-        if self._wish.params.logprobs is None:
-            return None
-        tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        return {"content": chat_logprobs(entries, tokenizer), "refusal": None}
-
-    def _figures(self) -> dict[str, Any]:
-        """Tokens of all choices; times and acceptance of the first one."""
-        each, plan = self._metrics, self._service.plan
-        prompt, cached, completion, reasoning = self._counts
-        speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        drafted, accepted = (
-            sum(one.draft_n for one in each),
-            sum(one.draft_n_accepted for one in each),
-        )
-        details = {
-            "reasoning_tokens": reasoning,
-            "draft_tokens": drafted,
-            "accepted_draft_tokens": accepted,
-        }
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
-        usage |= {
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-        usage["completion_tokens_details"] = details
-        metrics = {"speculative_decoding": speculation}
-        return {"usage": usage, "timings": each[0].timings(), "metrics": metrics}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, TEXT, ApiError, blocks, refuse, some
-from spd.cli.serve.replies import Part, Reply, sse
+from spd.cli.serve.chat_reply import chat_logprobs
+from spd.cli.serve.replies import Grown, Part, Reply, sse
 from spd.cli.serve.wishes import (
     FUNCTION,
     SAMPLING,
@@ -16,11 +18,16 @@ from spd.cli.serve.wishes import (
     function,
     past_arguments,
     wish_of,
+    with_one_limit,
 )
 from spd.cli.text.messages import ROLES
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
+    from spd.cli.serve.replies import Prepared
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import Event
+    from spd.runtime.engine.request import TokenLogprob
 
 KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
 _refusal = some({"refusal": TEXT}, "refusal", refusal="text")
@@ -37,9 +44,66 @@ ITEMS = {
 """They become pieces of a message as `conversation` wants them."""
 _items = blocks(ITEMS, usual="message")
 _tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What `include` may name: log-probabilities, thinking, which always comes, results of tools not run here."""
+PASSED_OVER = frozenset(
+    {
+        "access_programs",
+        "context_management",
+        "image",
+        "max_tool_calls",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    }
+)
+"""Fields of the API that ask for nothing that this server could do. Unknown ones are passed over, too."""
+REFUSED = frozenset(
+    {
+        "background",
+        "background_options",
+        "conversation",
+        "logprobs",
+        "messages",
+        "moderation",
+        "n",
+        "previous_response_id",
+        "prompt",
+        "response_format",
+    }
+)
+"""Fields of this API, and of the others, that are refused by name."""
+
+
+def _truncation(value: Any, name: str) -> str:
+    if read.one_of("auto", "disabled")(value, name) == "auto":
+        refuse(name, "a prompt beyond the context is refused, and nothing of it is left out")
+    return "disabled"
+
+
 RESPONSES = {
-    **{name: SAMPLING[name] for name in ("temperature", "top_p")},
+    **SAMPLING,
+    "speculative": wishes.SHARED["speculative"],
     "max_output_tokens": SAMPLING["max_tokens"],
+    "include": read.listed(read.one_of(*INCLUDED), 32),
+    "top_logprobs": wishes.CHAT["top_logprobs"],
+    "truncation": _truncation,
     "model": TEXT,
     "input": lambda value, name: _items(
         [{"role": "user", "content": value}] if isinstance(value, str) else value, name
@@ -51,17 +115,18 @@ RESPONSES = {
     "parallel_tool_calls": FLAG,
     "text": some({"format": some(wishes.FORMAT, "type")}),
     "reasoning": some({"effort": TEXT}),
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background")),
+    **dict.fromkeys(REFUSED),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(RESPONSES, "input", max_output_tokens="max_tokens")
+_body = some(RESPONSES, "input")
 
 
 def read_response(value: Any, service: Service) -> Wish:
     """A body as a wish. Raises ApiError."""
-    body = _body(value, "")
+    body = with_one_limit(_body(value, ""), "max_output_tokens")
     said = [{"role": "system", "content": body[name]} for name in ("instructions",) if name in body]
     chat = {**body, "asked": value, "messages": wishes.conversation([*said, *body["input"]])}
+    chat["logprobs"] = bool(body.get("top_logprobs")) or LOGPROBS in body.get("include", ())
     chat["continue_final_message"] = False  # the API has no reply that is begun
     chat["tools"] = [tool for tool, _, _ in _flat(body.get("tools", ()))]
     chat["response_format"] = body.get("text", {}).get("format", {"type": "text"})
@@ -89,10 +154,62 @@ def _flat(
             yield function({**tool, "name": shown}), space, name
 
 
+class TextLogprobs:
+    """Which of a reply's log-probabilities belong to which piece of its text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._data = b""  # of all tokens
+        self._at = 0  # where the last piece ended in it
+        self._rest: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Tokens of which no piece was taken, with their places in the data."""
+
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        """Add the next tokens."""
+        for entry in entries:
+            start = len(self._data)
+            self._data += self._tokenizer.token_bytes(entry.token_id)
+            self._rest.append((start, len(self._data), entry))
+
+    def take(self, text: str) -> list[TokenLogprob]:
+        """Return the tokens of the next piece; what stands before it, such as a mark, is left out."""
+        piece = text.encode()
+        begin = self._data.find(piece, self._at)
+        if begin < 0:  # it holds what stands for bytes that are no text
+            return []
+        self._at = begin + len(piece)
+        taken: list[TokenLogprob] = []
+        while self._rest and self._rest[0][0] < self._at:
+            start, end, entry = self._rest.popleft()
+            if end > max(start, begin):
+                taken.append(entry)
+        return taken
+
+
 class ResponseReply(Reply):
     """As a response: each part of a reply is an item."""
 
     _number = -1
+
+    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
+        super().__init__(service, wish, prepared)
+        self._tokenizer = service.settings.vocabulary.need_tokenizer()
+        self._text_logprobs = TextLogprobs(self._tokenizer)
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        """Log-probabilities of each part of text, by its number."""
+        self._latest: deque[list[dict[str, Any]]] = deque()
+        """Those of the pieces of text that are to be streamed next."""
+
+    def _score(self, event: Event, grown: Sequence[Grown]) -> None:
+        self._latest.clear()
+        self._text_logprobs.add(event.logprobs)
+        for part, text, _ in grown:
+            if part.kind == "call":
+                continue
+            entries = chat_logprobs(self._text_logprobs.take(text), self._tokenizer)
+            if part.kind == "text":
+                self._logprobs.setdefault(part.index, []).extend(entries)
+                self._latest.append(entries)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body = self._wish.body["asked"]
@@ -122,16 +239,19 @@ class ResponseReply(Reply):
             "output_item.added", output_index=part.index, item=self._item(part, "in_progress")
         )
         if part.kind != "call":
-            yield self._of(part, "content_part.added", part=_content(part))
+            yield self._of(part, "content_part.added", part=_content(part, []))
 
     def _more(self, part: Part, text: str) -> bytes:
-        return self._of(part, f"{_GROWS[part.kind]}.delta", delta=text)
+        logprobs = {"logprobs": self._latest.popleft()} if part.kind == "text" else {}
+        return self._of(part, f"{_GROWS[part.kind]}.delta", delta=text, **logprobs)
 
     def _last(self, part: Part) -> Iterator[bytes]:
         key = "arguments" if part.kind == "call" else "text"
-        yield self._of(part, f"{_GROWS[part.kind]}.done", **{key: part.text})
+        logprobs = self._logprobs.get(part.index, [])
+        said = {"logprobs": logprobs} if part.kind == "text" else {}
+        yield self._of(part, f"{_GROWS[part.kind]}.done", **{key: part.text}, **said)
         if part.kind != "call":
-            yield self._of(part, "content_part.done", part=_content(part))
+            yield self._of(part, "content_part.done", part=_content(part, logprobs))
         yield self._event("output_item.done", output_index=part.index, item=self._item(part))
 
     def end(self) -> Iterator[bytes]:
@@ -164,8 +284,7 @@ class ResponseReply(Reply):
         """An event of an item's content."""
         place = {"item_id": f"{_IDS[part.kind]}_{part.id}", "output_index": part.index}
         content = {"content_index": 0} if part.kind != "call" else {}
-        logprobs: dict[str, Any] = {"logprobs": []} if kind.startswith("output_text") else {}
-        return self._event(kind, **place, **content, **fields, **logprobs)
+        return self._event(kind, **place, **content, **fields)
 
     def _item(self, part: Part, status: str = "completed") -> dict[str, Any]:
         """A part as an item of the output; a limit leaves the last one incomplete."""
@@ -179,7 +298,7 @@ class ResponseReply(Reply):
             space, name = spaces.get(part.name, ("", part.name))
             item |= {"namespace": space} if space else {}
             return {**item, "call_id": part.id, "name": name, "arguments": part.text}
-        content = [_content(part)] if part.text else []
+        content = [_content(part, self._logprobs.get(part.index, []))] if part.text else []
         if part.kind == "text":
             return {**item, "role": "assistant", "content": content}
         # Agents send back what is encrypted and nothing else; the server keeps nothing, so it is the text.
@@ -192,6 +311,6 @@ _GROWS = {"text": "output_text", "thinking": "reasoning_text", "call": "function
 """How kinds of parts are called: before their ids, as items, and as what grows in them."""
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: Part, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     content = {"type": _GROWS[part.kind], "text": part.text}
-    return content | {"annotations": [], "logprobs": []} if part.kind == "text" else content
+    return content | {"annotations": [], "logprobs": logprobs} if part.kind == "text" else content

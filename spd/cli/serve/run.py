@@ -63,7 +63,13 @@ def run(session: Session, options: ServeOptions) -> int:
         solo = make_plan(dataclasses.replace(settings.config, slots=1))
         thread = load(session, options, settings)
         try:
-            service = Service(settings, options.model, thread)
+            service = Service(
+                settings,
+                options.model,
+                thread,
+                aliases=options.alias or (),
+                any_model=options.any_model,
+            )
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"http://{host}:{listener.getsockname()[1]}/v1"
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"

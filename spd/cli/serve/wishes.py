@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, some, whole
+from spd.cli.serve.chat_reply import ChatReply
 from spd.cli.serve.forms import MARKS, Tools, call_form
-from spd.cli.serve.replies import ChatReply, Reply
+from spd.cli.serve.replies import Reply
 from spd.cli.text.messages import (
     ROLES,
     in_template_order,

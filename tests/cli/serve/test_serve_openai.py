@@ -81,6 +81,17 @@ asked = {"model": "demo", "input": messages[0]["content"], "temperature": 0, "ma
 answer = client.responses.create(**asked)
 assert answer.output_text == text and answer.status == "incomplete" and answer.usage.output_tokens == 24
 assert answer.usage.input_tokens_details.cached_tokens is not None
+scored = client.responses.create(
+    **asked, include=["message.output_text.logprobs"], top_logprobs=2).output[0].content[0]
+assert "".join(one.token for one in scored.logprobs) == text and len(scored.logprobs[0].top_logprobs) == 2
+echoed = client.completions.create(
+    model="demo", prompt="def read(", max_tokens=0, logprobs=1, echo=True).choices[0]
+assert echoed.text == "def read(" and echoed.logprobs.token_logprobs[0] is None
+begun = [*messages, {"role": "assistant", "content": "Join two"}]
+streamed = ask(messages=begun, temperature=0, stream=True, stream_options={"include_usage": True})
+continued = "".join(c.choices[0].delta.content or "" for c in streamed if c.choices)
+assert continued == ask(messages=begun, temperature=0).choices[0].message.content
+assert text.startswith("Join two") and not continued.startswith("Join")
 with client.responses.stream(**asked) as stream:
     deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(deltas) == text
@@ -108,6 +119,10 @@ assert final.usage.output_tokens == 24 and final.stop_reason == "max_tokens"
 assert client.messages.create(**ask, stop_sequences=["two"]).stop_sequence == "two"
 count = client.messages.count_tokens(model="demo", messages=messages).input_tokens
 assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+begun = [*messages, {"role": "assistant", "content": "Join two"}]
+continued = client.messages.create(**{**ask, "messages": begun}).content[0].text
+with client.messages.stream(**{**ask, "messages": begun}) as stream:
+    assert "".join(stream.text_stream) == continued != "" and not continued.startswith("Join")
 tool["input_schema"] = weather
 forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}, "max_tokens": 200}
 with client.messages.stream(**{**ask, **forced}) as stream:

@@ -206,6 +206,10 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     assert ran.returncode == 0
     assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
+    (shown,) = json.loads(spd(home, "serve", "--status", "--json").stdout)["servers"]
+    assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= shown.keys()
+    ran = spd(home, "serve", "--json")
+    assert ran.returncode == 2 and "--json is for --status" in ran.stdout
     words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
     ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", *words, QUESTION)
     assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr
