@@ -23,9 +23,9 @@ Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA M
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
 from spd.formats.json_file import Fields, keyed, shown
+from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
 
 AWQ_ORDER = (
     0,
@@ -61,8 +62,7 @@ PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
 PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 """By layout the tensor that holds the codes, where it is not `weight`."""
 CODES = frozenset({"weight", *PACKED.values()})
-_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")  # repetitions of repetitions
-EVERY = ("",)  # patterns that each name matches
+MAX_PATTERN_CHARACTERS = 200_000  # of all patterns of a file; published ones have below 2,000
 StoredTensor = tuple[
     tuple[Shape, ...], tuple[str, ...]
 ]  # the shapes that a tensor may have, and dtypes
@@ -134,23 +134,40 @@ class Scheme:
         return found | {last: (one, FLOAT_DTYPES)}
 
 
+class ModuleName:
+    """The name of a module, in the forms that rules compare."""
+
+    def __init__(self, name: str, budget: StepBudget) -> None:
+        self.name = name
+        self.budget = budget
+
+    @cached_property
+    def parents(self) -> tuple[str, ...]:
+        """The modules that it lies in, itself included."""
+        return tuple(accumulate(self.name.split("."), "{}.{}".format))
+
+    @cached_property
+    def subjects(self) -> tuple[Subject, ...]:
+        """Its name in a text model, and inside models that see images too."""
+        inner = self.name.removeprefix("model.")
+        names = (self.name, f"model.language_model.{inner}", f"language_model.{self.name}")
+        return tuple(Subject(name, self.budget) for name in names)
+
+
 class Rule(NamedTuple):
-    """How matrices of modules are stored that are named, lie below one that is, or match."""
+    """How matrices are stored: all, or those of modules that are named, lie below one, or match."""
 
     scheme: Scheme
     names: frozenset[str] = frozenset()
-    patterns: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    every: bool = False
 
-    def holds(self, module: str) -> bool:
-        if self.names and not self.names.isdisjoint(accumulate(module.split("."), "{}.{}".format)):
+    def holds(self, module: ModuleName) -> bool:
+        """True if the rule is for a module."""
+        if self.every or (self.names and not self.names.isdisjoint(module.parents)):
             return True
-        # A module's name in a text model, and inside models that see images too.
-        wrapped = (
-            f"model.language_model.{module.removeprefix('model.')}",
-            f"language_model.{module}",
-        )
         return any(
-            re.match(pattern, name) for pattern in self.patterns for name in (module, *wrapped)
+            pattern.matches(subject) for pattern in self.patterns for subject in module.subjects
         )
 
 
@@ -160,9 +177,26 @@ class Quantization:
 
     method: str
     rules: tuple[Rule, ...]
+    where: str = "config.json"  # for messages
+    _budget: StepBudget = field(default_factory=StepBudget, repr=False, compare=False)
+    _schemes: dict[str, Scheme | None] = field(default_factory=dict, repr=False, compare=False)
 
     def scheme_of(self, module: str) -> Scheme | None:
-        return next((rule.scheme for rule in self.rules if rule.holds(module)), None)
+        """Return how a module's matrix is stored, by the first rule for it; None without one."""
+        if module not in self._schemes:
+            self._schemes[module] = self._first(ModuleName(module, self._budget))
+        return self._schemes[module]
+
+    def _first(self, module: ModuleName) -> Scheme | None:
+        try:
+            for rule in self.rules:
+                self._budget.spend(1)
+                if rule.holds(module):
+                    return rule.scheme
+        except PatternError:
+            why = f"{len(self.rules):,} rules take too long to compare with {shown(module.name)}"
+            raise CheckpointError(f"{self.where}: {why}") from None
+        return None
 
     def found(self, name: str, shape: Shape, tensors: Metas) -> tuple[str, Scheme] | None:
         """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
@@ -225,7 +259,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     why = f"quantized weights ({shown(method)}) are not supported ({SUPPORTED} are): {advice}"
     known = method in _READERS and (method != "fp8" or "weight_block_size" in inner)
     fields.require(known, "quantization_config", why)
-    return Quantization(method, tuple(_READERS[method](inner)))
+    return Quantization(method, tuple(_READERS[method](inner)), inner.where)
 
 
 def with_quantization(fields: Fields, folder: Path) -> Fields:
@@ -242,14 +276,10 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     return fields.having({"quantization_config": inner})
 
 
-def _pattern(fields: Fields, key: str, text: str) -> str:
-    """A regular expression that can be matched in little time."""
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        raise fields.refused(key, f"{shown(text)} is no pattern") from None
-    fields.require(not _NESTED.search(text), key, f"{shown(text)} may take for ever to match")
-    return text
+def _check_size(fields: Fields, key: str, size: int) -> None:
+    """Refuse patterns of so many characters that reading them alone takes long."""
+    why = f"its patterns have {size:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are supported"
+    fields.require(size <= MAX_PATTERN_CHARACTERS, key, why)
 
 
 def _module(name: str) -> str:
@@ -267,10 +297,15 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
     fields.only({"quantization_status": ("compressed",)})
     groups = fields.nested("config_groups")
-    rules = [_group(groups.nested(name), fields) for name in groups.values]
+    rules: list[Rule] = []
+    size = 0
+    for name in groups.values:
+        rules.append(_group(groups.nested(name), fields))
+        size += sum(len(pattern.text) for pattern in rules[-1].patterns)
+        _check_size(fields, "config_groups", size)
     yield from rules
     yield from (
-        Rule(rule.scheme, patterns=EVERY) for rule in rules if not _CLASSES.isdisjoint(rule.names)
+        Rule(rule.scheme, every=True) for rule in rules if not _CLASSES.isdisjoint(rule.names)
     )
 
 
@@ -319,9 +354,9 @@ def _group(group: Fields, whole: Fields) -> Rule:
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
     names = group.texts("targets")
-    patterns = tuple(
-        _pattern(group, "targets", name[3:]) for name in names if name.startswith("re:")
-    )
+    texts = [name[3:] for name in names if name.startswith("re:")]
+    _check_size(group, "targets", sum(map(len, texts)))
+    patterns = tuple(Pattern(text, f"{group.where}: targets") for text in texts)
     return Rule(scheme, frozenset(map(_module, names)), patterns)
 
 
@@ -339,19 +374,21 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
         Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields)
     )
     changes = fields.fields("dynamic") or Fields(fields.where, {})
+    _check_size(fields, "dynamic", sum(map(len, changes.values)))
     for pattern in changes.values:
         if pattern.startswith("-:"):  # which are not quantized
             continue
         own = changes.nested(pattern)
         other = own.facts(Scheme, scheme, group=_size(own) if "group_size" in own else scheme.group)
-        yield Rule(other, patterns=(_pattern(fields, "dynamic", pattern.removeprefix("+:")),))
-    yield Rule(scheme, patterns=EVERY)
+        where = f"{fields.where}: dynamic"
+        yield Rule(other, patterns=(Pattern(pattern.removeprefix("+:"), where),))
+    yield Rule(scheme, every=True)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
     fields = fields.renamed({"bits": ("w_bit",), "group_size": ("q_group_size",)})
     fields.only({"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)})
-    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), patterns=EVERY)
+    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
 
 
 _ALGORITHMS = {"FP8": Scheme("fp8", 8)}
@@ -361,7 +398,7 @@ _ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 
 def _modelopt(fields: Fields) -> Iterator[Rule]:
     algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_ALGORITHMS[algorithm], patterns=EVERY)
+        yield Rule(_ALGORITHMS[algorithm], every=True)
         return
     layers = fields.nested("quantized_layers")
     own = {
@@ -372,9 +409,8 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
         yield Rule(scheme, frozenset(name for name in own if own[name] == algorithm))
 
 
-_MXFP4 = Rule(
-    Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",)
-)  # gpt-oss's: see `unpacked`
+_EXPERTS = Pattern(r".*\.experts\.", "gpt-oss")
+_MXFP4 = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(_EXPERTS,))  # gpt-oss's: see `unpacked`
 _FP8 = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
@@ -386,7 +422,7 @@ def _fp8(fields: Fields) -> Iterator[Rule]:
     """DeepSeek's blocks of rows and columns that share a scale."""
     fields.only(_FP8)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
-    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), patterns=EVERY)
+    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
 
 
 _READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {"mxfp4": lambda _: [_MXFP4], "fp8": _fp8}

@@ -94,7 +94,7 @@ ROUNDED["config_groups"]["group_0"]["input_activations"] = {
         (of_gptq(bits=5), "5 is not supported (2, 3, 4, 8 are)"),
         (of_gptq(group_size=0), "0 columns share no scale"),
         (of_gptq(dynamic={r"+:(": {}}), "is no pattern"),
-        (of_gptq(dynamic={r"+:(a+)+$": {}}), "may take for ever to match"),
+        (of_gptq(dynamic={r"+:(a)\1": {}}), "an escape that is not supported"),
         ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported (gemm"),
         ({"quant_method": "awq", "bits": 3}, "3 is not supported (4 is)"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' is not supported"),
