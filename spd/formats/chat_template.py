@@ -25,9 +25,12 @@ from typing import Any
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
 from spd.formats.thinking import SWITCHES, switch_of, switch_value
-from spd.formats.tokenizer import Tokenizer, TokenizerConfig, read_tokenizer_config
+from spd.formats.tokenizer import Tokenizer
+from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates, a file each
+_USED_TEMPLATES = ("default", "tool_use")
 REPLY_LIMIT = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
@@ -46,29 +49,36 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> ChatTemplate | None:
-        """A folder's template, `None` when it has none; a file of its own wins. config: where it was read."""
-        names, config = names_in(folder), config or read_tokenizer_config(folder)
-        special: dict[str, Any] = dict(config.roles)
+        """Return a folder's template, `None` when it has none; a file of its own wins.
+
+        config: where it was read.
+        """
+        names = names_in(folder)
+        config = config or read_tokenizer_config(folder)
+        special: dict[str, Any] = {**config.roles, **config.named}
         if config.additional:
             special["additional_special_tokens"] = list(config.additional)
+        where = str(folder)
+        templates: dict[str, str] = {}
         if "chat_template.jinja" in names:
-            path = folder / "chat_template.jinja"
-            return cls(str(path), {"default": read_text(path, TEMPLATE_LIMIT)}, special)
-        own = Fields.of(folder / "chat_template.json") if "chat_template.json" in names else None
-        fields = next(
-            (each for each in (own, config.fields) if each and "chat_template" in each), None
-        )
-        if fields is None:
+            where = str(folder / "chat_template.jinja")
+            templates["default"] = read_text(folder / "chat_template.jinja", TEMPLATE_LIMIT)
+        else:
+            key = "chat_template"
+            own = Fields.of(folder / f"{key}.json") if f"{key}.json" in names else None
+            fields = next((each for each in (own, config.fields) if each and key in each), None)
+            if fields is not None:
+                where = f"{fields.where}: {key}"
+                templates = _listed_templates(fields, key)
+        if MORE_TEMPLATES in names:
+            more = _more_templates(folder / MORE_TEMPLATES)
+            where = where if templates else str(folder / MORE_TEMPLATES)
+            templates |= more
+        if not templates:
             return None
-        value, key = fields.get("chat_template"), "chat_template"
-        entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise fields.refused(key, "is neither a string nor a list of named templates")
-        where = f"{fields.where}: {key}"
-        named = [Fields(where, entry) for entry in entries]
-        templates = {each.text("name"): each.text("template") for each in named}
-        why = f"has no template named default, only {shown(sorted(templates))}"
-        fields.require("default" in templates, key, why)
+        if "default" not in templates:
+            why = f"has no template named default, only {shown(sorted(templates))}"
+            raise CheckpointError(f"{where}: {why}")
         return cls(where, templates, special)
 
     @cached_property
@@ -97,7 +107,7 @@ class ChatTemplate:
         thinks = variables.get(SWITCHES[0])
         if isinstance(thinks, bool) and self.switch not in (None, *variables):
             variables[str(self.switch)] = switch_value(str(self.switch), thinks)
-        values = {**known, "tools": None, "documents": None, **self._special_tokens, **variables}
+        values = {**self._special_tokens, **known, "tools": None, "documents": None, **variables}
         reply = self._process.render(tool_use or self.default, values)
         if "text" in reply:
             return reply["text"]
@@ -106,6 +116,26 @@ class ChatTemplate:
                 f"the chat template refuses these messages: {one_line(reply['refused'])}"
             )
         raise CheckpointError(f"{self._where}: {one_line(next(iter(reply.values())))}")
+
+
+def _listed_templates(fields: Fields, key: str) -> dict[str, str]:
+    """Return the templates that a key holds, by name: one text, or a list of named ones."""
+    value = fields.get(key)
+    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise fields.refused(key, "is neither a string nor a list of named templates")
+    fields.require(bool(entries), key, "has no template named default, only []")
+    named = [Fields(f"{fields.where}: {key}", entry) for entry in entries]
+    return {each.text("name"): each.text("template") for each in named}
+
+
+def _more_templates(folder: Path) -> dict[str, str]:
+    """Return the templates of a folder of them that are used here, by name."""
+    if not folder.is_dir():
+        return {}
+    names = names_in(folder)
+    paths = {name: folder / f"{name}.jinja" for name in _USED_TEMPLATES if f"{name}.jinja" in names}
+    return {name: read_text(path, TEMPLATE_LIMIT) for name, path in paths.items()}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ SMALL_FILES |= {
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/default.jinja",
+    "additional_chat_templates/tool_use.jinja",
 }
 SMALL_FILES |= {*QUANTIZATION_FILES}
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
@@ -100,12 +102,13 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
         fix = [_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"]
         raise ResourceError(f"not enough disk space for {model.name}: {why}", fix=fix)
     with _in_words(model.name):
-        paths = [_fetch(model.name, model.commit, file, report) for file in model.files]
+        for file in model.files:
+            _fetch(model.name, model.commit, file, report)
         ref = cached_folder(model.name) / "refs" / (model.revision or "main")
         if ref.name != model.commit:  # as huggingface_hub does; files were fetched by commit
             ref.parent.mkdir(parents=True, exist_ok=True)
             write_whole(ref, model.commit)
-    return paths[0].parent
+    return cached_folder(model.name) / "snapshots" / model.commit
 
 
 def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:

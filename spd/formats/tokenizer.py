@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,28 +26,14 @@ from typing import Any
 import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
-from spd.formats.json_file import Fields, names_in, one_line, parse_json, read_text, shown
+from spd.formats.encoder import Encoder
+from spd.formats.json_file import one_line, parse_json, read_text, shown
 from spd.formats.thinking import mark_tokens
+from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
 
-FILE_NAME, MAP_NAME, CONFIG_NAME = (
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
-_ROLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-_FLAGS = ("add_bos_token", "add_eos_token")
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
+FILE_NAME = "tokenizer.json"
 _CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
 """What parts a reply into messages; only such models have the first of each."""
-MAX_ID = (1 << 24) - 1
 SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
 MAX_CHARACTERS = (
@@ -57,50 +43,8 @@ MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,
 MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
 _GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
 _GROWTH |= {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
+logger = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Special tokens by role, further ones, and what is put around a text (`None`: not said)."""
-
-    roles: Mapping[str, str]
-    additional: tuple[str, ...]
-    add_bos: bool | None
-    add_eos: bool | None
-    fields: Fields | None  # all of `tokenizer_config.json`
-
-
-def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Special tokens and flags; empty when the folder says nothing."""
-    names = names_in(folder)
-    roles: dict[str, str] = {}
-    additional: dict[str, None] = {}
-    flags: dict[str, bool] = {}
-    files = {name: Fields.of(folder / name) for name in (MAP_NAME, CONFIG_NAME) if name in names}
-    for fields in files.values():  # the second wins
-        roles |= {key: _content(fields, key, fields.get(key)) for key in _ROLES if key in fields}
-        for key in _LISTS:
-            value = fields.get(key)
-            members = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list)
-                else ()
-            )
-            additional.update((_content(fields, key, member), None) for member in members)
-        flags |= {key: fields.boolean(key, False) for key in _FLAGS if key in fields}
-    adds_bos, adds_eos = map(flags.get, _FLAGS)
-    return TokenizerConfig(roles, tuple(additional), adds_bos, adds_eos, files.get(CONFIG_NAME))
-
-
-def _content(fields: Fields, key: str, value: object) -> str:
-    """A token is written as its text, or as an object that holds it."""
-    content = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(content, str) or not content:
-        raise fields.refused(key, f"{shown(value)} is not a token")
-    return content
 
 
 class Tokenizer:
@@ -112,12 +56,12 @@ class Tokenizer:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
+        self._encoder = Encoder(library, where)
+        self._declared = _contents(config)
+        _add_declared(library, config, where)
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        names = (*config.roles.values(), *config.additional)
-        named = [name for name in names if self.token_to_id(name) is not None]
-        library.add_special_tokens(
-            [tokenizers.AddedToken(name, normalized=False) for name in named]
-        )
+        named = [name for name in config.special if self.token_to_id(name) is not None]
+        _make_special(library, named)
         added = library.get_added_tokens_decoder()
         special = (
             pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named
@@ -151,7 +95,8 @@ class Tokenizer:
         """Load a folder's tokenizer; `config` where it was read."""
         config, path = config or read_tokenizer_config(folder), folder / FILE_NAME
         text = read_text(path, FILE_LIMIT)
-        highest = _check_content(str(path), parse_json(text, str(path)))
+        declared = sum(len(token.content) for token in config.declared.values())
+        highest = _check_content(str(path), parse_json(text, str(path)), declared)
         with _calling(str(path)):
             library = tokenizers.Tokenizer.from_str(text)
             # Truncation would cut prompts in silence, padding would lengthen them.
@@ -162,12 +107,13 @@ class Tokenizer:
         return tokenizer
 
     def is_of(self, folder: Path) -> bool:
-        """Whether a folder holds the very file that this one was opened from."""
+        """True if a folder holds the very file that this one was opened from, and adds the same tokens."""
         path = folder / FILE_NAME
-        return (
-            path.is_file()
-            and hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() == self.digest
-        )
+        if not path.is_file():
+            return False
+        if hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() != self.digest:
+            return False
+        return _contents(read_tokenizer_config(folder)) == self._declared
 
     def encode(
         self, text: str, *, parse_special: bool = False, add_special: bool = False
@@ -231,12 +177,7 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
         with self._lock, _calling(f"{self._where}: cannot encode this text", IncompatibleError):
-            self._library.encode_special_tokens = not parse_special
-            # Of the encoding calls only this one lets go of the interpreter.
-            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[
-                0
-            ].ids
-        return ids
+            return self._encoder.encode(text, parse_special)
 
     def _read_surroundings(
         self, config: TokenizerConfig
@@ -269,6 +210,62 @@ class Tokenizer:
                 + (self.eos_id,) * config.add_eos
             )
         return prefix, suffix
+
+
+def _contents(config: TokenizerConfig) -> dict[int, str]:
+    """Return the texts of the added tokens of other files by their ids."""
+    return {number: token.content for number, token in config.declared.items()}
+
+
+_Flags = tuple[bool, bool, bool, bool, bool]
+
+
+def _flags(token: tokenizers.AddedToken) -> _Flags:
+    return token.single_word, token.lstrip, token.rstrip, token.normalized, token.special
+
+
+def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where: str) -> None:
+    """Add the tokens that files beside `tokenizer.json` declare, as transformers does.
+
+    `added_tokens_decoder` also corrects the flags of tokens that are there; `added_tokens.json` does not.
+    """
+    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    has_flags = config.fields is not None and "added_tokens_decoder" in config.fields
+    missing = [
+        token
+        for token in config.declared.values()
+        if token.content not in known
+        or (has_flags and _flags(token) != _flags(known[token.content]))
+    ]
+    if not missing:
+        return
+    with _calling(f"{where}: added tokens"):
+        library.add_tokens(missing)
+    for number, token in config.declared.items():
+        actual = library.token_to_id(token.content)
+        if actual != number and token.content not in known:
+            words = "%s: token %s has id %s there, as in transformers; another file says %s"
+            logger.warning(words, where, shown(token.content), actual, number)
+            break
+
+
+def _make_special(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
+    """Make added or other tokens of a vocabulary special. Their other flags stay as they are."""
+    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    tokens: list[tokenizers.AddedToken] = []
+    for name in dict.fromkeys(names):
+        token = known.get(name, tokenizers.AddedToken(name, normalized=False))
+        if name in known and not token.special:
+            token = tokenizers.AddedToken(
+                name,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=True,
+            )
+        tokens.append(token)
+    library.add_special_tokens(tokens)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -331,14 +328,17 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
     return replaced, strips
 
 
-def _check_content(where: str, file: Any) -> int:
-    """Refuse bombs by their keys; returns the highest id."""
+def _check_content(where: str, file: Any, declared: int) -> int:
+    """Refuse bombs by their keys; returns the highest id.
+
+    declared: characters of the added tokens of other files.
+    """
     try:
         model = file["model"]
         ids = model["vocab"]
         ids = ids if isinstance(ids, dict) else {pair[0]: at for at, pair in enumerate(ids)}
         added = sum(len(token["content"]) for token in file.get("added_tokens") or ())
-        longer = added * _growth(file.get("normalizer")) > MAX_CHARACTERS
+        longer = (added + declared) * _growth(file.get("normalizer")) > MAX_CHARACTERS
         faults = [
             ("added_tokens", longer, f"come to over {MAX_CHARACTERS:,} characters"),
             (
@@ -392,5 +392,7 @@ def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[Non
     except BaseException as error:  # a panic is no `Exception`
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # a signal
+        if isinstance(error, SpdError):
+            raise
         message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
         raise kind(f"{where}: {message}") from None

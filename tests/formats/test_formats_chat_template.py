@@ -369,3 +369,19 @@ def test_every_private_character_used(tokenizer: Tokenizer, open_template) -> No
     content = "".join(map(chr, chat_template._MARKS)) + "<|im_end|>"
     with refused(UsageError, "private", exit_code=2):
         encode_chat(tokenizer, open_template(CHATML), [{"role": "user", "content": content}])
+
+
+def test_templates_of_a_folder_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
+    with pytest.raises(CheckpointError, match="no template named default, only"):
+        ChatTemplate.open(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("PLAIN")
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("RAG")
+    template = ChatTemplate.open(tmp_path)
+    assert template is not None
+    assert template.render([]) == "PLAIN"
+    assert template.render([], tools=[{}]) == "TOOLS"
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("OTHER")
+    again = ChatTemplate.open(tmp_path)
+    assert again is not None and again.render([]) == "OTHER"

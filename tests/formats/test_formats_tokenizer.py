@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, processors
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.formats import encoder
 from spd.formats import tokenizer as module
+from spd.formats.chat_template import ChatTemplate
 from spd.formats.tokenizer import Tokenizer
+from spd.formats.tokenizer_config import read_tokenizer_config
 from tests.formats import formats_helpers as make
 from tests.formats.formats_helpers import (
     byte_level,
@@ -373,3 +377,84 @@ def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
 def test_a_signal_is_no_fault_of_the_tokenizer() -> None:
     with pytest.raises(KeyboardInterrupt), module._calling("tokenizer.json"):
         raise KeyboardInterrupt
+
+
+SLOW = r"[a-z]*[a-z]*(?<=0)"
+"""A pattern that takes time by the cube of a text's length, below the library's own limit."""
+
+
+def test_patterns_that_take_too_long_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = {"type": "Split", "pattern": {"Regex": SLOW}, "behavior": "Isolated", "invert": False}
+    parts = lambda c: c.update(  # noqa: E731
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, c["pre_tokenizer"]]}
+    )
+    tokenizer = Tokenizer.open(changed(tmp_path, parts))
+    assert tokenizer.decode(tokenizer.encode("letter" * 10)) == "letter" * 10
+    monkeypatch.setattr(encoder, "SECONDS", 0.1)
+    for _ in range(2):  # at once the second time: the thread is still busy
+        with refused(CheckpointError, "tokenizer.json", "take too long for this text", seconds=4):
+            tokenizer.encode("a" * 900)
+
+
+def test_a_tokenizer_that_is_gone_leaves_no_thread(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path))
+    tokenizer.encode("a" * 100)
+    thread = tokenizer._encoder._thread
+    assert thread is not None and thread.is_alive()
+    del tokenizer
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+TURN = {"content": "<|turn|>", "special": True, "normalized": False}
+
+
+def test_tokens_that_other_files_declare(tmp_path: Path) -> None:
+    plain = Tokenizer.open(write_byte_level(tmp_path))
+    number = plain.vocab_size
+    assert len(plain.encode("<|turn|>", parse_special=True)) > 1
+    declared = Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder={str(number): TURN}))
+    assert declared.encode("<|turn|>", parse_special=True) == [number]
+    assert number in declared.special_ids and number not in declared.encode("<|turn|>")
+    write_byte_level(tmp_path)
+    write_json(tmp_path, "added_tokens.json", {"<|turn|>": number, "word": number + 1})
+    listed = Tokenizer.open(tmp_path)
+    assert listed.encode("<|turn|>word") == [number, number + 1]
+    assert number not in listed.special_ids and listed.vocab_size == number + 2
+    assert not plain.is_of(tmp_path) and listed.is_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder", [{"x": TURN}, {"1": 3}, {"1": {}}, {"1": {"content": ""}}, {"-1": TURN}, []]
+)
+def test_declared_tokens_that_are_refused(tmp_path: Path, decoder: object) -> None:
+    with refused(CheckpointError, "tokenizer_config.json", "added_tokens_decoder"):
+        Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=decoder))
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_named_special_tokens_reach_templates(tmp_path: Path, key: str) -> None:
+    named = {"eot_token": "<think>", "messages": "<|im_end|>"}
+    own = {"__type": "AddedToken", "content": "<|im_start|>"}
+    write_byte_level(tmp_path, **{key: named, "image_token": own})
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ eot_token }}{{ image_token }}{{ messages[0].content }}"
+    )
+    config = read_tokenizer_config(tmp_path)
+    assert config.named == {**named, "image_token": "<|im_start|>"}
+    template = ChatTemplate.open(tmp_path)
+    assert template is not None
+    text = template.render([{"role": "user", "content": "hi"}])
+    assert text == "<think><|im_start|>hi"
+    tokenizer = Tokenizer.open(tmp_path)
+    assert tokenizer.token_to_id("<think>") in tokenizer.special_ids
+
+
+def test_flags_of_named_tokens_stay(tmp_path: Path) -> None:
+    wide = lambda c: [t.update(rstrip=True) for t in c["added_tokens"]]  # noqa: E731
+    tokenizer = Tokenizer.open(changed(tmp_path, wide, eos_token="<|im_end|>"))
+    ids = tokenizer.encode("<|im_end|>  a", parse_special=True)
+    assert ids == [tokenizer.eos_id, *tokenizer.encode("a")]

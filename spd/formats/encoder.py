@@ -1,0 +1,93 @@
+"""Encoding by the `tokenizers` library in a thread that can be given up: nothing interrupts the library."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+
+import tokenizers
+
+from spd.errors import CheckpointError
+
+FEW_CHARACTERS = 32  # of a text that no pattern can take long for
+SECONDS = 10.0  # of a processor, beside what the length of a text takes
+SECONDS_PER_CHARACTER = 5e-5
+
+_Texts = queue.SimpleQueue[tuple[str, bool] | None]
+_Results = queue.SimpleQueue[list[int] | BaseException]
+
+
+class Encoder:
+    """Encodes in a thread of its own; the patterns of a tokenizer may take hours for a page of text."""
+
+    def __init__(self, library: tokenizers.Tokenizer, where: str) -> None:
+        self._library = library
+        self._where = where
+        self._texts: _Texts = queue.SimpleQueue()
+        self._results: _Results = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process = 0  # that the thread belongs to: a forked child has none
+        self._is_stuck = False
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of a text. Raises CheckpointError where that takes too long."""
+        if len(text) <= FEW_CHARACTERS:
+            return _ids_of(self._library, text, parse_special)
+        if self._is_stuck:
+            raise self._refusal()
+        if self._thread is None or self._process != os.getpid():
+            self._start()
+        thread = self._thread
+        assert thread is not None and thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        limit = time.clock_gettime(clock) + SECONDS + len(text) * SECONDS_PER_CHARACTER
+        self._texts.put((text, parse_special))
+        self._is_stuck = True  # until there is a result, also where an interrupt comes
+        while True:
+            try:
+                result = self._results.get(timeout=1)
+                break
+            except queue.Empty:
+                if time.clock_gettime(clock) > limit:
+                    raise self._refusal() from None
+            except BaseException:  # an interrupt: the result would meet another text
+                self._thread = None
+                self._is_stuck = False
+                raise
+        self._is_stuck = False
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _start(self) -> None:
+        self._texts = queue.SimpleQueue()
+        self._results = queue.SimpleQueue()
+        self._process = os.getpid()
+        arguments = (self._library, self._texts, self._results)
+        self._thread = threading.Thread(target=_encode_texts, args=arguments, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._texts.put, None)  # the thread ends with what it serves
+
+    def _refusal(self) -> CheckpointError:
+        why = "its patterns take too long for this text"
+        return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {why}")
+
+
+def _ids_of(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
+    library.encode_special_tokens = not parse_special
+    # Of the encoding calls only this one lets go of the interpreter.
+    encoded = library.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoded[0].ids
+    return ids
+
+
+def _encode_texts(library: tokenizers.Tokenizer, texts: _Texts, results: _Results) -> None:
+    """Encode texts as they come, until None comes."""
+    while (text := texts.get()) is not None:
+        try:
+            results.put(_ids_of(library, *text))
+        except BaseException as error:  # a panic is no `Exception`
+            results.put(error)
