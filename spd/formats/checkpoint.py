@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-MAX_TENSORS, MAX_NUMBER = 1 << 20, (1 << 64) - 1
+MAX_TENSORS = 1 << 20
+MAX_NUMBER = (1 << 64) - 1
+TOO_MANY = f"holds more than {MAX_TENSORS:,} tensors"
 INDEX_LIMIT = (
     40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 )
@@ -175,42 +177,77 @@ _PACKED["gate_up_proj"] = ["gate_proj", "up_proj"]
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a model folder by name; a context manager that closes its files."""
 
-    def __init__(self, folder: Path, shards: Iterable[str], notes: Sequence[str] = ()) -> None:
-        tensors: dict[str, TensorMeta] = {}
-        self._identities: dict[Path, Identity] = {}
-        for shard in shards:  # read one by one: many links to one large header end at the second
-            self._identities[folder / shard], metas = read_shard_header(folder / shard)
-            for meta in metas:
-                for name, part in unpacked(text_name(meta.name), meta):
-                    if name in tensors:
-                        where = tensors[name].shard.name
-                        raise CheckpointError(
-                            f"{meta.shard}: tensor {shown(name)}: is in {where} too"
-                        )
-                    tensors[name] = part
-                    if len(tensors) > MAX_TENSORS:
-                        raise CheckpointError(
-                            f"{meta.shard}: holds more than {MAX_TENSORS:,} tensors"
-                        )
+    def __init__(
+        self,
+        folder: Path,
+        shards: Iterable[str],
+        notes: Sequence[str] = (),
+        weight_map: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Read and check the headers of shards.
+
+        weight_map: the shard of each tensor by an index, which decides where two shards hold one.
+        """
         self.folder = folder
+        self._identities: dict[Path, Identity] = {}
+        tensors: dict[str, TensorMeta] = {}
+        placed: set[str] = set()  # names, where the index says
+        spare: dict[str, TensorMeta] = {}  # tensors elsewhere
+        count = 0
+        for shard in shards:  # read one by one: many links to one large header end soon
+            self._identities[folder / shard], metas = read_shard_header(folder / shard)
+            count += len(metas)
+            if count > MAX_TENSORS:
+                raise CheckpointError(f"{folder / shard}: {TOO_MANY}")
+            for meta in metas:
+                name = text_name(meta.name)
+                if weight_map.get(name, shard) == shard:
+                    placed.add(name)
+                    self._add(tensors, unpacked(name, meta))
+                else:
+                    spare.setdefault(name, meta)
+        stale: list[str] = []
+        for name, meta in spare.items():
+            owner = weight_map[name]
+            if name in placed or folder / owner not in self._identities:
+                stale.append(f"{shown(meta.name)} in {meta.shard.name}: the index says {owner}")
+            else:  # the index is wrong, and nothing else can be meant
+                self._add(tensors, unpacked(name, meta))
         self.tensors: Metas = MappingProxyType(tensors)
         self.shards = tuple(self._identities)
         self.total_bytes = sum(meta.nbytes for meta in tensors.values())
-        self.notes = tuple(notes)  # such as files that the index does not name
+        self.notes = (*notes, *(f"not used: {each}" for each in listed(stale)))
         self._files: dict[Path, BinaryIO] = {}
+
+    @staticmethod
+    def _add(tensors: dict[str, TensorMeta], parts: Iterable[tuple[str, TensorMeta]]) -> None:
+        for name, part in parts:
+            if name in tensors:
+                where = tensors[name].shard.name
+                raise CheckpointError(f"{part.shard}: tensor {shown(name)}: is in {where} too")
+            tensors[name] = part
+            if len(tensors) > MAX_TENSORS:
+                raise CheckpointError(f"{part.shard}: {TOO_MANY}")
 
     @classmethod
     def open(
-        cls, folder: Path, wanted: Callable[[Mapping[str, str]], Container[str]] | None = None
+        cls,
+        folder: Path,
+        wanted: Callable[[Mapping[str, str]], Container[str]] | None = None,
+        beside: Callable[[str], bool] = lambda name: False,
     ) -> Checkpoint:
         """Read and check the headers of all shards; `model.safetensors` wins over an index beside it.
 
-        `wanted` picks tensors from an index, the shard of each by its name; shards that hold none of them
-        are not opened, and may be missing.
+        `wanted` picks tensors from an index, the shard of each by its name; shards that hold none of
+        them are not opened, and may be missing. A file that no index names is read too where each of
+        its tensors is one by `beside`.
         """
         names = names_in(folder)
+        weight_map: Mapping[str, str] = {}
+        notes: list[str] = []
         if SINGLE_NAME in names:
-            checkpoint = cls(folder, [SINGLE_NAME])
+            shards = [SINGLE_NAME]
+            known = {SINGLE_NAME}
         elif INDEX_NAME in names:
             weight_map = read_weight_map(folder / INDEX_NAME)
             picked = weight_map if wanted is None else wanted(weight_map)
@@ -219,14 +256,19 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
                 raise incomplete(folder, f"{INDEX_NAME}: {words}")
             known = set(weight_map.values())
-            others = [name for name in names if name.endswith(".safetensors") and name not in known]
-            checkpoint = cls(
-                folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others]
-            )
         else:
             raise not_a_model(folder) or incomplete(
                 folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
             )
+        for name in names:
+            if not name.endswith(".safetensors") or name in known:
+                continue
+            if _holds_only(folder / name, beside):
+                shards.append(name)
+                notes.append(f"not in the index, read for its MTP layers: {shown(name)}")
+            elif weight_map:
+                notes.append(f"not in the index, ignored: {shown(name)}")
+        checkpoint = cls(folder, shards, notes, weight_map)
         if not checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.shards[0]}: holds no tensors")
         return checkpoint
@@ -311,6 +353,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise CheckpointError(f"{shard}: changed while in use")
 
 
+def _holds_only(path: Path, wanted: Callable[[str], bool]) -> bool:
+    """True if a file can be read and each of its tensors is wanted, by its name in a text model."""
+    if SHARD_NAME.fullmatch(path.name) is None:
+        return False
+    try:
+        _, metas = read_shard_header(path)
+    except CheckpointError:
+        return False
+    return bool(metas) and all(wanted(text_name(meta.name)) for meta in metas)
+
+
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill a view from a file's bytes at `offset`; `path` is for messages."""
     while view:
@@ -348,7 +401,7 @@ def check_tensors(
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
-    Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
+    Rotary tables, which older exporters wrote and no model needs, are not among them.
     One error lists all that are missing, mis-shaped or wrongly typed; `what` it calls the expected ones.
     """
     faults: dict[str, list[str]] = {
@@ -374,11 +427,7 @@ def check_tensors(
         why = f"{opened.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
         raise CheckpointError(why, reason=listed(problems), fix=fix)
     others = (name for name in opened.tensors if name not in expected)
-    return [
-        name
-        for name in others
-        if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
-    ]
+    return [name for name in others if not name.endswith("rotary_emb.inv_freq")]
 
 
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:

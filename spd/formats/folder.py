@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd.errors import NotFoundError, SpdError
 from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.hub import resolve_model
-from spd.formats.json_file import Fields
+from spd.formats.json_file import Fields, names_in
 from spd.formats.model_config import FILE_NAME, GenerationConfig, ModelConfig
-from spd.formats.mtp import MtpSource, check_fits, find_mtp, read_head_folder
+from spd.formats.mtp import (
+    TABLES,
+    MtpSource,
+    check_fits,
+    find_mtp,
+    is_mtp_tensor,
+    read_head_folder,
+)
 from spd.formats.quantized import with_quantization
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
-    from spd.formats.tokenizer import Tokenizer, TokenizerConfig
+    from spd.formats.tokenizer import Tokenizer
+    from spd.formats.tokenizer_config import TokenizerConfig
+
+logger = logging.getLogger(__name__)
+EMBEDDING, HEAD = TABLES
 
 
 @dataclass(frozen=True)
@@ -38,18 +51,59 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def fields(self) -> Fields:
-        """`config.json` as it stands there."""
+        """`config.json` as it stands there. Raises NotFoundError where there is none."""
+        if FILE_NAME not in names_in(self.path):
+            why = f"{self.path}: is no model folder: there is no {FILE_NAME}"
+            raise NotFoundError(why, fix=["-m the folder that holds config.json and safetensors"])
         return Fields.of(self.path / FILE_NAME)
 
     @cached_property
-    def config(self) -> ModelConfig:
-        """What the model, or the EAGLE-3 head, is."""
+    def _stated(self) -> ModelConfig:
+        """What `config.json` says, whatever the weights hold."""
         return model_config.model_config_of(with_quantization(self.fields, self.path))
 
     @cached_property
+    def config(self) -> ModelConfig:
+        """What the model, or the EAGLE-3 head, is. A head that is stored counts more than a flag."""
+        stated = self._stated
+        if stated.head_kind is not None:
+            return stated
+        try:
+            tied = self._is_tied(stated.tie_embeddings)
+        except (
+            SpdError
+        ):  # without weights that can be read, which others refuse where they need them
+            return stated
+        return stated if tied == stated.tie_embeddings else replace(stated, tie_embeddings=tied)
+
+    def _is_tied(self, stated: bool) -> bool:
+        """True if the embedding is the output head too, by the configuration and the weights.
+
+        As in transformers, a stored head is used where it differs from the embedding.
+        """
+        tensors = self.checkpoint.tensors
+        if HEAD not in tensors:
+            return stated or self.fields.get("tie_word_embeddings") is True  # of a wrapper
+        if not stated or EMBEDDING not in tensors:
+            return stated
+        with self.checkpoint as opened:
+            is_copy = opened.equal(HEAD, opened, EMBEDDING)
+        if not is_copy:
+            words = "%s: tie_word_embeddings is true, but %s is stored and differs: it is the head"
+            logger.warning(words, self.path / FILE_NAME, HEAD)
+        return is_copy
+
+    @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weights' checked headers. Closing it closes files only: tensors can be read again."""
-        return Checkpoint.open(self.path)
+        """The weights' checked headers. Closing it closes files only: tensors can be read again.
+
+        MTP layers in a file that the index does not name are among them.
+        """
+        try:
+            layers = self._stated.num_layers
+        except SpdError:
+            return Checkpoint.open(self.path)
+        return Checkpoint.open(self.path, beside=partial(is_mtp_tensor, num_layers=layers))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -61,7 +115,7 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
-        from spd.formats.tokenizer import read_tokenizer_config
+        from spd.formats.tokenizer_config import read_tokenizer_config
 
         return read_tokenizer_config(self.path)
 

@@ -413,6 +413,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
         inner = (fields if flat else fields.nested("text_config")).renamed(_OTHER_NAMES)
         fields = fields.renamed(_OTHER_NAMES)
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
+        if "tie_word_embeddings" in inner:  # the text's part knows
+            around.pop("tie_word_embeddings", None)
         text = _TEXTS.get(str(inner.get("model_type")), wrapper[1])
         fields = inner.having({**around, "architectures": [text]})
     return _decoder_config(fields)

@@ -112,7 +112,7 @@ and the first one stands for architectures that none lists. Source: the publishe
 the forward passes of vLLM and SGLang."""
 
 _MODULE = re.compile(r"(?:language_model\.|model\.)*(?:mtp\.|mtp_[a-z_]+\.)")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpL
     for family in by_names.values():
         stems = (*family.glue.values(), family.layer)
         pattern = re.compile(
-            "|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems)
+            "|".join(re.sub(r"\\\{[il]\\\}", r"([0-9]{1,9})", re.escape(stem)) for stem in stems)
         )
         matches = [match for name in names if (match := pattern.match(name))]
         numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
@@ -314,7 +314,8 @@ def plan_head(
             *(name for name in shards if is_mtp_tensor(name, config.num_layers)),
         }
 
-    checkpoint = Checkpoint.open(source.path, wanted)
+    beside = partial(is_mtp_tensor, num_layers=config.num_layers)
+    checkpoint = Checkpoint.open(source.path, wanted, beside)
     layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
         raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))

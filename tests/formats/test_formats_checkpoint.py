@@ -172,10 +172,33 @@ def test_absent_shards_are_all_named(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {ONE: {"a": [2], "c": [1]}, TWO: {"b": [1], "a": [2]}})
+def test_the_index_decides_where_two_shards_hold_a_tensor(tmp_path: Path) -> None:
+    weight_map = write_sharded(tmp_path, {ONE: {"a": [2], "c": [1]}, TWO: {"b": [1], "a": [2]}})
+    for owner, other in ((ONE, TWO), (TWO, ONE)):
+        write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": owner}})
+        checkpoint = Checkpoint.open(tmp_path)
+        assert checkpoint.tensors["a"].shard.name == owner
+        assert checkpoint.notes == (f"not used: 'a' in {other}: the index says {owner}",)
+    del weight_map["a"]
+    write_json(tmp_path, INDEX, {"weight_map": weight_map})
     with refused(CheckpointError, "'a'", ONE, TWO):
         Checkpoint.open(tmp_path)
+
+
+def test_files_beside_the_index_are_read_for_wanted_tensors_alone(tmp_path: Path) -> None:
+    weight_map = write_sharded(tmp_path, {ONE: {"a": [2]}})
+    write_sharded(tmp_path, {"more.safetensors": {"mtp.x": [2]}, TWO: {"mtp.y": [2], "b": [2]}})
+    write_json(tmp_path, INDEX, {"weight_map": weight_map})
+    wanted = lambda name: name.startswith("mtp.")  # noqa: E731
+    assert [*Checkpoint.open(tmp_path).tensors] == ["a"]
+    checkpoint = Checkpoint.open(tmp_path, beside=wanted)
+    assert sorted(checkpoint.tensors) == ["a", "mtp.x"]
+    assert checkpoint.notes == (
+        f"not in the index, ignored: {TWO!a}",
+        "not in the index, read for its MTP layers: 'more.safetensors'",
+    )
+    (tmp_path / ONE).rename(tmp_path / "model.safetensors")
+    assert sorted(Checkpoint.open(tmp_path, beside=wanted).tensors) == ["a", "mtp.x"]
 
 
 def test_links_to_one_header_end_at_the_second(

@@ -17,7 +17,7 @@ import torch
 
 from spd.cli.app import main
 from spd.cli.text.output import Sink
-from spd.errors import CheckpointError, SpdError, UsageError
+from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.files import read_input, write_whole
@@ -76,11 +76,8 @@ def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path)
     draft = demo_draft_folder()
     assert main([*RAW, "-m", str(demo), "--draft-model", str(draft)]) == 0
     assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
-    read = (
-        "config.json",
-        "tokenizer.json",
-        "headers",
-    )  # the tokenizer is the same file, and is not opened
+    # The tokenizer is the same file with the same added tokens, and is not opened.
+    read = ("config.json", "tokenizer.json", "tokenizer_config.json", "headers")
     assert {name: opened[draft, name] for name in ONCE} == {
         name: int(name in read) for name in ONCE
     }
@@ -89,7 +86,7 @@ def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path)
 def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"config\.json"):
+        with pytest.raises(NotFoundError, match=r"there is no config\.json"):
             assert folder.config
     write_json(tmp_path, "config.json", QWEN3)
     assert folder.config.architecture == "Qwen3ForCausalLM"

@@ -13,6 +13,7 @@ import torch
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import HEAD, ModelFolder
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.load import loader
@@ -248,3 +249,19 @@ def test_dummy_models_say_different_things(
         assert len(run.tokens) == 40 and len(set(run.tokens)) >= 20
         assert all(-9 < logprob < -0.01 for logprob in run.logprobs), "neither uniform nor certain"
     assert len({tuple(run.tokens) for run in runs}) == 3
+
+
+def test_a_stored_head_counts_more_than_a_tie_flag(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers: a head that differs from the embedding is used, a copy of it is none."""
+    source = tiny("qwen3")
+    folder = shutil.copytree(source, tmp_path / "flagged")
+    edit_config(folder, lambda c: c.update(tie_word_embeddings=True))
+    assert ModelFolder(folder).config == ModelFolder(source).config
+    assert "lm_head.weight is stored and differs" in caplog.text
+    caplog.clear()
+    edit_weights(folder, lambda t: t.update({HEAD: t["model.embed_tokens.weight"].clone()}))
+    assert ModelFolder(folder).config.tie_embeddings and not caplog.text
+    edit_weights(folder, lambda t: t.pop(HEAD))
+    assert ModelFolder(folder).config.tie_embeddings

@@ -121,6 +121,7 @@ def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> H
     """What loads a decoder, which shares nothing, seen to be in a checkpoint."""
     layout = family_layout(config)
     if checkpoint is not None:
+        weights.tell_notes(checkpoint)
         weights.tell_unused(weights.check_weights(checkpoint, config, layout), checkpoint.folder)
     return HeadPart(layout, HeadRules(), {})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.json_file import shown
+from spd.formats.json_file import listed, shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
@@ -131,6 +131,12 @@ def tell_unused(names: Sequence[str], folder: Path) -> None:
         )
 
 
+def tell_notes(checkpoint: Checkpoint) -> None:
+    """Warn of files and tensors that an index contradicts or does not name."""
+    for note in listed([*checkpoint.notes], 3):
+        logger.warning("%s: %s", checkpoint.folder, note)
+
+
 def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
     """What stands outside the layers, under its full names; a tied head is not among them."""
     if layout.tables is not None:
@@ -195,6 +201,10 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
     unexpected = check_tensors(checkpoint, expected, kinds=kinds)
+    if (
+        config.tie_embeddings
+    ):  # a head that is stored nevertheless is a copy: see `ModelFolder.config`
+        unexpected = [name for name in unexpected if name != HEAD]
     if how is not None:
         unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
