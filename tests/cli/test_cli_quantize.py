@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -203,3 +204,53 @@ def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch)
     cut = pytest.raises(CheckpointError, match="was truncated while it was read")
     with Checkpoint.open(original) as checkpoint, cut:
         verifier_hash(checkpoint)
+
+
+def test_links_out_of_the_folder_are_not_copied(spd_run: Callable, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(demo_folder("demo"), source, ignore=shutil.ignore_patterns("eagle3"))
+    (tmp_path / "secret").write_text("a key of the user's")
+    (source / "extra.json").symlink_to(tmp_path / "secret")
+    (source / "readme.txt").symlink_to("/dev/zero")
+    os.mkfifo(source / "pipe.txt")
+    with (source / "sparse.model").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    (source / "inside.txt").symlink_to("config.json")
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "other.jinja").symlink_to(tmp_path / "secret")
+    ran = spd_run("quantize", source, tmp_path / "written")
+    assert ran.code == 0
+    files = {
+        str(path.relative_to(tmp_path / "written"))
+        for path in (tmp_path / "written").rglob("*")
+        if path.is_file()
+    }
+    assert not files & {"extra.json", "readme.txt", "pipe.txt", "sparse.model"}
+    assert "additional_chat_templates/other.jinja" not in files
+    assert files >= {"inside.txt", "tokenizer.json", "additional_chat_templates/tool_use.jinja"}
+    for name in ("extra.json", "readme.txt", "pipe.txt", "sparse.model", "other.jinja"):
+        assert re.search(rf"not copied: \S*{re.escape(name)}: is ", ran.err)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(
+    spd_run: Callable, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models--org--small"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for path in demo_folder("demo").glob("*.*"):
+        shutil.copyfile(path, repository / "blobs" / f"{path.name}-hash")
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-hash")
+    other = tmp_path / "models--org--private" / "blobs" / "hash"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    (snapshot / "other.json").symlink_to(other)
+    ran = spd_run("quantize", snapshot, tmp_path / "written", "-q")
+    assert ran.code == 0
+    own = (tmp_path / "written" / "tokenizer.json").read_bytes()
+    assert own == demo_folder("demo").joinpath("tokenizer.json").read_bytes()
+    assert not (tmp_path / "written" / "tokenizer.json").is_symlink()
+    assert not (tmp_path / "written" / "other.json").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,8 +91,6 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
 
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-COPIED = (".json", ".jinja", ".txt", ".model")
-"""Endings of the files beside the weights that go along."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -114,34 +110,41 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
       spd quantize Qwen/Qwen3-8B qwen3-8b-int4
     """
     from spd.formats.folder import ModelFolder
+    from spd.formats.side_files import copy_side_files, side_files
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
-    source, destination = ModelFolder.named(options.model), options.destination.expanduser()
+    source = ModelFolder.named(options.model)
+    destination = options.destination.expanduser()
     check_new_folder(destination)
+    beside, notes = side_files(source.path, without=(CONFIG,))
+    for note in notes:
+        session.console.note(note)
     with source.checkpoint as checkpoint:
         rounded = set(rounded_names(source, options.mtp_too))
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
         outputs = rounded_outputs(checkpoint, rounded)
+        config = {
+            **source.fields.values,
+            "quantization_config": quantization_config(checkpoint, rounded),
+        }
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
-                write_tensors(
-                    stage / WEIGHTS, outputs, partial(ticker.count, "writing", amount=show_size)
-                )
+                report = partial(ticker.count, "writing", amount=show_size)
+                write_tensors(stage / WEIGHTS, outputs, report)
                 checkpoint.check_unchanged()
-                config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
-                config["quantization_config"] = quantization_config(checkpoint, rounded)
                 write_json(stage / CONFIG, config)
-                for file in source.path.iterdir():
-                    if (
-                        file.name.endswith(COPIED)
-                        and ".safetensors" not in file.name
-                        and file.name != CONFIG
-                    ):
-                        shutil.copyfile(file, stage / file.name)
-        kept, before = len(checkpoint.tensors) - len(rounded), checkpoint.total_bytes
+                copy_side_files(beside, stage)
+        kept = len(checkpoint.tensors) - len(rounded)
+        before = checkpoint.total_bytes
     after = sum(each.nbytes for each in outputs)
-    shown = {"schema": "spd.quantize/1", "model": options.model, "destination": str(destination)}
-    counts = {"written": not options.dry_run, "rounded": len(rounded), "kept": kept}
-    sizes = {"bytes": {"before": Size(before), "after": Size(after)}}
-    Sink.stdout().answer(options.json, {**shown, **counts, **sizes})
+    result = {
+        "schema": "spd.quantize/1",
+        "model": options.model,
+        "destination": str(destination),
+        "written": not options.dry_run,
+        "rounded": len(rounded),
+        "kept": kept,
+        "bytes": {"before": Size(before), "after": Size(after)},
+    }
+    Sink.stdout().answer(options.json, result)
