@@ -78,3 +78,13 @@ def test_int8_is_within_half_a_step() -> None:
     assert made.scales[5] == 1 and not numbers[5].any()
     half = few_bits.int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
     assert half.codes.tolist() == [[255, 128, 130, 126]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rounded", [few_bits.int8_rows, few_bits.int4_groups])
+def test_what_is_not_finite_is_not_rounded_away(rounded: Any, value: float) -> None:
+    weight = torch.ones(3, 64)
+    weight[1, 7] = value
+    plain = rounded(weight).plain(torch.float32)
+    assert not plain[1].isfinite().any()
+    assert plain[::2].isfinite().all()

@@ -286,3 +286,39 @@ def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: i
     assert torch.equal(unpacked_words(words, bits, columns), codes.to(torch.uint8))
     down = packing.pack_to_int32(signed, bits, packed_dim=0)
     assert torch.equal(unpacked_words(down.t(), bits, rows).t(), codes.to(torch.uint8))
+
+
+NAN_CODES = ["fp8-tensor", "fp8-channel", "fp8-block"]
+
+
+@pytest.mark.parametrize("way", [*NAN_CODES, "mxfp4", "nvfp4", "modelopt-nvfp4", "int8", "w4-32"])
+def test_values_that_are_not_finite_spoil_their_scales(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels take codes for numbers: a scale of NaN lets the sum tell, and a warning names the tensor."""
+    config, store = WAYS[way]
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    tensors = store(weight).tensors
+    if way in NAN_CODES:
+        tensors["weight"].view(torch.uint8)[5, 40] = 0xFF
+        where = "a.b.weight"
+    elif way == "nvfp4":
+        tensors["weight_global_scale"].fill_(torch.inf)
+        where = "a.b.weight_global_scale"
+    else:
+        scales = tensors["weight_scale"]
+        scales.view(torch.uint8).fill_(255)
+        where = "a.b.weight_scale"
+    save_file(
+        {f"a.b.{last}": each for last, each in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    how = read_quantization(Fields("config.json", {"quantization_config": config}))
+    assert how is not None
+    scheme = how.scheme_of("a.b")
+    assert scheme is not None
+    with Checkpoint.open(tmp_path) as checkpoint:
+        plain = unpack(checkpoint, "a.b", scheme, (64, 64)).plain()
+    assert plain[5, 40].isnan()
+    assert f"tensor {where} holds values that are not finite" in caplog.text
+    if way in ("fp8-channel", "fp8-block"):
+        assert plain[40, :8].isfinite().all()

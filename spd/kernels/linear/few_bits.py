@@ -196,7 +196,7 @@ def int8_rows(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
     """
     whole = magnitudes(weight) if largest is None else largest
     scales = (whole.flatten() / INT8_LARGEST).to(torch.bfloat16).float()
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # NaN stays
     rows = weight.flatten(0, -2)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=weight.device)
     step = max(1, STRIP // rows.shape[1])

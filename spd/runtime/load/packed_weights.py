@@ -6,10 +6,12 @@ NAME#scales and NAME#zeros; any other view of a quantized matrix is filled with 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint, Shape, Shapes
@@ -21,6 +23,8 @@ from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.weights import PARTS, part_name
 
 Stored = Mapping[str, Tensor]
+E8M0_NAN = 255  # of a scale that is an exponent of two
+logger = logging.getLogger(__name__)
 STRIP = (
     2**22
 )  # codes of odd widths unpacked at a time: each takes eight bytes several times meanwhile
@@ -113,6 +117,10 @@ def keep_packed(
 def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) -> Unpacked:
     """A stored matrix [N, K]."""
     stored = {last: checkpoint.read(f"{module}.{last}") for last in scheme.tensors(shape)}
+    for last, tensor in stored.items():
+        if not _is_finite(tensor, scheme, last):
+            words = "%s: tensor %s holds values that are not finite"
+            logger.warning(words, checkpoint.tensors[f"{module}.{last}"].shard, f"{module}.{last}")
     rows, columns = shape
     group, codes, zeros, order = scheme.group or columns, stored[scheme.codes], None, None
     if scheme.layout == "pack":
@@ -166,13 +174,38 @@ def _floats_or_bytes(stored: Stored, scheme: Scheme, rows: int) -> tuple[Tensor,
         scales = scales.float().reshape(-1, 1) if scheme.block_rows is None else scales.float()
         if scheme.block_rows is not None:
             scales = scales.repeat_interleave(scheme.block_rows, 0)[:rows]
-        return codes, scales.expand(rows, -1)
+        scales = scales.expand(rows, -1)
+        if scheme.kind == "e4m3" and not _is_finite(codes.view(torch.float8_e4m3fn), scheme, ""):
+            scales = _spoiled(scales, codes, scheme.group or codes.shape[1])
+        return codes, scales
     codes = unpaired(codes)
     if scheme.layout == "mxfp4":
-        return codes, torch.exp2(scales.float() - 127)
+        exact = torch.exp2(scales.float() - 127)
+        return codes, exact.masked_fill(scales == E8M0_NAN, torch.nan)
     if scheme.layout == "nvfp4":
-        return codes, scales.float() / stored["weight_global_scale"].float().reshape(1, 1)
+        divisor = stored["weight_global_scale"].float().reshape(1, 1)
+        return codes, scales.float() / divisor.masked_fill(~divisor.isfinite(), torch.nan)
     return codes, scales.float() * stored["weight_scale_2"].float().reshape(1, 1)
+
+
+def _is_finite(tensor: Tensor, scheme: Scheme, last: str) -> bool:
+    """True if a stored tensor of floats has no NaN and no infinity, or is none of floats."""
+    if tensor.dtype == torch.float8_e4m3fn:  # all bits set but the sign: NaN; it has no infinity
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    if scheme.layout == "mxfp4" and last == "weight_scale":
+        return not bool((tensor == E8M0_NAN).any())
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+
+
+def _spoiled(scales: Tensor, codes: Tensor, group: int) -> Tensor:
+    """Return scales [N, G] with NaN for groups that have a NaN among FP8 codes uint8 [N, K].
+
+    Kernels take each code for a number: a scale of NaN lets the sum tell.
+    """
+    bad = (codes & 0x7F) == 0x7F
+    rows, groups = scales.shape
+    padded = F.pad(bad, (0, groups * group - codes.shape[1]))
+    return scales.masked_fill(padded.view(rows, groups, group).any(-1), torch.nan)
 
 
 def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
