@@ -23,6 +23,13 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **Tensors**: {dtypes}; what quantized checkpoints hold besides. Rounding to FP8 moves a weight by at most a
   sixteenth of itself (or a 1,024th of its block's scale where that is more): the logits of the demo's twin in
   blocks of 128 x 128 are off by 3.5 % of their spread, by 4.0 % with scales that are powers of two.
+- **Shards**: the index decides where two shards hold a tensor; a file that it does not name is read for
+  MTP layers alone. A stored `lm_head` is used where it differs from the embedding, whatever
+  `tie_word_embeddings` says.
+- **Tokens and templates**: special tokens with names of their own (`extra_special_tokens`,
+  `model_specific_special_tokens`, keys in `_token`), tokens of `added_tokens_decoder` or
+  `added_tokens.json` that `tokenizer.json` lacks, and `additional_chat_templates/`, as transformers reads
+  them.
 - **Quantized checkpoints**: compressed-tensors (`pack-quantized` of 1 to 8 bits, symmetric or with zero
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
@@ -32,7 +39,8 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   64, a multiple of 128 or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings,
   heads, what stands outside the layers, and on a GPU everything in float16. MTP layers may be stored in the
   same way or left as they were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse
-  weights and planar GPTQ are refused by name.
+  weights and planar GPTQ are refused by name, and so are patterns with references to
+  groups or with flags.
 - **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
   Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
   packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory.

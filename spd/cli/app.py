@@ -19,13 +19,14 @@ from spd.cli.commands import COMMANDS, build_app, complete
 from spd.cli.parser import ELSEWHERE
 from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
 from spd.cli.text import output as out
-from spd.errors import ResourceError, SpdError, UsageError
+from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import found
 
 PIPE_CLOSED = 141
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
 """Where a compiler and its parts are looked for: never in the working folder, so never in a relative one."""
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
+HELP = frozenset({"-h", "--help", "-V", "--version"})
 SHARED = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
 """Flags that may also stand before the command."""
 
@@ -88,10 +89,11 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             lambda error: out.write_error(_explain(error, console), session.console, as_json)
         )
         defaults: dict[str, Any] = {}
+        _check_working_folder(argv)
         named = os.environ.get("SPD_CONFIG")
         path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
         is_there, session.told = (True, []) if named else _look_for(path)
-        if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
+        if not HELP.isdisjoint(argv):
             out.Sink.stdout()  # raises where it is closed
         elif argv[0] in COMMANDS and is_there:
             from spd.cli.config import read_defaults
@@ -122,6 +124,17 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import dismiss
 
             dismiss()
+
+
+def _check_working_folder(argv: Sequence[str]) -> None:
+    """Raise NotFoundError where a command would run in a deleted folder: torch's libraries abort there."""
+    if argv[0] not in COMMANDS or not HELP.isdisjoint(argv):
+        return
+    try:
+        os.getcwd()
+    except OSError as error:
+        why = f"the working folder cannot be used: {error.strerror}"
+        raise NotFoundError(why, fix=["cd to a folder that exists"]) from None
 
 
 def _folder(variable: str, usual: str) -> Path:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
-from spd.formats.json_file import Fields, listed, names_in, shown
+from spd.formats.json_file import Fields, listed, names_in, read_text, shown
 
 ADAPTER = "adapter_config.json"
+REF_LIMIT = 1000  # bytes of the file that says which snapshot a revision is
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
@@ -184,8 +185,8 @@ def _cached_snapshot(name: str) -> Path:
         fix = [f"-m {close}" if close and full != name else f"spd pull {full}"]
         raise NotFoundError(f"{name}: there is no such folder, and {why}", fix=fix)
     main, commit = folder / "refs" / "main", snapshots[0] if len(snapshots) == 1 else None
-    with suppress(OSError):
-        said = main.read_text("utf-8", "replace").strip()
+    with suppress(CheckpointError):
+        said = read_text(main, REF_LIMIT).strip()
         commit = said if said in snapshots else commit
     if commit is None:
         reason = [f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])]

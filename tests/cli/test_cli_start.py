@@ -179,3 +179,14 @@ def test_every_error_has_a_fix_and_keeps_its_status(error, fix, spd_run, model, 
     script.fail, script.pieces = error, ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
     refused(ran, getattr(error, "exit_code", 1), fix)
+
+
+def test_a_deleted_working_folder_is_named(spd_run, tmp_path, monkeypatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ran = spd_run("generate", "-m", "demo", "-n", "1", "hi")
+    assert ran.code == 3
+    assert ran.err.startswith("error: the working folder cannot be used: No such file")
+    assert spd_run("generate", "--help").code == 0

@@ -207,6 +207,12 @@ def _keep(place: Path, made: bytes) -> None:
 
 
 @cache
+def _warn_once(words: str) -> None:
+    """Warn of something that several libraries meet, once in a process."""
+    logger.warning(words)
+
+
+@cache
 def _in_memory(made: bytes) -> Path:
     """A file to load that nothing else can change. It stays open: a loader knows a library by its path."""
     descriptor = os.memfd_create("spd-kernels")
@@ -241,5 +247,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
             said = next(
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
             )
-            raise NativeUnavailable(f"{compiler[0]} does not compile them: {said.strip()}")
+            why = f"{compiler[0]} does not compile them: {said.strip()}"
+            _warn_once(f"no C kernels, so this is slower: {why}")
+            raise NativeUnavailable(why)
         return made.read_bytes()
