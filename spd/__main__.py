@@ -15,7 +15,7 @@ from contextlib import suppress
 def main() -> int:
     """Run the command line and end with its exit status; the version's is returned."""
     if sys.argv[1:] in (["-V"], ["--version"]) and sys.stdout is not None:
-        from spd import __version__
+        from spd.version import __version__
 
         with suppress(OSError):  # which the command line says
             print(f"spd {__version__}", flush=True)

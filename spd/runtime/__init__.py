@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spd import lazily
+from spd.lazy_names import lazily
 
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine

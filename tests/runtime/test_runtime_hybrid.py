@@ -21,7 +21,7 @@ from spd.runtime.engine import scheduler
 from spd.runtime.plan import memory
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
-from spd.runtime.round.kv_cache import StateStore
+from spd.runtime.round.state_store import StateStore
 from tests import helpers
 from tests.helpers import (
     Run,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from spd import __version__
 from spd.cli.chat.conversation import ChatEncoder, Conversation, SessionStore, Turn
 from spd.cli.chat.slash import Commands, is_command
 from spd.cli.commands.models import ensure_models
@@ -26,6 +25,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.request import Gathered, Request, derived_seed
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
+from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.cli.chat.editor import Editor

@@ -12,10 +12,10 @@ from typing import Annotated, Any, cast, get_type_hints
 import typer
 from typer.main import get_command
 
-from spd import __version__
 from spd.cli.parser import Command
 from spd.cli.text.output import Session
 from spd.errors import UsageError
+from spd.version import __version__
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 

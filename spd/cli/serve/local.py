@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from spd import __version__, errors
+from spd import errors
 from spd.cli.text.output import Sink, clock, loading, tell, to_json, write_stderr
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
@@ -36,6 +36,7 @@ from spd.runtime.engine.request import (
 )
 from spd.runtime.plan.config import show_size
 from spd.runtime.round.sampling_params import SamplingParams
+from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spd import __version__
 from spd.cli.signals import Interrupted
 from spd.cli.text import output as out
 from spd.cli.text.prompt import ThinkingSplitter, parted
@@ -22,6 +21,7 @@ from spd.formats.thinking import KNOWN, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, Gathered, Request, TokenLogprob
+from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.cli.chat.markdown import MarkdownStream

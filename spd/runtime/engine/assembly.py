@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from spd.errors import ResourceError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.kernels.dispatch import load_kernels
@@ -20,48 +19,21 @@ from spd.runtime.models.builder import Place
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weights import WIDE
-from spd.runtime.plan.config import show_size
-from spd.runtime.plan.memory import pages_a_slot, remedies, tensor_bytes
+from spd.runtime.plan.memory import pages_a_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
-from spd.runtime.round.kv_cache import KvCache, StateStore
+from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import Round
-from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
-
-
-def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
-    """Load what a plan names, on all its ranks: what gives orders to all of them. Raises ResourceError."""
-    try:
-        if plan.shape.tp == 1:
-            return assemble(plan, usable_vocab, progress)
-        from spd.runtime.ranks.crew import lead
-
-        return lead(plan, usable_vocab, progress)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise memory_refusal(error, plan, "loading") from None
-
-
-def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
-    """The refusal where memory ran out: what the plan counted, and what would free how much of it."""
-    let_go(error)
-    asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
-    said = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    reason = [*said[:1], f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"]
-    fix = [*remedies(plan.shape, None, asked), "end what else uses this memory"]
-    why = f"out of memory on {plan.device} while {phase}"
-    return ResourceError(why, reason=reason, fix=fix, code="out_of_memory")
+from spd.runtime.round.state_store import StateStore
 
 
 def _runners(

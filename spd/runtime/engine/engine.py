@@ -18,7 +18,7 @@ import torch
 from spd.errors import UsageError
 from spd.kernels.round.commit import GOING_ON, read_emission
 from spd.runtime.engine import clock
-from spd.runtime.engine.assembly import memory_refusal, open_device
+from spd.runtime.engine.device import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spd import lazily
+from spd.lazy_names import lazily
 
 _NAMES = {
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "steps"),

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spd import __version__
 from spd.formats.hub import cache_folder, list_cached_models, own_cache
 from spd.kernels.native.build import processor_features
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
+from spd.version import __version__
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 GIB = 2**30

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from spd import __version__
 from spd.formats.files import write_whole
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.native.build import read_kept
+from spd.version import __version__
 
 Widest = dict[
     str, int

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers.assistant import AssistantProposer
-from spd.runtime.proposers.base import Beside, Lookup, ModelProposer, Proposer
+from spd.runtime.proposers.base import Beside, Lookup, ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.sampler import Sampler
 
 BY_MODELS: dict[str, type[ModelProposer]] = {

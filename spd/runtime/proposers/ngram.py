@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spd.kernels.round.window import RoundWindow
-from spd.runtime.proposers.base import Lookup, Proposer
+from spd.runtime.proposers.base import Lookup
+from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d
 from torch import Tensor
 
-from spd import __version__
 from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.ranks.c10d import c10d
 from spd.runtime.ranks.rendezvous import MEETING_SECONDS, meet
-
-c10d: Any = torch._C._distributed_c10d  # its classes as they are, without a process-wide group
+from spd.version import __version__
 
 PATIENCE = timedelta(hours=1)
 """Of one exchange. A rank that is dead or hangs is found by other means, much sooner."""

@@ -32,7 +32,7 @@ def meet() -> Any:
     """The store. Raises EngineError where it does not answer."""
     from torch.distributed.rendezvous import rendezvous
 
-    from spd.runtime.ranks.communicator import c10d
+    from spd.runtime.ranks.c10d import c10d
 
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))

@@ -17,7 +17,6 @@ from torch import Tensor
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
-from spd.runtime.round.kv_cache import StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
 from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.prompt_scores import PromptScores, ScoreRows
@@ -26,6 +25,7 @@ from spd.runtime.round.round_queue import HostLogprobs, RoundResult, SlotAdmissi
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
+from spd.runtime.round.state_store import StateStore
 from spd.runtime.round.transfer import to_device
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from spd.kernels.interface import Kernels
 from spd.kernels.round.window import ENDED, VERIFIED, Places, RoundWindow
-from spd.runtime.proposers.base import Proposer
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass

@@ -1,0 +1,22 @@
+"""Public names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports the module that is the home of a name.
+
+    homes: the names of each module below the package.
+    """
+
+    def find(name: str) -> Any:
+        for home, names in homes.items():
+            if name in names:
+                return getattr(importlib.import_module(f"{package}.{home}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find

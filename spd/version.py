@@ -1,0 +1,3 @@
+"""The version of spd."""
+
+__version__ = "0.1.0"
