@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,10 +43,12 @@ class SignalGuard:
         self._held = 0
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         self._hook = threading.excepthook
+        self._unraisable = sys.unraisablehook
         self._terminal = terminal_mode()
 
     def install(self) -> None:
         """Take the signals over; one that the parent process ignores stays ignored."""
+        sys.unraisablehook = self._pass_over_races
         for signum in WATCHED:
             with suppress(ValueError):  # not in the main thread: the caller keeps its own handlers
                 if signal.getsignal(signum) != signal.SIG_IGN:
@@ -60,9 +63,15 @@ class SignalGuard:
             signal.signal(signum, handler)
         self._previous.clear()
         threading.excepthook = self._hook
+        sys.unraisablehook = self._unraisable
+
+    def _pass_over_races(self, fault: sys.UnraisableHookArgs) -> None:
+        """Show what no one can handle, but for a signal that came while its handler was given back."""
+        if not (isinstance(fault.exc_value, OSError) and "race condition" in str(fault.exc_value)):
+            self._unraisable(fault)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        for watched in self._previous:
+        for watched in self._previous.keys() & set(WATCHED):
             signal.signal(watched, signal.SIG_DFL)
         self.received = signum
         with suppress(OSError):
@@ -74,13 +83,13 @@ class SignalGuard:
 
     def _sleep(self, signum: int, frame: FrameType | None) -> None:
         """Stop as Ctrl-Z asks, and go on later with the terminal as it was, by clocks that stood still."""
+        if not _can_be_continued():
+            return
         mode = terminal_mode()
         if self._terminal is not None and mode != self._terminal:
             termios.tcsetattr(0, termios.TCSANOW, self._terminal)
         began = time.perf_counter()
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)  # returns when the process is continued
-        signal.signal(signum, self._sleep)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns when the process is continued
         leave_out(time.perf_counter() - began)
         if mode is not None and terminal_mode() not in (None, mode):
             termios.tcsetattr(0, termios.TCSANOW, mode)
@@ -129,6 +138,18 @@ def die_by(signum: int) -> int:
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
     return 128 + signum
+
+
+def _can_be_continued() -> bool:
+    """True if a shell of this session could continue the process group: else Ctrl-Z stops nothing."""
+    group = os.getpgrp()
+    parent = os.getppid()
+    with suppress(OSError, ValueError, IndexError):  # the leader of the group may have ended
+        status = Path(f"/proc/{group}/stat").read_bytes()
+        parent = int(status.rpartition(b")")[2].split()[1])
+    with suppress(OSError):
+        return os.getsid(parent) == os.getsid(0) and os.getpgid(parent) != group
+    return False
 
 
 def terminal_mode() -> list[Any] | None:

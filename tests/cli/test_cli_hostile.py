@@ -231,7 +231,7 @@ def keyboard(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
     def start(**more: str) -> Terminal:
         usual = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        state = {"PYTHONUTF8": "1", "XDG_STATE_HOME": str(tmp_path / "state")}
+        state = {"PYTHONUTF8": "1", "EDITOR": "true", "XDG_STATE_HOME": str(tmp_path / "state")}
         command = [
             sys.executable,
             "-c",
@@ -258,7 +258,7 @@ def press(chat: Terminal, number: int) -> None:
     end = time.monotonic() + BOUND
     while chat.process.poll() is None:  # a paste is closed, a line is cleared, and the chat left
         assert time.monotonic() < end, chat.seen[-2000:]
-        os.write(chat.descriptor, b"\x1b[201~\x07\x15\x04\x03")
+        os.write(chat.descriptor, b"\x1b[201~\x15\x04\x03")
         chat._read(time.monotonic() + 0.2)
     assert chat.process.returncode in (0, -signal.SIGINT), chat.seen[-3000:]
     for words in (b"Traceback", b"Exception", b"unexpected "):
