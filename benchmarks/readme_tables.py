@@ -95,9 +95,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "explain_check": Table(
             "explain_check.json", table_forms.explain_check, "python -m benchmarks.explain_check"
         ),
-        "slow_tests": Table(
-            "slow_tests.json", table_forms.slow_tests, "python -m benchmarks.slow_tests"
-        ),
     }
 )
 

@@ -372,16 +372,3 @@ def gpu_gates(result: Result) -> str:
     if unknown:
         text += "\n" + textwrap.fill(f"Not measured at all: {'; '.join(unknown)}.", 80) + "\n"
     return text
-
-
-def slow_tests(result: Result) -> str:
-    """Each test file's last run of its slow tests."""
-    rows = []
-    for file, run in result["files"].items():
-        tests = f"{run.get('tests', 0):,}" + (
-            f", {run['skipped']} skipped" if run.get("skipped") else ""
-        )
-        outcome = "passed" if run["passed"] else "failed"
-        cells = f"{run['seconds']:,.0f} s", outcome, run["when"], run["commit"][:8], machine(run)
-        rows.append([f"`{file.removeprefix('tests/')}`", tests, *cells])
-    return table(["file", "tests", "took", "outcome", "day", "commit", "machine"], rows)

@@ -163,32 +163,25 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert compared(2, 1) == (moved, 0)
 
 
-def test_slow_tests_are_run_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tests_are_run_and_their_outcome_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One that passes, one that fails, one that is not slow, one that takes too long."""
     slow = "import pytest\n@pytest.mark.slow\ndef test_it(): assert "
-    files = {name: str(tmp_path / f"test_{name}.py") for name in ("right", "wrong", "quick")}
-    for name, text in {
-        "right": f"{slow}True",
-        "wrong": f"{slow}False",
-        "quick": "test_it = id",
-    }.items():
+    texts = {"right": f"{slow}True", "wrong": f"{slow}False", "quick": "test_it = id"}
+    files = {name: str(tmp_path / f"test_{name}.py") for name in texts}
+    for name, text in texts.items():
         Path(files[name]).write_text(text)
     monkeypatch.setattr(slow_tests, "slow_files", lambda: list(files.values()))
-    monkeypatch.setattr(
-        slow_tests, "describe_commit", lambda: {"commit": None, "changed": None}
-    )  # no git
-    out = tmp_path / "out.json"
-    keep = "--processes", "0", "--out", str(out)
-    assert slow_tests.main([files["right"], *keep]) == 0
-    assert slow_tests.main([*keep]) == 1
-    found = json.loads(out.read_text())["files"]
-    assert {name: found[file]["passed"] for name, file in files.items()} == {
-        "right": True,
-        "wrong": False,
-        "quick": False,
-    }
-    assert found[files["wrong"]]["failures"] == 1
-    assert slow_tests.main([*keep, "--minutes", "0"]) == 0, "nothing is begun"
-    monkeypatch.setattr(slow_tests, "MOST_SECONDS", 0.1)
-    assert slow_tests.main([files["right"], *keep]) == 1
-    assert json.loads(out.read_text())["files"][files["right"]]["seconds"] == 0.1
+
+    def outcomes(*arguments: str) -> tuple[int, dict[str, str]]:
+        status = slow_tests.main([*arguments, "--processes", "0"])
+        rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+        return status, {row[0]: row[-1] for row in rows if row and row[0] in files.values()}
+
+    assert outcomes(files["right"]) == (0, {files["right"]: "passed"})
+    status, found = outcomes()
+    assert (status, found[files["wrong"]], found[files["quick"]]) == (1, "failed", "failed")
+    assert outcomes("--minutes", "0") == (0, dict.fromkeys(files.values(), "begun"))
+    monkeypatch.setattr(slow_tests, "FILE_SECONDS", 0.1)
+    assert outcomes(files["right"]) == (1, {files["right"]: "failed"})
