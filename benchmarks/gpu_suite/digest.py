@@ -34,47 +34,6 @@ def _bandwidth(result: Mapping[str, Any]) -> list[str]:
     return [f"TB/s: {rates}"]
 
 
-def _gemm(result: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for case in result["equality"]:
-        for one in case["triton"]:
-            bad = {
-                tile: found
-                for tile, found in one["tiles"].items()
-                if not found["equal_to_tile_16"]
-                or found["rows_that_differ"]
-                or found["positions_that_differ"]
-            }
-            shape = f"{case['dtype']} N {case['n']} K {case['k']}"
-            config = f"{one['config']['block_n']}x{one['config']['block_k']}"
-            lines.append(
-                f"{shape} triton {config}: "
-                + ("all equal" if not bad else f"DIFFER at tiles {list(bad)}")
-            )
-        lines.append(f"{shape} F.linear differs at rows {case['linear_rows_that_differ']}")
-    for case in result["speed"]:
-        best = max(case["share_of_read_rate"], key=case["share_of_read_rate"].get)
-        shares = case["share_of_read_rate"]
-        lines.append(
-            f"N {case['n']} K {case['k']} rows {case['rows']}: linear {shares['linear']:.2f}, "
-            f"best {best} {shares[best]:.2f} of the read rate"
-        )
-    return lines
-
-
-def _graph(result: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {one['us_per_node']:.2f} us a node" for name, one in result.items()]
-
-
-def _sdpa(result: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}: {one['refused']}"
-        if "refused" in one
-        else f"{name}: {one['differing']} of {one['cases']} differ"
-        for name, one in result.items()
-    ]
-
-
 def _spd(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['differing_tokens']} of {result['compared_tokens']} tokens changed; "
@@ -124,12 +83,9 @@ def _tests(result: Mapping[str, Any]) -> list[str]:
 RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
-    "gemm_equality": _gemm,
     "token_tiles": lambda result: [
         ", ".join(f"{kind} {tile}" for kind, tile in result["widest"].items())
     ],
-    "graph_nodes": _graph,
-    "sdpa_equality": _sdpa,
     "spd_demo": _spd,
     "spd_medium": _spd,
     "self_draft": _spd,

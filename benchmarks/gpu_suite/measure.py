@@ -36,12 +36,6 @@ def _one_pass(calls: Sequence[Callable[[], object]], repeats: int) -> Summary:
     return summarize([events[2 * i].elapsed_time(events[2 * i + 1]) for i in range(repeats)])
 
 
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return |out - reference| / |reference| in float64; NaN when anything was left unwritten."""
-    difference = torch.linalg.vector_norm(out.double() - reference.double())
-    return float(difference / torch.linalg.vector_norm(reference.double()))
-
-
 def describe_gpu() -> dict[str, Any]:
     """Return what the first GPU says of itself, with the versions of driver, torch and triton."""
     import triton

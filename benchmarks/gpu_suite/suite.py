@@ -67,10 +67,7 @@ PROBES = (
     Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, usual=False),
     Probe("self_draft_long", f"{HERE}.spd_rounds:run_self_draft_long", 180, usual=False),
     Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, usual=False),
-    Probe("gemm_equality", f"{HERE}.gemm_equality:run", 200, usual=False),
     Probe("token_tiles", f"{HERE}.kernel_table:run_token_tiles", 90, usual=False),
-    Probe("graph_nodes", f"{HERE}.graph_nodes:run", 90, usual=False),
-    Probe("sdpa_equality", f"{HERE}.sdpa_equality:run", 90, usual=False),
 )
 
 
