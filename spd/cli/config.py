@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
-from spd.cli.parser import CUT
 from spd.errors import UsageError
 from spd.formats.files import read_input
 
@@ -39,10 +40,11 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
         elif key in params.keys() | TYPED:
             values[key] = value
         elif not any(key in _options_of(name) for name in COMMANDS):
-            raise _fault(path, f"no command has an option --{key}", key)
+            known = {option for name in COMMANDS for option in _options_of(name)}
+            raise _unknown(path, f"no command has an option --{key}", key, known)
     for key in own:
         if key not in params:
-            raise _fault(path, f"spd {command} has no option --{key}", key)
+            raise _unknown(path, f"spd {command} has no option --{key}", key, params)
     values |= own
     if typed := sorted(values.keys() & TYPED):
         raise _fault(path, f"--{typed[0]} has to be typed")
@@ -77,6 +79,13 @@ def _load(path: Path) -> dict[str, Any]:
         raise _fault(path, f"cannot be read: {error}") from None
 
 
-def _fault(path: Path, words: str, key: str = "") -> UsageError:
+def _unknown(path: Path, words: str, key: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a key that is no option; the fix names the nearest of `known`."""
+    near = get_close_matches(key, sorted(known), n=1)
+    fix = f"edit {path}: {near[0]} in the place of {key}" if near else ""
+    return _fault(path, words, fix)
+
+
+def _fault(path: Path, words: str, fix: str = "") -> UsageError:
     words = words if len(words) <= 300 else f"{words[:297]}..."
-    return UsageError(f"{path}: {words}", fix=[CUT.get(f"--{key}", f"edit {path}")], code="config")
+    return UsageError(f"{path}: {words}", fix=[fix or f"edit {path}"], code="config")

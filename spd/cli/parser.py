@@ -16,18 +16,6 @@ FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced
 """Panels: the first one, that of all that goes in, that of what names none, the last one."""
 ARGUMENTS = "Arguments"
 
-BY_NAME = (
-    *(
-        "top_k",
-        "min_p",
-        "min_tokens",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ),
-    *("logit_bias", "stop_token_id"),
-)
-"""Parameters that --set takes."""
 FOREIGN: Mapping[str, str] = MappingProxyType(
     {
         "--system-prompt": "--system",
@@ -43,51 +31,26 @@ FOREIGN: Mapping[str, str] = MappingProxyType(
 )
 """What other tools call our options."""
 
-CUT: Mapping[str, str] = MappingProxyType(
+SET_NAMES = (
+    "frequency_penalty",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop_token_id",
+    "top_k",
+)
+"""Sampling parameters that other tools have as options and spd has under --set."""
+PROMPT_FIX = 'spd generate "your prompt"'
+FIXES: Mapping[str, str] = MappingProxyType(
     {
-        "-p": 'spd generate "your prompt"',
-        "--attach": "spd generate -m TARGET --spec mtp --mtp HEAD -v",
-        "--bug-report": "spd doctor --json",
-        "--config": "SPD_CONFIG=FILE spd …",
-        "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",
-        "--debug": "-vv",
-        "--draft-ctx": "leave it out, or a smaller --ctx",
-        "--dry-run": "leave it out: spd rm asks before it removes anything",
-        "--each": "--prompts FILE",
-        "--explain": "spd generate --trace FILE …, then spd explain FILE",
-        "--fail-if-slower": "spd compare A.json B.json exits 6 if a row became slower",
-        "--force": "name a new folder",
-        "--goodput": "jq .samples of --json, which hold every time",
-        "--hide-thinking": "--think hide",
-        "--layout": "scripts/export_deepseek_nextn.py of SGLang, for its one-layer model",
-        "--load": "spd bench --load dummy",
-        "--ngram-max": "--spec ngram finds the longest match by itself",
-        "--ngram-min": "--spec ngram finds the longest match by itself",
-        "--no-color": "--color never",
-        "--no-history": "XDG_STATE_HOME=FOLDER spd chat keeps its files elsewhere",
-        "--no-input": "spd … < /dev/null",
-        "--no-stream": "--json | jq -r .text",
-        "--no-think": "--think off",
-        "--offline": "HF_HUB_OFFLINE=1 spd …",
-        "--parse-special": "--prompt-ids 1,2,3",
-        "--plot": "--json | jq .rows, which hold every figure",
-        "--profile": "spd generate --trace FILE …, then spd explain FILE",
-        "--prompt": 'spd generate "your prompt"',
-        "--regex": "--grammar /REGEX/",
-        "--rendezvous": "torchrun says where ranks meet",
-        "--repeat": "leave it out: spd uses the last module again by itself",
-        "--revision": "spd pull NAME --revision REV prints a folder for -m",
-        "--session": "-c NAME",
-        "--stream": "leave it out: text comes as it is made",
-        "--synthetic-acceptance": "spd bench --synthetic-acceptance LENGTH",
-        "--system-file": "-s @FILE",
-        "--think-budget": "--think N",
-        "--time": "-r N",
-        "--vi": "Ctrl-G opens $EDITOR",
-        **{f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in BY_NAME},
+        "-p": PROMPT_FIX,
+        "--prompt": PROMPT_FIX,
+        **{f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in SET_NAMES},
     }
 )
-"""What to type now in the place of an option that some command had."""
+"""What to type for an option of other tools for which spd has another way."""
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "config": "write options into ~/.config/spd/config.toml: docs/guide.md",
@@ -120,8 +83,8 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; `spd inspect MODEL` says whether the architecture is built in"],
             code="remote_code",
         )
-    if name in CUT:
-        raise UsageError(f"{name} is no longer an option", fix=[CUT[name]], code="cut_option")
+    if name in FIXES:
+        raise UsageError(f"no such option: {name}", fix=[FIXES[name]])
 
 
 class Command(TyperCommand):

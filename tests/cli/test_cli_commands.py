@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ from typer.main import get_command
 
 from spd.cli.chat.slash import Commands
 from spd.cli.commands import build_app, jsonl
-from spd.cli.parser import CUT, ELSEWHERE, FOREIGN, LAST, refuse_by_name
+from spd.cli.options import read_settings
+from spd.cli.parser import ELSEWHERE, FIXES, FOREIGN, LAST, SET_NAMES, refuse_by_name
 from spd.cli.text.job import CONFLICTS, NEEDS
 from spd.errors import UsageError
 from tests.cli.conftest import SPECIALS, refused, saved_chat, write_model, write_tokenizer
@@ -157,20 +157,24 @@ def test_there_are_few_options_and_names_of_other_tools_hide_none() -> None:
     assert parsed("generate", "--n-predict", "7", "-md", "x")["draft_model"] == "x"
 
 
-def test_what_is_cut_or_unknown_says_what_to_type(spd_run) -> None:
-    every = set.union(*(names(params) for params in options().values())) | {"-vv"}
-    for flag, words in CUT.items():
-        with pytest.raises(UsageError, match="is no longer an option") as caught:
+def test_an_option_of_another_tool_has_a_fix_that_works(spd_run) -> None:
+    for flag, fix in FIXES.items():
+        with pytest.raises(UsageError, match=f"no such option: {flag}") as caught:
             refuse_by_name(flag)
-        assert caught.value.fix == (words,)
-        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub("jq .*", "", words)))
-        assert named <= every, (flag, words)
+        assert caught.value.fix == (fix,)
+    assert not set(FIXES) & set.union(*(names(params) for params in options().values()))
+    for name in SET_NAMES:
+        value = "1=2" if name == "logit_bias" else "1"
+        assert set(read_settings([f"{name}={value}"])) == {name}
     refused(
-        spd_run("chat", "--no-think"), 2, "--no-think is no longer an option", "fix: --think off"
+        spd_run("generate", "-p", "Hi"), 2, "no such option: -p", 'fix: spd generate "your prompt"'
     )
-    refused(
-        spd_run("generate", "-p", "Hi"), 2, "-p is no longer", 'fix: spd generate "your prompt"'
-    )
+    refused(spd_run("generate", "--top-k=4"), 2, "no such option: --top-k", "--set top_k=VALUE")
+
+
+def test_what_is_unknown_says_what_is_near(spd_run) -> None:
+    refused(spd_run("chat", "--no-stat"), 2, "no such option: --no-stat", "--no-stats")
+    refused(spd_run("chat", "--zzz"), 2, "no such option: --zzz", "fix: spd chat --help")
     for word, words in ELSEWHERE.items():
         refused(spd_run(word), 2, f"no such command '{word}'", words)
 
