@@ -26,10 +26,10 @@ from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.assistant_model import AssistantModel
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
 from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
 from spd.runtime.models.destinations import Cut, Cuts
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout
 
 
@@ -194,7 +194,8 @@ def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: i
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.capabilities.float32_rotary else place.dtype
     dims = {
-        isinstance(each, GqaLayout) and each.local_rope: each.rotary for each in layout.attending
+        isinstance(each, GqaLayout) and each.rotation.is_local: each.rotary
+        for each in layout.attending
     }
     given = (positions, exact, place.device, layout.shift)
     table = RotaryTable(config.rope, dims.get(False) or dims[True], *given)

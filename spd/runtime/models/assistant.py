@@ -12,8 +12,8 @@ from spd.formats.assistant import ORDER, suppressed_ids
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import families, weights
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import Destination, Shard
-from spd.runtime.models.layouts import GqaLayout
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def read_layers(target: weights.ModelLayout) -> dict[bool, int]:
     The windows must be those that the assistant was trained beside: nothing says so but its configuration.
     """
     own = enumerate(block for block in target.attending if isinstance(block, GqaLayout))
-    return {block.sliding is None: index for index, block in own if block.reads is None}
+    return {block.scores.sliding is None: index for index, block in own if block.reads is None}
 
 
 def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:

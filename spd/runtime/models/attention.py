@@ -6,18 +6,34 @@ Grouped-query attention, and latent attention, which projects down, normalises, 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
-from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
+from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.latent.mla_attention import HeadMatrices
-from spd.kernels.linear.norm_gate import rms_norm
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import AnyLinear, in_tiles, normed, unscaled_norm
+from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.attention_layout import GqaLayout
+from spd.runtime.models.attention_steps import (
+    FusedGates,
+    HeadGates,
+    JointHeadNorms,
+    NarrowValues,
+    OutputGating,
+    QkvStep,
+    QueryGrowth,
+    QueryKeyStep,
+    QueryStep,
+    RotateAndStore,
+    RotatedNormScales,
+    RotateQueries,
+    WidenValues,
+    head_norm_scales,
+    rotary_of,
+)
 from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.layouts import GqaLayout, LatentLayout
+from spd.runtime.models.layouts import LatentLayout
 
 LATENT_EPSILON = 1e-6
 """Of the two inner norms, whatever the configuration says of the others. Source: DeepSeek's own code."""
@@ -27,46 +43,32 @@ class Attention:
     """One layer's attention over a paged cache of keys and values."""
 
     def __init__(self, layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.layout, self.epsilon, self.kernels = layout, build.epsilon, build.kernels
-        scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
-        self.scores = Scores(scale, layout.sliding, layout.softcap, tensors.get("sinks"))
-        if layout.gates_beside:
-            build.reorder(tensors, "qkv", _gates_last(layout))
-        if (order := layout.rotary.order) is not None:
-            turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
-            for name in ("qkv", "q_norm", "k_norm"):
-                build.reorder(tensors, name, order, turned)
-        self.qkv = (
-            build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
+        self.layout = layout
+        self.epsilon = build.epsilon
+        self.kernels = build.kernels
+        scale = layout.head_dim**-0.5 if layout.scores.scale is None else layout.scores.scale
+        self.scores = Scores(
+            scale, layout.scores.sliding, layout.scores.softcap, tensors.get("sinks")
         )
-        self.gates = build.after_norm(tensors, "gates") if layout.head_gates else None
+        _reorder_rows(layout, tensors, build)
+        if layout.reads_pairs:
+            self.qkv = build.matrix(tensors, "qkv")
+        else:
+            self.qkv = build.after_norm(tensors, "qkv")
+        self.gating = _gating(layout, tensors, build)
         self.output = build.summed(
-            tensors, "output", layout.post_epsilon, centred=layout.centred_output
+            tensors, "output", layout.norms.after_epsilon, centred=layout.centred_output
         )
-        self.parts = [layout.widest, layout.num_heads * layout.head_dim]
-        """Columns of queries, keys and values, and of gates behind them."""
         self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
-        """Of a token and a state, where what is read is both side by side, normed already."""
-        self.qk_weight: Tensor | None = None
-        if layout.qk_norm:
-            heads = [("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads)]
-            heads = heads[: 1 if layout.reads is not None else 2]
-            self.qk_weight = torch.cat([tensors[name].expand(count, -1) for name, count in heads])
-        if layout.bare_norms:
-            heads_alike = layout.num_heads + layout.num_kv_heads, layout.head_dim
-            self.qk_weight = torch.ones(heads_alike, dtype=build.dtype, device=build.place.device)
-        self.query_factor: Tensor | None = None
-        """Of norms behind the rotation: their scales [D] meet in products of queries and keys alone."""
-        if layout.late_norms and self.qk_weight is not None:
-            self.query_factor = (tensors["q_norm"].float() * tensors["k_norm"].float()).to(
-                build.dtype
+        """Scales of a token's and of a state's norm, where both are read side by side."""
+        self.qkv_steps = _qkv_steps(layout, tensors, build)
+        self.rotate_and_store = _query_key_step(layout, tensors, build)
+        self.query_steps = _query_steps(layout, tensors, build)
+        self.narrow_values: NarrowValues | None = None
+        if layout.values.dim is not None:
+            self.narrow_values = NarrowValues(
+                layout.num_heads, layout.values.dim, layout.values.scale
             )
-            self.qk_weight = torch.ones_like(self.qk_weight)
-        self.whole_norms = [tensors["q_norm"], tensors["k_norm"]] if layout.whole_norms else None
-        """Scales of one norm over all query heads, and of one over all key heads."""
-        self.ranks = build.ranks
-        if self.qk_weight is not None and self.kernels.native is not None:
-            self.qk_weight = self.qk_weight.float()
 
     def __call__(
         self,
@@ -76,84 +78,87 @@ class Attention:
         cache: LayerCache,
         onto: Residual | None = None,
     ) -> Residual:
-        """The stream [T, hidden], or `onto`, with this block of the stream added.
+        """Return the stream [T, hidden], or `onto`, with this block of the stream added.
 
-        Stores the KV of the T rows, then reads the pages.
+        Stores the keys and values of the T rows, then reads the pages.
         """
-        if self.layout.local_rope and rotary.local is not None:
-            rotary = rotary.local
-        if self.layout.still:
-            rotary = rotary.still()
-        kernels = self.kernels
-        pools = cache.keys_and_values
-        scores = self.scores
-        rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
-        qkv, gates = self.qkv(stream, batch).x, None
-        if self.layout.gated:
-            qkv, gates = (part.contiguous() for part in torch.split(qkv, self.parts, dim=1))
-        if self.whole_norms is not None:
-            qkv = self._normed_whole(qkv, *self.whole_norms)
-        if self.layout.reads is not None:
-            query = self._turned(qkv, rows)
-        else:
-            changed = self.layout.value_norm or self.layout.value_dim is not None
-            qkv = self._valued(qkv) if changed else qkv
-            query = kernels.rotary_store(
-                qkv, rows, self.qk_weight, self.epsilon, pools, self.layout.num_heads
-            )
-        if self.query_factor is not None:
-            query = query * self.query_factor
-        if self.layout.query_growth is not None:
-            slope, period = self.layout.query_growth
-            grown = 1 + slope * torch.log1p(torch.floor(batch.positions.float() / period))
-            query = query * grown.to(query.dtype)[:, None, None]
-        plan = batch.plan[self.layout.heads]
-        mixed = attended(
-            query, batch, lambda rows: kernels.paged_attention(rows, pools, plan, scores)
-        )
-        if self.layout.value_dim is not None:
-            heads = mixed.view(mixed.shape[0], self.layout.num_heads, -1)
-            mixed = heads[..., : self.layout.value_dim].flatten(1) * self.layout.value_scale
-        if gates is not None:
-            mixed = mixed * gates.sigmoid()
-        if self.gates is not None:
-            opened = self.gates(stream, batch).x.sigmoid()
-            mixed = (mixed.view(*opened.shape, -1) * opened[..., None]).flatten(1)
+        angles = rotary_of(rotary, self.layout.rotation)
+        rows = RotatedRows(angles.cos, angles.sin, angles.positions, batch.kv_slots)
+        qkv = self.qkv(stream, batch).x
+        gates: Tensor | None = None
+        if self.gating is not None:
+            qkv, gates = self.gating.split(qkv)
+        for change_qkv in self.qkv_steps:
+            qkv = change_qkv(qkv)
+        query = self.rotate_and_store(qkv, rows, cache)
+        for change_query in self.query_steps:
+            query = change_query(query, batch)
+        mixed = self._attend(query, batch, cache)
+        if self.narrow_values is not None:
+            mixed = self.narrow_values(mixed)
+        if self.gating is not None:
+            mixed = self.gating.apply(mixed, gates, stream, batch)
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
 
-    def _turned(self, query: Tensor, rows: RotatedRows) -> Tensor:
-        """Queries [T, H, D] of [T, H * D], normed and rotated: keys are another layer's."""
-        heads = query.view(query.shape[0], self.layout.num_heads, -1)
-        if self.qk_weight is not None:
-            heads = rms_norm(heads, self.qk_weight, self.epsilon)
-        return apply_rotary(heads, *rows.own()).to(query.dtype)
-
-    def _valued(self, qkv: Tensor) -> Tensor:
-        """Queries, keys and values [T, (H + 2 K) * D] of [T, N], where values may be missing or narrower."""
-        size, keys = self.layout.head_dim, self.layout.num_kv_heads
-        turned = (self.layout.num_heads + keys) * size
-        value = (
-            qkv[:, turned - keys * size : turned] if self.layout.key_is_value else qkv[:, turned:]
+    def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """Return what queries [T, H, D] read of the pages: [T, H * D]."""
+        pools = cache.keys_and_values
+        plan = batch.plan[self.layout.heads]
+        return attended(
+            query,
+            batch,
+            lambda windows: self.kernels.paged_attention(windows, pools, plan, self.scores),
         )
-        value = value.reshape(qkv.shape[0], keys, -1)
-        if self.layout.value_norm:
-            value = unscaled_norm(value, self.epsilon)
-        wide = F.pad(value, (0, size - value.shape[2]))
-        return torch.cat((qkv[:, :turned], wide.flatten(1)), 1)
 
-    def _normed_whole(self, qkv: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
-        """qkv [T, N] with all query heads normalised together, and all key heads, over every rank's."""
-        sizes = [query_scale.shape[0], key_scale.shape[0]]
-        *parts, value = torch.split(qkv, [*sizes, sizes[1]], dim=1)
-        means = torch.stack([x.float().square().mean(1) for x in parts], 1)
-        if self.ranks is not None:
-            means = self.ranks.sum(means) / self.ranks.size
-        factors, scales = (means + self.epsilon).rsqrt().unbind(1), (query_scale, key_scale)
-        normed = [
-            ((x.float() * factor[:, None]).to(qkv.dtype) * scale).to(qkv.dtype)
-            for x, factor, scale in zip(parts, factors, scales, strict=True)
-        ]
-        return torch.cat([*normed, value], 1)
+
+def _reorder_rows(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
+    """Bring the projection's rows into the order of the kernels: gates last, halves of rotated pairs."""
+    if layout.gate == "beside_queries":
+        build.reorder(tensors, "qkv", _gates_last(layout))
+    order = layout.rotary.order
+    if order is not None:
+        rotated = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
+        for name in ("qkv", "q_norm", "k_norm"):
+            build.reorder(tensors, name, order, rotated)
+
+
+def _gating(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> OutputGating | None:
+    """Return the gates of the result, if the layer has some."""
+    if layout.gate is None:
+        return None
+    if layout.gate == "per_head":
+        return HeadGates(build.after_norm(tensors, "gates"))
+    return FusedGates(layout)
+
+
+def _qkv_steps(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> list[QkvStep]:
+    """Return the changes of queries, keys and values before the rotation."""
+    steps: list[QkvStep] = []
+    if layout.head_norms is not None and layout.head_norms.kind == "joint":
+        steps.append(
+            JointHeadNorms(tensors["q_norm"], tensors["k_norm"], build.epsilon, build.ranks)
+        )
+    if layout.reads is None and (layout.values.is_normed or layout.values.dim is not None):
+        steps.append(WidenValues(layout, build.epsilon))
+    return steps
+
+
+def _query_key_step(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> QueryKeyStep:
+    """Return the step that rotates queries, and stores keys and values where the layer makes some."""
+    scales = head_norm_scales(layout, tensors, build)
+    if layout.reads is not None:
+        return RotateQueries(scales, build.epsilon, layout.num_heads)
+    return RotateAndStore(build.kernels, scales, build.epsilon, layout.num_heads)
+
+
+def _query_steps(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> list[QueryStep]:
+    """Return the changes of rotated queries."""
+    steps: list[QueryStep] = []
+    if layout.head_norms is not None and layout.head_norms.kind == "rotated":
+        steps.append(RotatedNormScales(tensors["q_norm"], tensors["k_norm"], build.dtype))
+    if layout.rotation.query_growth is not None:
+        steps.append(QueryGrowth(*layout.rotation.query_growth))
+    return steps
 
 
 class LatentAttention:

@@ -24,6 +24,7 @@ from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Resid
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models import layouts
 from spd.runtime.models.attention import Attention, LatentAttention
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
 from spd.runtime.models.moe import GatedMlp, LayerEmbeddings, MoeMlp, SideMlp
@@ -57,7 +58,7 @@ class DecoderLayer:
 
 
 BLOCKS: dict[type, Any] = {
-    layouts.GqaLayout: Attention,
+    GqaLayout: Attention,
     layouts.LatentLayout: LatentAttention,
     DeltaLayout: GatedDelta,
     ScanLayout: GatedDelta,
@@ -153,9 +154,7 @@ class Decoder:
         )
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
-        self.reads = [
-            each.reads if isinstance(each, layouts.GqaLayout) else None for each in self.caches
-        ]
+        self.reads = [each.reads if isinstance(each, GqaLayout) else None for each in self.caches]
         """For each layer the one whose cache it reads; None: its own."""
         kinds = [(layer.layout, type(layer.mlp)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))

@@ -157,3 +157,15 @@ def fused(
         bias = (Part(f"{block}.{each}.bias", (n.taken,), n.cut) for each, n in own.items())
         found[f"{name}_bias"] = Destination(tuple(bias))
     return found
+
+
+def block_norms(
+    before: str | None, after: str | None, hidden: int, is_centred: bool
+) -> dict[str, Destination]:
+    """Return the norms of the stream around a block, by their names in a layer; None: there is none."""
+    names = {"norm": before, "post_norm": after}
+    return {
+        key: Destination.of({f"{name}.weight": (hidden,)}, exact=is_centred)
+        for key, name in names.items()
+        if name
+    }

@@ -13,26 +13,32 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.runtime.models import layouts as blocks
+from spd.runtime.models.attention_layout import (
+    BlockNorms,
+    GqaLayout,
+    HeadNorms,
+    RotationLayout,
+    ScoreLayout,
+    ValueLayout,
+)
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import FINAL_NORM, ModelLayout
 
 
-def usual_attention(config: ModelConfig) -> blocks.GqaLayout:
-    """Grouped-query attention; biases follow the configuration."""
-    return blocks.GqaLayout(
+def usual_attention(config: ModelConfig) -> GqaLayout:
+    """Return grouped-query attention; biases follow the configuration."""
+    dims = RotaryDims(config.head_dim, config.rope.rotated or config.head_dim)
+    return GqaLayout(
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
-        RotaryDims(config.head_dim, config.rope.rotated or config.head_dim),
+        RotationLayout(dims, query_growth=config.query_growth),
+        ScoreLayout(scale=config.scales.scores, softcap=config.attention_softcap),
+        ValueLayout(dim=config.value_dim, scale=config.scales.values),
+        BlockNorms(after_epsilon=config.post_norm_eps),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
-        scale=config.scales.scores,
-        softcap=config.attention_softcap,
-        query_growth=config.query_growth,
-        value_dim=config.value_dim,
-        value_scale=config.scales.values,
-        post_epsilon=config.post_norm_eps,
     )
 
 
@@ -66,11 +72,13 @@ def layered(
     config: ModelConfig,
     attention: blocks.AttentionLayout,
     dense: blocks.MlpLayout | None = None,
-    **slid: Any,
+    *,
+    sinks_slide: bool = False,
 ) -> ModelLayout:
-    """One kind of attention but for its sliding windows; experts where the configuration says so.
+    """Return layers of one kind of attention but for sliding windows; experts as the configuration says.
 
-    Elsewhere `dense`, which is this family's MLP unless given. slid: other fields of layers that slide.
+    dense: the MLP of the other layers, by default the configuration's. sinks_slide: layers that slide
+    have sinks.
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
     wide, other, layers = (
@@ -78,17 +86,15 @@ def layered(
         usual_recurrent(config),
         list[blocks.LayerLayout](),
     )
-    centred = isinstance(attention, blocks.GqaLayout) and attention.centred_norms
+    centred = isinstance(attention, GqaLayout) and attention.norms.are_centred
     dense = replace(dense, centred_norms=centred)
     sparse = usual_experts(config, centred_norms=centred, turned=wide) if experts else dense
     for i in range(config.num_layers):
         mixer: blocks.MixerLayout = attention
         if other is not None and recurrent is not None and recurrent.layers[i]:
             mixer = other
-        elif isinstance(attention, blocks.GqaLayout):
-            window = config.sliding[i] if config.sliding else None
-            own = {} if window is None else _local(config, attention) | slid
-            mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
+        elif isinstance(attention, GqaLayout):
+            mixer = _attention_at(config, attention, i, sinks_slide=sinks_slide)
         mlp, limits = (
             sparse if experts and experts.sparse_layers[i] else dense,
             config.limits[i : i + 1],
@@ -106,21 +112,47 @@ def layered(
     return replace(made, residual_scale=scales.residual, logit_scale=scales.logits)
 
 
-def _local(config: ModelConfig, attention: blocks.GqaLayout) -> dict[str, Any]:
-    """What layers that slide have of their own: heads, and how they turn."""
-    heads = dict(zip(("num_heads", "num_kv_heads"), config.local_heads or (), strict=False))
-    if (rope := config.local_rope) is None:
-        return heads
-    turned = replace(attention.rotary, rotated=rope.rotated or attention.rotary.rotated)
-    return {**heads, "local_rope": True, "rotary": turned}
+def _attention_at(
+    config: ModelConfig, attention: GqaLayout, layer: int, *, sinks_slide: bool
+) -> GqaLayout:
+    """Return a layer's attention: whether it slides, how it then rotates, and with how many heads."""
+    window = config.sliding[layer] if config.sliding else None
+    is_absent = layer < len(config.still) and config.still[layer]
+    rotation = replace(attention.rotation, is_absent=is_absent)
+    scores = replace(attention.scores, sliding=window)
+    if window is None:
+        return replace(attention, rotation=rotation, scores=scores)
+    if config.local_rope is not None:
+        rotated = config.local_rope.rotated or rotation.dims.rotated
+        dims = replace(rotation.dims, rotated=rotated)
+        rotation = replace(rotation, is_local=True, dims=dims)
+    if sinks_slide:
+        scores = replace(scores, has_sinks=True)
+    num_heads, num_kv_heads = config.local_heads or (attention.num_heads, attention.num_kv_heads)
+    return replace(
+        attention,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        rotation=rotation,
+        scores=scores,
+    )
 
 
 def varied(
     config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any
 ) -> ModelLayout:
-    """Llama, with other fields of its MLP's layout and of its attention's."""
-    own = replace(usual_attention(config), **attention)
-    return layered(config, own, replace(usual_mlp(config), **(mlp or {})))
+    """Return Llama with other fields of its MLP's layout and of its attention's; see `changed`."""
+    changed_mlp = replace(usual_mlp(config), **(mlp or {}))
+    return layered(config, changed(usual_attention(config), attention), changed_mlp)
+
+
+def changed(attention: GqaLayout, fields: Mapping[str, Any]) -> GqaLayout:
+    """Return attention with other fields; of a group of fields, a mapping names those that differ."""
+    values = {
+        name: replace(getattr(attention, name), **value) if isinstance(value, Mapping) else value
+        for name, value in fields.items()
+    }
+    return replace(attention, **values)
 
 
 def _family(
@@ -132,6 +164,7 @@ def _family(
     return made
 
 
+EACH_HEAD = HeadNorms("each")
 _PROJECTIONS = {"fused_gate_up": True}
 _BETWEEN = {"pre_norm": "pre_feedforward_layernorm", "post_norm": "post_feedforward_layernorm"}
 llama = _family(
@@ -144,12 +177,11 @@ qwen2 = _family(
 )
 qwen3 = _family(
     "Qwen3, dense or with routed experts: queries and keys are normalised per head, then rotated",
-    qk_norm=True,
+    head_norms=EACH_HEAD,
 )
 lfm2 = _family(
     "LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention",
-    qk_norm=True,
-    head_norms=("q_layernorm", "k_layernorm"),
+    head_norms=HeadNorms("each", ("q_layernorm", "k_layernorm")),
 )
 granite_hybrid = _family(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
@@ -158,40 +190,38 @@ granite_hybrid = _family(
 arcee = _family("Arcee's AFM: no gates in the MLP", {"act": RELU2})
 gpt_oss = _family(
     "gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates",
-    sinks=True,
+    scores={"has_sinks": True},
 )
 hunyuan = _family(
     "Hunyuan, dense or with routed experts: queries and keys are normalised per head after they are rotated",
-    qk_norm=True,
-    late_norms=True,
-    head_norms=("query_layernorm", "key_layernorm"),
+    head_norms=HeadNorms("rotated", ("query_layernorm", "key_layernorm")),
 )
 phi3 = _family(
     "Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too",
     _PROJECTIONS,
-    fused_qkv=True,
+    is_fused=True,
 )
 qwen3_5 = _family(  # Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints
     "Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output",
-    qk_norm=True,
-    centred_norms=True,
-    gated=True,
+    head_norms=EACH_HEAD,
+    norms={"are_centred": True},
+    gate="beside_queries",
 )
 step3 = _family(
     "Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut",
-    qk_norm=True,
-    centred_norms=True,
-    head_gates=True,
+    head_norms=EACH_HEAD,
+    norms={"are_centred": True},
+    gate="per_head",
 )
 minimax_m2 = _family(
     "MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere",
-    whole_norms=True,
+    head_norms=HeadNorms("joint"),
 )
 
 
 def glm4_moe(config: ModelConfig) -> ModelLayout:
     """GLM-4.5, 4.6, with experts as DeepSeek-V3's, and Seed-OSS: the output has no bias."""
-    return varied(config, output_bias=False, qk_norm=config.qk_norm)
+    return varied(config, output_bias=False, head_norms=EACH_HEAD if config.qk_norm else None)
 
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
@@ -199,7 +229,8 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     facts, hidden, nothing = config.recurrent, config.hidden_size, blocks.NoLayout()
     assert isinstance(facts, DeltaConfig)
     scan = ScanLayout(hidden, facts, config.rms_norm_eps, pre_norm="norm")
-    attention = replace(usual_attention(config), still=True, pre_norm="norm")
+    fields = {"rotation": {"is_absent": True}, "norms": {"before": "norm"}}
+    attention = changed(usual_attention(config), fields)
     made = {
         "linear_attention": blocks.LayerLayout(scan, nothing),
         "full_attention": blocks.LayerLayout(attention, nothing),
@@ -212,32 +243,40 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
 
 def ernie4_5(config: ModelConfig) -> ModelLayout:
     """ERNIE-4.5, dense or with routed experts: elements 2i and 2i + 1 of a head turn together."""
-    return varied(config, rotary=_interleaved(config))
+    return varied(config, rotation=_interleaved(config))
 
 
-def _interleaved(config: ModelConfig) -> RotaryDims:
-    return RotaryDims(config.head_dim, config.rope.rotated or config.head_dim, interleaved=True)
+def _interleaved(config: ModelConfig) -> dict[str, RotaryDims]:
+    """Return the rotation of elements 2i and 2i + 1 together."""
+    rotated = config.rope.rotated or config.head_dim
+    return {"dims": RotaryDims(config.head_dim, rotated, interleaved=True)}
 
 
 def olmo3(config: ModelConfig) -> ModelLayout:
     """Olmo 2 and 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
-    whole = config.architecture.startswith("Olmo")
+    is_joint = config.architecture.startswith("Olmo")
     mlp = {"pre_norm": None, "post_norm": "post_feedforward_layernorm"}
-    norms = {"pre_norm": None, "post_norm": "post_attention_layernorm"}
-    return varied(config, mlp, whole_norms=whole, qk_norm=not whole, **norms)
+    norms = {"before": None, "after": "post_attention_layernorm"}
+    head_norms = HeadNorms("joint") if is_joint else EACH_HEAD
+    return varied(config, mlp, head_norms=head_norms, norms=norms)
 
 
 def mimo_v2(config: ModelConfig) -> ModelLayout:
     """MiMo-V2-Flash: values narrower than keys; layers that slide have sinks and more key heads."""
-    return layered(config, usual_attention(config), sinks=True)
+    return layered(config, usual_attention(config), sinks_slide=True)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
     """GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms behind blocks too."""
     behind = ("post_mlp_layernorm", "post_self_attn_layernorm")
     mlp, norm = behind if config.architecture == "Glm4ForCausalLM" else (None, None)
-    own = {"rotary": _interleaved(config), "output_bias": False, "post_norm": norm}
-    return varied(config, {**_PROJECTIONS, "post_norm": mlp}, **own)
+    return varied(
+        config,
+        {**_PROJECTIONS, "post_norm": mlp},
+        rotation=_interleaved(config),
+        output_bias=False,
+        norms={"after": norm},
+    )
 
 
 def cohere2(config: ModelConfig) -> ModelLayout:
@@ -247,7 +286,7 @@ def cohere2(config: ModelConfig) -> ModelLayout:
     interleaved pairs, those that see everything do not turn.
     """
     mlp = {"pre_norm": None, "centred_output": True}
-    made = varied(config, mlp, rotary=_interleaved(config), centred_output=True)
+    made = varied(config, mlp, rotation=_interleaved(config), centred_output=True)
     layers = tuple(replace(layer, parallel=True) for layer in made.layers)
     return replace(made, layers=layers, centred_stream=True)
 
@@ -276,17 +315,21 @@ def gemma(config: ModelConfig) -> ModelLayout:
     made = varied(
         config,
         {"act": GELU, **({} if first else _BETWEEN)},
-        qk_norm=config.architecture == "Gemma3ForCausalLM",
-        centred_norms=True,
-        post_norm=None if first else "post_attention_layernorm",
+        head_norms=EACH_HEAD if config.architecture == "Gemma3ForCausalLM" else None,
+        norms={"are_centred": True, "after": None if first else "post_attention_layernorm"},
     )
     return replace(made, embedding_scale=math.sqrt(config.hidden_size))
 
 
 def muse_glimmer(config: ModelConfig) -> ModelLayout:
     """Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales, still layers."""
-    norms = {"bare_norms": True, "centred_norms": True, "post_norm": "post_attention_layernorm"}
-    made = varied(config, _BETWEEN, gated=True, gates_apart=True, **norms)
+    made = varied(
+        config,
+        _BETWEEN,
+        gate="own_matrix",
+        head_norms=HeadNorms("unscaled"),
+        norms={"are_centred": True, "after": "post_attention_layernorm"},
+    )
     return replace(made, plain_norm=FINAL_NORM, normed_embedding=True)
 
 
@@ -299,11 +342,24 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     """
     assert config.gemma4 is not None
     facts, sources, layers = config.gemma4, dict(reads or {}), []
-    usual = replace(usual_attention(config), qk_norm=True, value_norm=True, scale=1.0)
-    usual = replace(usual, post_norm="post_attention_layernorm")
-    size = facts.head_dim
-    wide = replace(usual, head_dim=size, num_kv_heads=facts.kv_heads, rotary=RotaryDims(size, size))
-    wide = replace(wide, key_is_value=facts.key_is_value)
+    sliding = changed(
+        usual_attention(config),
+        {
+            "head_norms": EACH_HEAD,
+            "values": {"is_normed": True},
+            "scores": {"scale": 1.0},
+            "norms": {"after": "post_attention_layernorm"},
+        },
+    )
+    wide = changed(
+        sliding,
+        {
+            "head_dim": facts.head_dim,
+            "num_kv_heads": facts.kv_heads,
+            "rotation": {"dims": RotaryDims(facts.head_dim, facts.head_dim)},
+            "values": {"is_key": facts.key_is_value},
+        },
+    )
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     mlp = replace(
         usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind
@@ -314,8 +370,11 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
         if not shares:
             sources[window is None] = i
-        own = replace(usual, sliding=window, local_rope=True) if window is not None else wide
-        attention = replace(own, reads=sources[window is None] if shares else None)
+        attention = wide
+        if window is not None:
+            local = {"scores": {"sliding": window}, "rotation": {"is_local": True}}
+            attention = changed(sliding, local)
+        attention = replace(attention, reads=sources[window is None] if shares else None)
         side = blocks.SideLayout(replace(mlp, intermediate_size=width), experts, facts.per_layer, i)
         layers.append(blocks.LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None

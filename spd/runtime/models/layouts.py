@@ -13,150 +13,9 @@ from typing import ClassVar
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.kernels.linear.activation import SILU, Activation
-from spd.runtime.models.destinations import WHOLE, Destination, Rows, Shape, Shard, fused
+from spd.runtime.models.attention_layout import GqaLayout
+from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard, block_norms, fused
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
-
-
-def _norms(
-    before: str | None, behind: str | None, hidden: int, exact: bool
-) -> dict[str, Destination]:
-    """The norms of a stream around a block, by their names in a layer; None where there is none."""
-    names = {"norm": before, "post_norm": behind}
-    return {
-        key: Destination.of({f"{name}.weight": (hidden,)}, exact=exact)
-        for key, name in names.items()
-        if name
-    }
-
-
-@dataclass(frozen=True)
-class GqaLayout:
-    """Grouped-query attention: fused queries, keys and values, then the output."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary: RotaryDims
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False  # RMS norm of each query and key head before it is rotated
-    bare_norms: bool = False  # the same without scales
-    scale: float | None = None  # of the scores; None: one over the square root of head_dim
-    softcap: float | None = None  # where scores are capped
-    sliding: int | None = None  # the window of positions that a row sees; None: all up to its own
-    local_rope: bool = (
-        False  # it turns as the model's sliding layers do, where they turn in another way
-    )
-    still: bool = False  # queries and keys do not turn: the layer knows no positions
-    query_growth: tuple[float, int] | None = (
-        None  # (b, n): one at p counts 1 + b ln(1 + floor(p / n)) times
-    )
-    reads: int | None = (
-        None  # the number of the layer whose keys and values it reads: it makes none itself
-    )
-    value_dim: int | None = (
-        None  # of a value head, where keys are wider: the cache has zeros behind it
-    )
-    value_scale: float = 1.0  # what values are multiplied by
-    value_norm: bool = False  # each value head is normalised, without scales
-    key_is_value: bool = False  # values are what keys are made of, before their norm
-    sinks: bool = False  # each head has a score that every row sees, whose value is nothing
-    late_norms: bool = False  # the norms of heads stand behind the rotation
-    whole_norms: bool = (
-        False  # one norm over all query heads, and one over all key heads, before they turn
-    )
-    centred_norms: bool = False  # scales of norms are stored as their distance from 1
-    pre_norm: str | None = "input_layernorm"  # the norm before the block; None: there is none
-    post_norm: str | None = None  # a norm behind the block, before the sum
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # names of the norms of queries and keys
-    centred_output: bool = (
-        False  # what it adds has a mean of 0: later norms subtract the stream's anyway
-    )
-    fused_qkv: bool = False  # queries, keys and values are one tensor in the checkpoint too
-    reads_pairs: bool = (
-        False  # it reads a token and a state side by side, each with a norm of its own
-    )
-    head_gates: bool = False  # as `gated`, by a gate for each whole head, of a matrix of its own
-    gated: bool = (
-        False  # its result is scaled by sigmoids of gates, which stand beside each head's queries
-    )
-    gates_apart: bool = False  # such gates are of a matrix of their own
-    post_epsilon: float | None = None  # of the norm behind the block, where it is another
-    shard: Shard = WHOLE  # the rank that has these heads
-    keys: Shard = WHOLE  # and its part of all key heads
-
-    def sharded(self, shard: Shard) -> GqaLayout:
-        """A rank's heads. The output reads its own columns, and makes a part of the sum."""
-        own, keys = shard.share(self.num_heads, "attention heads"), shard.of_keys(self.num_kv_heads)
-        key_heads = keys.share(self.num_kv_heads, "key and value heads")
-        return replace(self, num_heads=own, num_kv_heads=key_heads, shard=shard, keys=keys)
-
-    @property
-    def gates_beside(self) -> bool:
-        """Whether gates stand beside each head's queries."""
-        return self.gated and not self.gates_apart
-
-    @property
-    def value_size(self) -> int:
-        """Elements of a value head, as the checkpoint has it."""
-        return self.value_dim or self.head_dim
-
-    def destinations(self) -> dict[str, Destination]:
-        size, hidden, block = self.head_dim, self.hidden_size, "self_attn"
-        rows, heads, key_heads = self.shard.rows, self.num_heads, self.num_kv_heads
-        query, key = rows(heads * size), self.keys.rows(key_heads * size)
-        qkv = {"q_proj": rows(heads * size * (1 + self.gates_beside)), "k_proj": key}
-        qkv["v_proj"] = self.keys.rows(key_heads * self.value_size)
-        if self.gates_apart:
-            qkv["gate_proj"] = query
-        if self.fused_qkv:
-            qkv = {"qkv_proj": Rows.below(*qkv.values())}
-        if self.reads is not None:
-            del qkv["k_proj"]
-        if self.reads is not None or self.key_is_value:
-            del qkv["v_proj"]
-        exact = self.centred_norms
-        found = _norms(self.pre_norm, self.post_norm, hidden, exact)
-        if self.reads_pairs:
-            found["state_norm"] = Destination.of({"hidden_norm.weight": (hidden,)})
-        width, mixed = 2 * hidden if self.reads_pairs else hidden, heads * self.value_size
-        found |= fused("qkv", block, qkv, width, biased=self.qkv_bias)
-        if self.head_gates:
-            found |= fused("gates", block, {"g_proj": rows(heads)}, hidden)
-        columns = self.shard.columns(mixed)
-        found |= fused(
-            "output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cut=columns
-        )
-        if self.sinks:
-            found["sinks"] = Destination.of(
-                {f"{block}.sinks": (heads,)}, exact=True, cut=rows(heads).cut
-            )
-        for own, name, whole in zip(
-            ("q_norm", "k_norm"), self.head_norms, (query, key), strict=True
-        ):
-            if self.qk_norm and (own == "q_norm" or self.reads is None):
-                found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
-            elif self.whole_norms:
-                found[own] = Destination.of(
-                    {f"{block}.{name}.weight": (whole.taken,)}, cut=whole.cut
-                )
-        return found
-
-    @property
-    def cache(self) -> tuple[Shape, ...]:
-        """What one position holds in each of the layer's pools: keys and values, or nothing of its own."""
-        return () if self.reads is not None else ((self.num_kv_heads, self.head_dim),) * 2
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, heads in the cache, and their size, as attention sees them."""
-        return self.num_heads, self.num_kv_heads, self.head_dim
-
-    @property
-    def widest(self) -> int:
-        """Elements a row of the widest intermediate result: queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -246,7 +105,7 @@ class MlpLayout:
         return replace(self, intermediate_size=own, shard=shard)
 
     def destinations(self) -> dict[str, Destination]:
-        norms = _norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
+        norms = block_norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
         return norms | self.matrices()
 
     def matrices(self) -> dict[str, Destination]:
@@ -329,7 +188,7 @@ class MoeLayout:
             exact["correction"] = (experts.correction, shape)
         if experts.shared_gated and experts.shared_size:
             exact["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, hidden))
-        found = _norms(self.pre_norm, None, hidden, self.centred_norms)
+        found = block_norms(self.pre_norm, None, hidden, self.centred_norms)
         found |= {
             key: Destination.of({f"mlp.{name}": own}, exact=True)
             for key, (name, own) in exact.items()

@@ -14,6 +14,7 @@ from spd.formats.mtp import HOW_TO_ATTACH, MtpFamily, MtpSource
 from spd.formats.quantized import UNUSED
 from spd.kernels.linear.activation import SILU
 from spd.runtime.models import family_layout, weights
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
 from spd.runtime.models.layouts import LayerLayout, MlpLayout, MoeLayout, NoLayout
@@ -37,7 +38,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
         layers = [
             replace(layer, mlp=dense)
             for layer in layers
-            if getattr(layer.attention, "sliding", None)
+            if isinstance(layer.attention, GqaLayout) and layer.attention.scores.sliding
         ]
     return layers[family.like_layer].sharded(shard)
 

@@ -16,8 +16,9 @@ from spd.formats.json_file import listed, shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
-from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, RecurrentLayout
+from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +75,9 @@ class ModelLayout:
     def windows(self, heads: tuple[int, int, int] | None = None) -> tuple[int | None, ...]:
         """Every sliding window of a layer, with heads of a shape or of any; None is a layer without one."""
         blocks = [block for block in self.attending if heads in (None, block.heads)]
-        windows = (block.sliding if isinstance(block, GqaLayout) else None for block in blocks)
+        windows = (
+            block.scores.sliding if isinstance(block, GqaLayout) else None for block in blocks
+        )
         return tuple(dict.fromkeys(windows))
 
 

@@ -17,8 +17,8 @@ from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
+from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import Shard
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weights import (
     DTYPE_BYTES,
@@ -290,7 +290,9 @@ def _workspace(
     if shape.kernels == "torch":
         groups = sum(heads // keys for heads, keys, _ in shapes)
         attention += widest * groups * context * (width + 1) * len(layout.windows())
-        sinks = any(isinstance(block, GqaLayout) and block.sinks for block in layout.attending)
+        sinks = any(
+            isinstance(block, GqaLayout) and block.scores.has_sinks for block in layout.attending
+        )
         if model.attention_softcap is not None or sinks:
             attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in set(layout.layers))

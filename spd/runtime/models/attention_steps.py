@@ -1,0 +1,240 @@
+"""The steps of an attention block, chosen once when it is built: norms of heads, rotation, values, gates."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
+from spd.kernels.interface import Kernels
+from spd.kernels.linear.norm_gate import rms_norm
+from spd.runtime.layers.base import Communicator, ForwardBatch, LayerCache, Residual
+from spd.runtime.layers.linear import AnyLinear, unscaled_norm
+from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.attention_layout import GqaLayout, RotationLayout
+from spd.runtime.models.builder import LayerBuilder, Tensors
+
+
+class QkvStep(Protocol):
+    """A change of the fused projection before keys and values are stored."""
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values [T, N] changed."""
+        ...
+
+
+class QueryStep(Protocol):
+    """A change of rotated queries."""
+
+    def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return query [T, H, D] changed."""
+        ...
+
+
+class QueryKeyStep(Protocol):
+    """The step that rotates queries and writes what the layer caches."""
+
+    def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
+        """Return queries [T, H, D] rotated, of a projection [T, N]; keys and values are stored."""
+        ...
+
+
+class OutputGating(Protocol):
+    """Gates of the result."""
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection without gates, and the gates [T, H * D] if they stand in it."""
+        ...
+
+    def apply(
+        self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
+    ) -> Tensor:
+        """Return the result [T, H * D] multiplied by the sigmoid of its gates."""
+        ...
+
+
+def rotary_of(rotary: RotaryRows, rotation: RotationLayout) -> RotaryRows:
+    """Return the angles of a layer's rows, of the model's or of its sliding layers'."""
+    if rotation.is_local and rotary.local is not None:
+        rotary = rotary.local
+    return rotary.still() if rotation.is_absent else rotary
+
+
+def head_norm_scales(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> Tensor | None:
+    """Return the scales [H + K, D] of norms of heads before the rotation, or None without such norms."""
+    norms = layout.head_norms
+    if norms is None or norms.kind == "joint":
+        return None
+    heads = layout.num_heads if layout.reads is not None else layout.num_heads + layout.num_kv_heads
+    if norms.kind == "each":
+        scales = [tensors["q_norm"].expand(layout.num_heads, -1)]
+        if layout.reads is None:
+            scales.append(tensors["k_norm"].expand(layout.num_kv_heads, -1))
+        weight = torch.cat(scales)
+    elif norms.kind == "rotated":
+        weight = torch.ones_like(tensors["q_norm"].expand(heads, -1))
+    else:
+        shape = layout.num_heads + layout.num_kv_heads, layout.head_dim
+        weight = torch.ones(shape, dtype=build.dtype, device=build.place.device)
+    return weight if build.kernels.native is None else weight.float()
+
+
+class JointHeadNorms:
+    """One norm over all query heads together, and one over all key heads, of every rank."""
+
+    def __init__(
+        self, query_scale: Tensor, key_scale: Tensor, epsilon: float, ranks: Communicator | None
+    ) -> None:
+        self.scales = (query_scale, key_scale)
+        self.epsilon = epsilon
+        self.ranks = ranks
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Return qkv [T, N] with queries and keys normalised."""
+        query_rows, key_rows = (scale.shape[0] for scale in self.scales)
+        query, key, value = torch.split(qkv, [query_rows, key_rows, key_rows], dim=1)
+        means = torch.stack([x.float().square().mean(1) for x in (query, key)], 1)
+        if self.ranks is not None:
+            means = self.ranks.sum(means) / self.ranks.size
+        factors = (means + self.epsilon).rsqrt().unbind(1)
+        normed = [
+            ((x.float() * factor[:, None]).to(qkv.dtype) * scale).to(qkv.dtype)
+            for x, factor, scale in zip((query, key), factors, self.scales, strict=True)
+        ]
+        return torch.cat([*normed, value], 1)
+
+
+class WidenValues:
+    """Values as wide as keys: narrower ones are filled up with zeros, missing ones are the keys."""
+
+    def __init__(self, layout: GqaLayout, epsilon: float) -> None:
+        self.layout = layout
+        self.epsilon = epsilon
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values [T, (H + 2 K) * D] of a projection [T, N]."""
+        layout = self.layout
+        size = layout.head_dim
+        key_width = layout.num_kv_heads * size
+        end_of_keys = layout.num_heads * size + key_width
+        value = qkv[:, end_of_keys:]
+        if layout.values.is_key:
+            value = qkv[:, end_of_keys - key_width : end_of_keys]
+        value = value.reshape(qkv.shape[0], layout.num_kv_heads, -1)
+        if layout.values.is_normed:
+            value = unscaled_norm(value, self.epsilon)
+        wide = F.pad(value, (0, size - value.shape[2]))
+        return torch.cat((qkv[:, :end_of_keys], wide.flatten(1)), 1)
+
+
+class RotateAndStore:
+    """Rotate queries and keys, and write keys and values to the layer's pools."""
+
+    def __init__(
+        self, kernels: Kernels, scales: Tensor | None, epsilon: float, num_heads: int
+    ) -> None:
+        self.kernels = kernels
+        self.scales = scales
+        self.epsilon = epsilon
+        self.num_heads = num_heads
+
+    def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
+        """Return queries [T, H, D] of qkv [T, (H + 2 K) * D]; the pools are written in place."""
+        return self.kernels.rotary_store(
+            qkv, rows, self.scales, self.epsilon, cache.keys_and_values, self.num_heads
+        )
+
+
+class RotateQueries:
+    """Rotate queries alone: the layer reads the keys and values of another one."""
+
+    def __init__(self, scales: Tensor | None, epsilon: float, num_heads: int) -> None:
+        self.scales = scales
+        self.epsilon = epsilon
+        self.num_heads = num_heads
+
+    def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
+        """Return queries [T, H, D] of a projection [T, H * D], normed and rotated."""
+        query = qkv.view(qkv.shape[0], self.num_heads, -1)
+        if self.scales is not None:
+            query = rms_norm(query, self.scales, self.epsilon)
+        return apply_rotary(query, *rows.own()).to(qkv.dtype)
+
+
+class RotatedNormScales:
+    """The scales of norms behind the rotation: those of keys [D] meet queries in products alone."""
+
+    def __init__(self, query_scale: Tensor, key_scale: Tensor, dtype: torch.dtype) -> None:
+        self.factor = (query_scale.float() * key_scale.float()).to(dtype)
+
+    def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return query [T, H, D] times both scales."""
+        return query * self.factor
+
+
+class QueryGrowth:
+    """Queries that grow with their position, for long contexts."""
+
+    def __init__(self, slope: float, period: int) -> None:
+        self.slope = slope
+        self.period = period
+
+    def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return query [T, H, D] times 1 + slope * ln(1 + floor(position / period))."""
+        steps = torch.floor(batch.positions.float() / self.period)
+        growth = 1 + self.slope * torch.log1p(steps)
+        return query * growth.to(query.dtype)[:, None, None]
+
+
+class NarrowValues:
+    """The elements that a value head has, of heads as wide as keys; multiplied by a number."""
+
+    def __init__(self, num_heads: int, dim: int, scale: float) -> None:
+        self.num_heads = num_heads
+        self.dim = dim
+        self.scale = scale
+
+    def __call__(self, mixed: Tensor) -> Tensor:
+        """Return [T, H * dim] of mixed values [T, H * D]."""
+        heads = mixed.view(mixed.shape[0], self.num_heads, -1)
+        return heads[..., : self.dim].flatten(1) * self.scale
+
+
+class FusedGates:
+    """Gates that stand behind queries, keys and values in their matrix, one for each element."""
+
+    def __init__(self, layout: GqaLayout) -> None:
+        self.widths = [layout.widest, layout.num_heads * layout.head_dim]
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection without gates, and the gates [T, H * D]."""
+        qkv, gates = torch.split(qkv, self.widths, dim=1)
+        return qkv.contiguous(), gates.contiguous()
+
+    def apply(
+        self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
+    ) -> Tensor:
+        """Return the result [T, H * D] multiplied by the sigmoid of its gates."""
+        assert gates is not None
+        return mixed * gates.sigmoid()
+
+
+class HeadGates:
+    """One gate for each head, of a matrix of its own that reads the block's norm."""
+
+    def __init__(self, projection: AnyLinear) -> None:
+        self.projection = projection
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection as it is: gates stand elsewhere."""
+        return qkv, None
+
+    def apply(
+        self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
+    ) -> Tensor:
+        """Return the result [T, H * D], each head multiplied by the sigmoid of its gate."""
+        opened = self.projection(stream, batch).x.sigmoid()
+        return (mixed.view(*opened.shape, -1) * opened[..., None]).flatten(1)
