@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_TENSORS = 1 << 20
 MAX_NUMBER = (1 << 64) - 1
-TOO_MANY = f"holds more than {MAX_TENSORS:,} tensors"
 INDEX_LIMIT = (
     40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 )
@@ -198,7 +197,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._identities[folder / shard], metas = read_shard_header(folder / shard)
             count += len(metas)
             if count > MAX_TENSORS:
-                raise CheckpointError(f"{folder / shard}: {TOO_MANY}")
+                raise _too_many(folder / shard)
             for meta in metas:
                 name = text_name(meta.name)
                 if weight_map.get(name, shard) == shard:
@@ -227,7 +226,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise CheckpointError(f"{part.shard}: tensor {shown(name)}: is in {where} too")
             tensors[name] = part
             if len(tensors) > MAX_TENSORS:
-                raise CheckpointError(f"{part.shard}: {TOO_MANY}")
+                raise _too_many(part.shard)
 
     @classmethod
     def open(
@@ -351,6 +350,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         with os_errors(shard):
             if _identity(os.stat(shard)) != self._identities[shard]:
                 raise CheckpointError(f"{shard}: changed while in use")
+
+
+def _too_many(shard: Path) -> CheckpointError:
+    return CheckpointError(f"{shard}: holds more than {MAX_TENSORS:,} tensors")
 
 
 def _holds_only(path: Path, wanted: Callable[[str], bool]) -> bool:
