@@ -17,9 +17,9 @@ from spd.errors import CheckpointError
 from spd.formats.json_file import shown
 
 MAX_NESTING = 40
-MAX_STEPS = 30_000_000
+MAX_STEPS = 15_000_000
 """Steps that all patterns of a folder may take together: some seconds. One pattern for the 70 thousand
-matrices of the largest mixtures of experts takes about a tenth of them."""
+matrices of the largest mixtures of experts takes about a fifth of them."""
 _ESCAPE = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|0[0-7]{0,2}|[dDsSwWafnrtv]|[^0-9A-Za-z])",
     re.DOTALL,
@@ -60,6 +60,10 @@ class Subject:
         for index, character in enumerate(text):
             self._places[character] = self._places.get(character, 0) | 1 << index
         self._found: dict[str, int] = {}
+        self.tested: dict[Part, int] = {}
+        """The positions where the inside of each lookahead was tried."""
+        self.passed: dict[Part, int] = {}
+        """Those of them from where it matches."""
 
     def places(self, single: re.Pattern[str]) -> int:
         """Return the positions of the characters that match a pattern of one character."""
@@ -293,15 +297,19 @@ def _look(inner: Part, around: str) -> Part:
     wanted = around.endswith("=")
 
     def ahead(subject: Subject, begins: int) -> int:
-        """Keep the positions from where the inner part matches, or does not."""
-        kept = 0
-        rest = begins
+        """Keep the positions from where the inner part matches, or does not.
+
+        Each position is tried once for a text, or lookaheads within lookaheads would multiply.
+        """
+        rest = begins & ~subject.tested.get(inner, 0)
         while rest:
             begin = rest & -rest
             rest ^= begin
-            if (inner(subject, begin) != 0) == wanted:
-                kept |= begin
-        return kept
+            if inner(subject, begin):
+                subject.passed[inner] = subject.passed.get(inner, 0) | begin
+        subject.tested[inner] = subject.tested.get(inner, 0) | begins
+        passed = subject.passed.get(inner, 0)
+        return begins & passed if wanted else begins & ~passed
 
     def behind(subject: Subject, begins: int) -> int:
         ends = inner(subject, subject.positions)

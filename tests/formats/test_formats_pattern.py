@@ -102,6 +102,15 @@ def test_random_patterns_match_what_re_matches() -> None:
     assert compared > 10_000
 
 
+@pytest.mark.parametrize("depth", [5, 15, 30])
+def test_nested_lookaheads_do_not_multiply(depth: int) -> None:
+    """Each lookahead is tried once at a position, however many stand around it."""
+    budget = StepBudget(100_000)
+    nested = Pattern("(?=.*" * depth + "x" + ")" * depth, "f: k")
+    assert not nested.matches(Subject("model.layers.10.mlp.down_proj.weight", budget))
+    assert nested.matches(Subject("model.layers.10.mlp.down_proj.weightx", budget))
+
+
 @pytest.mark.parametrize("pattern", HOSTILE)
 def test_hostile_patterns_end_soon(pattern: str) -> None:
     """Each is matched, or refused by name, against all names of a large model."""
