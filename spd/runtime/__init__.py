@@ -11,10 +11,22 @@ from spd.lazy_names import lazily
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine
     from spd.runtime.engine.grammar import GrammarCompiler
-    from spd.runtime.engine.json_schema import Json, JsonObject, close_objects
+    from spd.runtime.engine.json_schema import (
+        Json,
+        JsonObject,
+        close_objects,
+        references,
+        without_notes,
+    )
     from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
     from spd.runtime.engine.request import Completion, Event, Request
-    from spd.runtime.engine.schema_text import has_value, whole_pattern
+    from spd.runtime.engine.schema_text import (
+        check_size,
+        closed_schema,
+        has_value,
+        usable_schema,
+        whole_pattern,
+    )
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import quantization_config, rounded_names, rounded_outputs
     from spd.runtime.models import unused_tensors
@@ -29,10 +41,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "engine.engine": ("Engine",),
     "engine.grammar": ("GrammarCompiler",),
-    "engine.json_schema": ("Json", "JsonObject", "close_objects"),
+    "engine.json_schema": ("Json", "JsonObject", "close_objects", "references", "without_notes"),
     "engine.metrics": ("RequestMetrics", "RoundRecord"),
     "engine.request": ("Completion", "Event", "Request"),
-    "engine.schema_text": ("has_value", "whole_pattern"),
+    "engine.schema_text": (
+        "check_size",
+        "closed_schema",
+        "has_value",
+        "usable_schema",
+        "whole_pattern",
+    ),
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("unused_tensors",),

@@ -7,6 +7,8 @@ import ctypes
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,9 @@ import torch
 from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
-from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
+from spd.runtime.engine.grammar import KEPT, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText, ThinkingBudget, ThinkingTokens
+from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PATTERN_BYTES
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -302,7 +305,18 @@ BAD = [
     ("regex", "(?=a)b", "invalid regex"),
     ("lark", "start: missing", "unknown name"),
     ("lark", "", "[Ee]mpty"),
-    ("regex", "a" * (MAX_BYTES + 1), "longer than 64 KiB"),
+    ("schema", json.dumps({"const": "a" * MAX_BYTES}), "it is longer than 512 KiB"),
+    ("regex", "a" * (MAX_PATTERN_BYTES + 1), "expressions are longer than 64 KiB"),
+    (
+        "schema",
+        json.dumps({"anyOf": [{"pattern": f"{n}b?" * 9000} for n in range(3)]}),
+        "expressions are longer",
+    ),
+    (
+        "lark",
+        "start: " + " | ".join("/" + f"{n}b?" * 9000 + "/" for n in range(3)),
+        "expressions are longer",
+    ),
     # each of these keeps the library busy for minutes
     ("schema", '{"type": "integer", "multipleOf": 7436429}', "no common multiple"),
     (
@@ -519,3 +533,29 @@ def test_where_thinking_begins_and_ends(target: Path) -> None:
         assert state.began == begun
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
         assert state.masks(drafts, rows) == len(drafts) and (begun or bool((rows == -1).all()))
+
+
+CHAIN = '"d{}": {{"properties": {{"a": {{"$ref": "#/$defs/d{}"}}}}}}'
+
+
+@pytest.mark.parametrize("kind", ["schema", "lark"])
+def test_long_chains_of_references_end_no_process(target: Path, kind: str) -> None:
+    """In a thread of its own, as a server has it: the stack of one is small."""
+    if kind == "lark":
+        rules = [f'r{n}: "x" r{n + 1} | "y"' for n in range(9_000)]
+        text = "\n".join(["start: r0", *rules, 'r9000: "z"'])
+    else:
+        definitions = [CHAIN.format(n, n + 1) for n in range(3_000)]
+        text = f'{{"$ref": "#/$defs/d0", "$defs": {{{", ".join(definitions)}, "d3000": {{}}}}}}'
+    code = (
+        "import sys, threading; from pathlib import Path;"
+        "from spd.runtime.engine.grammar import GrammarCompiler;"
+        "from spd.runtime.engine.request import GrammarText;"
+        "compiler = GrammarCompiler(Path(sys.argv[1]), int(sys.argv[2]));"
+        "text = GrammarText(sys.argv[3], sys.stdin.read());"
+        "work = lambda: print(compiler.compile(text, (1,)).complete);"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()"
+    )
+    command = [sys.executable, "-c", code, str(target), str(VOCAB), kind]
+    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "False\n"), run.stderr[-500:]

@@ -13,8 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
 from spd.runtime.engine.schema_text import (
+    SHALLOW_BYTES,
+    check_patterns,
+    check_size,
     closed_schema,
     in_short,
     refused,
@@ -26,7 +30,6 @@ from spd.runtime.round.limits import WORD, mask_width
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_BYTES = 64 * 1024  # of a grammar's text
 BEGINNING = 2  # tokens of a reply among which its thinking has to begin
 KEPT = 64  # compiled grammars that are kept for the next request with the same text
 
@@ -193,8 +196,7 @@ class GrammarCompiler:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
         if text is None:
             return None if budget is None else Grammar(None, budget=budget)
-        if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
+        check_size(text.kind, text.text)
         kept = self._kept(text.kind, text.text)
         with self._lock:
             matcher = kept.deep_copy()
@@ -202,11 +204,18 @@ class GrammarCompiler:
 
     def _read(self, kind: str, text: str) -> Any:
         """Return a matcher at the beginning of a grammar. Raises UsageError."""
+        if len(text) <= SHALLOW_BYTES:
+            return self._matcher(kind, text)
+        return on_large_stack(lambda: self._matcher(kind, text))
+
+    def _matcher(self, kind: str, text: str) -> Any:
+        """Return a matcher as `_read` does, on the stack of the thread that asks."""
         from llguidance import LLMatcher, LLTokenizer
 
         if self._tokenizer is None:
             ids = mask_width(self.vocab_size) * WORD
             self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
+        check_patterns(kind, text)
         prepared = with_schemas(kind, text, closed_schema)
         matcher = LLMatcher(self._tokenizer, _grammar(kind, prepared), log_level=0)
         if matcher.is_error():  # perhaps by a schema that has to be looked at by itself

@@ -23,9 +23,12 @@ ALTERNATIVES = ("anyOf", "oneOf")
 CONDITIONS = ("if", "then", "else")
 """With `dependentSchemas`: what no grammar holds. Only the names in it count."""
 DEFINITIONS = ("$defs", "definitions")
-_NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-_NAMES = ("$comment", "$schema", "$id", "$anchor", "x-guidance")
-ANNOTATIONS = frozenset(_NOTES + _NAMES + DEFINITIONS)
+NOTES = frozenset(
+    ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"]
+)
+"""Keywords that only describe."""
+_NAMES = frozenset(["$comment", "$schema", "$id", "$anchor", "x-guidance"])
+ANNOTATIONS = NOTES | _NAMES | frozenset(DEFINITIONS)
 """Keywords that restrict no value."""
 VALUES = ("const", "enum", "default", "examples")
 """Keywords that hold values, in which nothing is a schema."""
@@ -114,6 +117,34 @@ def references(node: Json) -> Iterator[str]:
             yield reference
         for value in node.values():
             yield from references(value)
+
+
+def without_notes(schema: JsonObject) -> JsonObject:
+    """Return a schema without the keywords that only describe it, unless a reference leads there."""
+    if any(note in reference.split("/") for note in NOTES for reference in references(schema)):
+        return schema
+    return _without_notes(schema)
+
+
+def _without_notes(node: JsonObject) -> JsonObject:
+    described = ((key, value) for key, value in node.items() if key not in NOTES)
+    return {key: _value_without_notes(key, value) for key, value in described}
+
+
+def _value_without_notes(key: str, value: Json) -> Json:
+    """Return the value of a keyword without what only describes the schemas in it."""
+    if key in VALUES:
+        return value
+    if isinstance(value, list):
+        return [_without_notes(item) if isinstance(item, dict) else item for item in value]
+    if not isinstance(value, dict):
+        return value
+    if key not in (*MAPS, *DEFINITIONS):
+        return _without_notes(value)
+    return {
+        name: _without_notes(child) if isinstance(child, dict) else child
+        for name, child in value.items()
+    }
 
 
 @dataclass
@@ -229,9 +260,13 @@ class _Closing:
         self._count()
         _add_keys(node, group)
         for key in (*CONDITIONS, "dependentSchemas", "dependencies", "allOf"):
+            if key not in node:
+                continue
             for branch in _subschemas(node.get(key), is_map=key.startswith("depend")):
                 self._gather(branch, group, seen)
         for key in ALTERNATIVES:
+            if key not in node:
+                continue
             alternatives = [_Group() for _ in _subschemas(node.get(key))]
             for branch, alternative in zip(_subschemas(node.get(key)), alternatives, strict=True):
                 self._gather(branch, alternative, seen)

@@ -14,12 +14,19 @@ from math import isfinite, lcm
 
 from spd.errors import UsageError
 from spd.runtime.engine.json_schema import Json, JsonObject, close_objects
+from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE
 from spd.runtime.engine.schema_cycles import EndlessSchemaError, without_endless
 
 MOST_STATES, MOST_PATTERNS = 100_000, 12
 """Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref`
 combine some."""
+MAX_BYTES = 512 * 1024
+"""Of a grammar's text: those of 128 tools with twenty arguments each take about 200 KiB."""
+MAX_PATTERN_BYTES = 64 * 1024
+"""Of all expressions of one grammar: what a long one takes grows with the square of its length."""
+SHALLOW_BYTES = 8 * 1024
+"""A text up to which nothing can be nested so deep that it needs a large stack."""
 EMPTY = "Unsatisfiable schema"
 """How llguidance begins to say that a schema has no value."""
 FLAGS = {
@@ -169,13 +176,63 @@ def _branches(pattern: str) -> list[str]:
     return branches
 
 
+def check_size(kind: str, text: str) -> None:
+    """Raises UsageError for the text of a grammar, or of schemas in one, that is too long."""
+    if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+        raise refused(kind, f"it is longer than {MAX_BYTES // 1024} KiB")
+
+
+def check_patterns(kind: str, text: str) -> None:
+    """Raises UsageError for a grammar whose expressions together are too long."""
+    if len(text) <= MAX_PATTERN_BYTES:
+        return
+    if sum(map(len, _expressions(kind, text))) > MAX_PATTERN_BYTES:
+        raise refused(kind, f"its expressions are longer than {MAX_PATTERN_BYTES // 1024} KiB")
+
+
+def _expressions(kind: str, text: str) -> list[str]:
+    """Return all regular expressions in a grammar."""
+    if kind == "regex":
+        return [text]
+    expressions: list[str] = []
+    for node in _schemas(kind, text):
+        pattern = node.get("pattern")
+        patterns = node.get("patternProperties")
+        expressions += [pattern] if isinstance(pattern, str) else []
+        expressions += patterns if isinstance(patterns, dict) else []
+    if kind == "lark":
+        words = (match[0] for match in _LARK.finditer(text))
+        expressions += [word for word in words if word.startswith("/") and word[1] != "/"]
+    return expressions
+
+
+def _schemas(kind: str, text: str) -> list[JsonObject]:
+    """Return all objects in the JSON schemas of a grammar."""
+    nodes: list[JsonObject] = []
+
+    def collect(schema: Json) -> Json:
+        nodes.extend(_objects(schema))
+        return True
+
+    with_schemas(kind, text, collect)
+    return nodes
+
+
 def _fault(schema: Json) -> str:
     """Return what llguidance has against a schema, in its words; nothing where it takes it."""
+    text = json.dumps(schema)
+    if len(text) <= SHALLOW_BYTES:
+        return _fault_of(text)
+    return on_large_stack(lambda: _fault_of(text))
+
+
+def _fault_of(text: str) -> str:
+    """Return what llguidance has against the text of a schema."""
     from llguidance import LLMatcher
 
-    style = JSON_STYLE if isinstance(schema, dict) else None
+    style = JSON_STYLE if text.startswith("{") else None
     try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), style)
+        grammar = LLMatcher.grammar_from_json_schema(text, style)
     except (ValueError, RuntimeError) as error:
         return str(error)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
