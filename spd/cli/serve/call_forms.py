@@ -12,6 +12,9 @@ NUMBER = "#"
 QUOTE = '<|"|>'
 WORD = r"[\w$.-]+"
 """An expression of a key that stands bare."""
+_EDGE = r"""[^\s:,{}\[\]"'<>]"""
+BARE_KEY = rf"""{_EDGE}(?:[^\n:,{{}}\[\]"'<>]*{_EDGE})?"""
+"""An expression of a key that Gemma's form can hold without marks."""
 
 
 class Pairs(NamedTuple):
@@ -26,6 +29,8 @@ class Pairs(NamedTuple):
     """What stands between them."""
     key: str = r'[^\s<>"](?:[^\n<>"]*[^\s<>"])?'
     """An expression of a KEY that no schema lists."""
+    is_sorted: bool = False
+    """True if the chat template writes keys in alphabetical order."""
 
 
 class Form(NamedTuple):
@@ -89,7 +94,7 @@ GEMMA = (
     "<|tool_call>",
     "<tool_call|>",
     "call:NAME{ARGUMENTS}",
-    Pairs("KEY:VALUE", "gemma", QUOTE, ",", WORD),
+    Pairs("KEY:VALUE", "gemma", QUOTE, ",", WORD, is_sorted=True),
 )
 ACTION = '{"tool_call_id": "#", "tool_name": "NAME", "parameters": ARGUMENTS}'
 LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
@@ -140,14 +145,12 @@ MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 
 
 GUESSED = Form(*HERMES)
-"""The form where a template tells of none: what may be such a call slows no reply."""
+"""The form where a template shows none: what may be such a call slows no reply."""
 
 
 def call_form(template: str) -> Form:
-    """How a model writes calls, by its chat template."""
-    told = (
-        one
-        for one in FORMS.values()
-        if all(sign in template for sign in one.signs or (one.opening,))
-    )
-    return next(told, GUESSED)
+    """Return how a model writes calls, by its chat template."""
+    for form in FORMS.values():
+        if all(sign in template for sign in form.signs or (form.opening,)):
+            return form
+    return GUESSED

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from spd.cli.serve.call_forms import NAME, NUMBER, QUOTE, Form
+from spd.cli.serve.call_forms import BARE_KEY, NAME, NUMBER, QUOTE, Form
 from spd.cli.serve.schema_arguments import Arguments, as_json
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -146,23 +146,29 @@ def _called(statement: ast.stmt, source: str, names: Sequence[str]) -> list[tupl
 
 
 def _gemma(text: str, form: Form, schemas: Schemas) -> Found | bool:
-    """Read calls of Gemma 4: keys are bare, and strings stand between marks, or are JSON."""
-    if (begun := re.match(rf"\s*call:\s*{NAME}\s*(?=\{{)", text)) is None:
+    """Read calls of Gemma 4: keys are bare, and texts stand between marks, or are JSON."""
+    head = re.match(rf"\s*call:\s*{NAME}\s*(?=\{{)", text)
+    if head is None:
         return False
-    quote, end = map(re.escape, (QUOTE, form.closing))
+    quote = re.escape(QUOTE)
     parts = re.compile(
-        rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(.*?)(?:{quote}|\Z)|([\w$.-]+)(?=\s*:)|({end})',
+        rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(?P<text>.*?)(?:{quote}|\Z)'
+        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)|(?P<end>{re.escape(form.closing)})",
         re.DOTALL,
     )
-    stop = next((part.start() for part in parts.finditer(text, begun.end()) if part[3]), None)
-    if stop is None:
+    ends = (part.start() for part in parts.finditer(text, head.end()) if part["end"])
+    end = next(ends, None)
+    if end is None:
         return True
 
     def as_text(part: re.Match[str]) -> str:
-        return part[0] if part[0][0] == '"' else as_json(part[2] if part[1] is None else part[1])
+        """Return a text or a key as JSON."""
+        if part["text"] is None and part["key"] is None:
+            return part[0]
+        return as_json(part["key"] if part["text"] is None else part["text"])
 
     with suppress(ValueError, RecursionError):
-        return [(begun[1], as_json(json.loads(parts.sub(as_text, text[begun.end() : stop]))))], stop
+        return [(head[1], as_json(json.loads(parts.sub(as_text, text[head.end() : end]))))], end
     return (), 0
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from spd.cli.text.job import Settings
     from spd.runtime import Engine, RequestMetrics
     from spd.runtime.engine.driver import EngineThread
+    from spd.runtime.engine.request import GrammarText
 
 COUNTED = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
 COUNTED |= {"generation_tokens": "completion_tokens", "spec_decode_num_drafts": "num_drafts"}
@@ -89,29 +90,37 @@ class Service:
 
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
+        tools = wish.tools
+        if tools is None:
+            return self._prepared(wish, wish.grammar)
+        try:
+            return self._prepared(wish, tools.grammar)
+        except UsageError:
+            if tools.held:
+                raise
+            return self._prepared(wish, None)  # no grammar can hold these schemas
+
+    def _prepared(self, wish: Wish, grammar: GrammarText | None) -> list[Prepared]:
+        """Return the requests of a call, which a grammar holds. Raises what `prepare` raises."""
         prepared: list[Prepared] = []
-        settings, speculative = self.settings, wish.body.get("speculative", {})
+        speculative = wish.body.get("speculative", {})
         draft_max = 0 if speculative.get("spec") == "off" else speculative.get("draft_max")
+        settings = self.settings
         if (think := wish.body.get("think")) is not None:
             settings = dataclasses.replace(settings, think=str(think))
         for asked in wish.prompts:
-            request, inside = settings.request("", asked, wish.params, wish.grammar)
+            request, inside = settings.request("", asked, wish.params, grammar)
             for choice in range(wish.body.get("n", 1)):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                own: Any = {
-                    "id": secrets.token_hex(8),
-                    "params": dataclasses.replace(wish.params, seed=seed),
-                }
-                own |= {"draft_max": draft_max, "prompt_logprobs": wish.prompt_logprobs}
-                prepared.append((dataclasses.replace(request, **own), inside))
-        try:
-            self.engine.check(prepared[0][0])
-        except UsageError:
-            if wish.grammar is None or wish.tools is None or wish.tools.held:
-                raise
-            return self.prepare(
-                dataclasses.replace(wish, grammar=None)
-            )  # no grammar can hold these schemas
+                each = dataclasses.replace(
+                    request,
+                    id=secrets.token_hex(8),
+                    params=dataclasses.replace(wish.params, seed=seed),
+                    draft_max=draft_max,
+                    prompt_logprobs=wish.prompt_logprobs,
+                )
+                prepared.append((each, inside))
+        self.engine.check(prepared[0][0])
         return prepared
 
     def ended(self, metrics: RequestMetrics, reason: str) -> None:

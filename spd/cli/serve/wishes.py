@@ -177,6 +177,7 @@ class Wish:
     reply: type[Reply]
     body: Mapping[str, Any]
     grammar: GrammarText | None = None
+    """What holds the replies where there are no tools, which have a grammar of their own."""
     tools: Tools | None = None
     prompt_logprobs: int | None = None
     """How many likeliest tokens to score at each place of the prompts; None: they are not scored."""
@@ -209,7 +210,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wi
     variables = _variables(body, service)
     source = template.tool_use or template.default
     tools = tools_of(body, source, vocabulary.need_tokenizer())
-    grammar = response_format(body) if tools is None else tools.grammar
+    grammar = response_format(body) if tools is None else None
     if tools is not None and "tools" in source:
         variables["tools"] = list(body["tools"])
     messages = body.get("messages", ())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.serve.forms import FORMS, Arguments, Tools
+from spd.cli.serve.forms import FORMS, QUOTE, Arguments, Tools
 from spd.errors import UsageError
 from tests.cli.serve.test_serve_calls import replies, takes
 from tests.every_template import found
@@ -123,6 +123,21 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
         [{"a": "1", "b": None}, {"a": "\n", "b": "2"}],
         [{"a": "1"}],
     ),
+    "objects in objects": (
+        one(keys(Zeit=INTEGER, b={"type": "array", "items": keys(c=TEXT, d=TEXT)})),
+        each({"Zeit": 1, "b": [{"c": "4", "d": "}]"}, {"c": "true"}]}, {"b": []}, {}),
+        each({"b": [{"c": 4}]}, {"Zeit": "1"}, {"b": [1]}, {"x": 1}),
+    ),
+    "lists of bounds": (
+        one({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}),
+        each(["4"], ["a", "b"]),
+        each([], ["a", "b", "c"], [4]),
+    ),
+    "objects named one by one": (
+        one({"enum": [{"k": 1}, ["x"], None]}),
+        each(None),
+        each({"k": 2}, ["y"], "x"),
+    ),
     "words of Python": (
         {**keys(**{"from": TEXT, "my-key": INTEGER, "a": TEXT}), "required": ["from"]},
         [{"from": "4", "my-key": 4}, {"from": "x = 3, my-key=", "a": "(a=1)"}],
@@ -132,30 +147,45 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
 """A schema with arguments that it takes, and others that it does not take."""
 
 
-def written(form: str, arguments: dict[str, Any], *, required: bool = True) -> str:
-    """Return a call of `f` as a model writes it in a form."""
+def written(form: str, arguments: dict[str, Any], *, required: bool = True, name: str = "f") -> str:
+    """Return a call as a model writes it in a form."""
     shape = FORMS[form]
     pairs = shape.pairs
     text = json.dumps(arguments)
     if pairs is not None:
-        values = {name: as_value(form, value) for name, value in arguments.items()}
+        names = sorted(arguments) if pairs.is_sorted else arguments
+        values = {name: as_value(form, arguments[name]) for name in names}
         text = pairs.comma.join(
             pairs.text.replace("KEY", name).replace("VALUE", value)
             for name, value in values.items()
         )
-    call = shape.call.replace("NAME", "f").replace("#", "0")
+    call = shape.call.replace("NAME", name).replace("#", "0")
     opening = "" if shape.is_bare and required else shape.opening
     reply = opening + (f"[{call}]" if shape.is_array else call) + shape.closing
     if shape.channels is not None:
-        reply = shape.channels.call.replace("NAME", "f") + reply
+        reply = shape.channels.call.replace("NAME", name) + reply
     return reply.replace("ARGUMENTS", text)
 
 
 def as_value(form: str, value: Any) -> str:
     """Return a value as a form writes it: a text without quotes, or between its own."""
+    if FORMS[form].pairs.style == "gemma":
+        return gemma(value)
     quote = FORMS[form].pairs.quote
     is_bare = isinstance(value, str) and quote is not None
     return f"{quote}{value}{quote}" if is_bare else json.dumps(value)
+
+
+def gemma(value: Any) -> str:
+    """Return a value as Gemma's chat template writes it."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{key}:{gemma(value[key])}" for key in sorted(value, key=str.lower))
+        return f"{{{','.join(pairs)}}}"
+    return json.dumps(value)
 
 
 def faults(form: str, case: str, *, pieces: bool) -> Iterator[str]:
@@ -176,7 +206,7 @@ def faults(form: str, case: str, *, pieces: bool) -> Iterator[str]:
             if said or [json.loads(call) for _, call in calls] != [arguments]:
                 yield f"{arguments} in {len(each)} pieces are {calls} {said!r}"
         read = [json.loads(piece.text) for piece in found(free, [tagged]) if piece.kind == "call"]
-        if json.dumps(read) != json.dumps([arguments]):
+        if json.dumps(read, sort_keys=True) != json.dumps([arguments], sort_keys=True):
             yield f"{arguments} are read as {read}"
     for arguments in wrong:
         if takes(held.grammar, written(form, arguments)):
@@ -262,3 +292,61 @@ def test_many_alternatives_are_held_together() -> None:
     ).grammar
     assert takes(grammar, written(form, {"k3": 3})) and takes(grammar, written(form, {}))
     assert not takes(grammar, written(form, {"k3": "x"}))
+
+
+MANY: Values = [
+    TEXT,
+    INTEGER,
+    {"type": "boolean"},
+    {"type": "array", "items": TEXT},
+    {"enum": ["a", "b"]},
+    keys(x=TEXT, y=INTEGER),
+]
+
+
+def many_functions() -> dict[str, Any]:
+    """Return 128 functions of 20 arguments, as agents send them that know many servers of tools."""
+    functions = {}
+    for number in range(128):
+        properties = {
+            f"a_{number}_{index}": {**MANY[index % len(MANY)], "description": "Words. " * 40}
+            for index in range(20)
+        }
+        functions[f"f{number}"] = keys(**properties)
+    return functions
+
+
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.channels])
+def test_many_functions_are_held(form: str) -> None:
+    """What they share is written once, without the words of their descriptions, and kept."""
+    tools = Tools(many_functions(), FORMS[form], required=True)
+    grammar = tools.grammar
+    assert grammar is Tools(many_functions(), FORMS[form], required=True).grammar
+    assert "Words" not in grammar.text and len(grammar.text) < 250_000
+    call = written(form, {"a_127_1": 4}, name="f127")
+    assert takes(grammar, call)
+    assert not takes(grammar, written(form, {"a_127_1": "x"}, name="f127"))
+    assert not takes(grammar, written(form, {"a_126_1": 4}, name="f127"))
+
+
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_patterns_that_backtrack_take_no_time(place: str) -> None:
+    """Python's expressions would try for ever whether these keys and values match."""
+    word = "a" * 60 + "!"
+    endless = "^(a+)+$"
+    schema = {**keys(**{word: TEXT}), "patternProperties": {endless: INTEGER}}
+    if place == "value":
+        schema = one({"enum": [word, "a"], "pattern": endless})
+    grammar = Tools({"f": schema}, FORMS["Qwen3-Coder, Qwen3.5"], required=True).grammar
+    written_value = {"a": "a"} if place == "value" else {word: "x"}
+    assert takes(grammar, written("Qwen3-Coder, Qwen3.5", written_value))
+
+
+def test_mark_of_messages_begins_no_grammar() -> None:
+    """Where the mark is one token the header of the message stands before it."""
+    form = FORMS["Muse-Glimmer"]
+    tools = Tools({"f": one(TEXT)}, form, tokens={form.opening: 300})
+    assert tools.mark is None and tools.grammar is None
+    assert (
+        Tools({"f": one(TEXT)}, form, strict=True, tokens={form.opening: 300}).grammar.after is None
+    )

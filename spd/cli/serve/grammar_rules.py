@@ -1,0 +1,36 @@
+"""The rules of a Lark grammar while it is written: what is said twice is one rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+
+class GrammarRules:
+    """Rules by what they say. Many functions have arguments of the same type, so most are shared."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, str], str] = {}
+        self.lines: list[str] = []
+        """Each rule as Lark writes it."""
+
+    def rule(self, kind: str, expression: str, options: str = "") -> str:
+        """Return the name of the rule with an expression; a capital letter makes it a terminal."""
+        return self.recursive(kind, f"{options} {expression}", lambda: expression, options)
+
+    def recursive(
+        self, kind: str, key: str, expression: Callable[[], str], options: str = ""
+    ) -> str:
+        """Return the name of the rule with a key, whose expression may refer to it."""
+        name = self._names.get((kind, key))
+        if name is None:
+            name = f"{kind}_{len(self._names)}"
+            self._names[kind, key] = name
+            self.lines.append(f"{name}{options}: {expression()}")
+        return name
+
+
+def regex(expression: str) -> str:
+    """Return an expression as Lark writes it, between slashes that are escaped within."""
+    escaped = re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], expression)
+    return "/" + escaped.replace("\n", "\\n") + "/"

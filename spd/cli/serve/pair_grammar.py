@@ -1,0 +1,153 @@
+"""The grammar of arguments that are written as pairs of a key and a value, one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spd.cli.serve.call_forms import Pairs
+from spd.cli.serve.grammar_rules import GrammarRules, regex
+from spd.cli.serve.schema_arguments import (
+    Argument,
+    Arguments,
+    FreeKeys,
+    ObjectShape,
+    as_json,
+)
+from spd.cli.serve.schema_reader import TextShape
+from spd.cli.text.channels import json_of, literal
+from spd.runtime import Json, JsonObject, closed_schema, references, whole_pattern
+
+MAX_LENGTH = 10_000
+"""Characters: a longer bound of a text is not held."""
+
+
+@dataclass(frozen=True)
+class PairGrammar:
+    """Writes expressions of arguments, and adds the rules that they need."""
+
+    pairs: Pairs
+    tokens: Mapping[str, int]
+    """The ids of marks that are tokens."""
+    options: JsonObject
+    """What is put into each schema of a value in JSON."""
+    rules: GrammarRules
+
+    def arguments(self, schema: JsonObject) -> str:
+        """Return the expression of a function's arguments.
+
+        Raises UsageError where none fit the schema, unless the options pass that over.
+        """
+        if any(True for _ in references(schema)):
+            closed = closed_schema({**self.options, **schema})
+            schema = closed if isinstance(closed, dict) else schema
+        shapes = Arguments(schema).shapes
+        if not shapes and self.options:
+            shapes = Arguments({"type": "object"}).shapes
+        if not shapes:  # the grammar is refused for this schema
+            return self.json(schema)
+        return f"({' | '.join(self.object(shape) for shape in shapes)})"
+
+    def object(self, shape: ObjectShape) -> str:
+        """Return the expression of one alternative: its keys in their order, then others."""
+        comma = self.literal(self.pairs.comma)
+        first = ""
+        more = ""  # what may come where a pair has come; before that the comma is missing
+        if shape.free:
+            free = " | ".join(self._free_pair(keys, shape) for keys in shape.free)
+            other = self.rules.rule("other", free)
+            more = f"({comma} {other})*"
+            first = f"({other} {more})?"
+        for name, argument in reversed(self._in_order(shape.listed)):
+            pair = self._pair(self.key(name), argument)
+            rest = self.rules.rule("rest", more) if more else ""
+            if name in shape.required:
+                first = f"{pair} {rest}"
+                more = f"{comma} {pair} {rest}"
+            else:
+                first = f"({pair} {rest} | {first})" if self.pairs.comma else ""
+                more = f"({comma} {pair})? {rest}"
+        return first if self.pairs.comma else more
+
+    def _in_order(self, listed: Mapping[str, Argument]) -> list[tuple[str, Argument]]:
+        """Return arguments in the order in which the model's chat template writes them."""
+        if not self.pairs.is_sorted:
+            return [*listed.items()]
+        return sorted(listed.items(), key=lambda item: item[0].lower())
+
+    def _free_pair(self, keys: FreeKeys, shape: ObjectShape) -> str:
+        """Return the expression of a pair with a key that the schema does not list."""
+        expressions = [f"/{self.pairs.key}/"]
+        if keys.pattern is not None and (pattern := whole_pattern(keys.pattern)) is not None:
+            expressions.append(regex(pattern))
+        others = [] if keys.pattern is not None else [each.pattern for each in shape.free]
+        patterns = (whole_pattern(other) for other in others if other is not None)
+        expressions += [f"~{regex(pattern)}" for pattern in patterns if pattern is not None]
+        if shape.listed:
+            names = "|".join(re.escape(name).replace("\\ ", " ") for name in shape.listed)
+            expressions.append(f"~{regex(names)}")
+        return self._pair(self.rules.rule("T", " & ".join(expressions)), keys.argument)
+
+    def key(self, name: str) -> str:
+        """Return the expression of a key that the schema lists."""
+        return as_json(name)
+
+    def _pair(self, key: str, argument: Argument) -> str:
+        """Return the expression of a pair, with its key as an expression."""
+        before, _, behind = self.pairs.text.partition("VALUE")
+        begin, _, middle = before.partition("KEY")
+        value = self.rules.rule("value", self.value(argument, middle, behind))
+        return f"{self.literal(begin)} {key} {value}"
+
+    def value(self, argument: Argument, before: str, behind: str) -> str:
+        """Return the expression of a value, with what stands before and behind it in a pair."""
+        quote = self.pairs.quote
+        texts: list[str] = []
+        if quote is not None:
+            texts = [
+                f"{self.literal(before + quote)} {self.text(shape, quote + behind)}"
+                for shape in argument.texts
+            ]
+        if not quote and texts and any(shape.is_free for shape in argument.texts):
+            return texts[0]  # whatever is written; how it is read, the schema says
+        others = argument.others if texts else argument.schema
+        if others is not False:
+            texts.append(f"{self.literal(before)} {self.json(others)} {self.literal(behind)}")
+        return " | ".join(texts)
+
+    def text(self, shape: TextShape, end: str) -> str:
+        """Return the expression of a text that is no JSON, with what ends it."""
+        ending = self.literal(end)
+        if shape.values is not None:
+            values = [as_json(value) for value in shape.possible_values if value]
+            optional = "?" if "" in shape.values else ""
+            return f"({' | '.join(values)}){optional} {ending}"
+        content = _content(shape)
+        token = ending.find("<[")
+        if token < 0:
+            if " & " in content:
+                content = self.rules.rule("T", content)
+            return self.rules.rule("text", content, f"[suffix={ending}]")
+        if shape.is_free:  # blanks before the token are text
+            return f"{self.rules.rule('text', content)} {ending[token:]}"
+        return f"{self.rules.rule('T', f'({content}) {ending[:token]}')} {ending[token:]}"
+
+    def json(self, schema: Json) -> str:
+        """Return the rule of a value in JSON."""
+        written = json_of({**self.options, **schema} if isinstance(schema, dict) else schema)
+        return self.rules.rule("json", written)
+
+    def literal(self, text: str) -> str:
+        """Return the expression of a text."""
+        return literal(text, self.tokens)
+
+
+def _content(shape: TextShape) -> str:
+    """Return the expression of a text's characters; what cannot be held of it is left out."""
+    least = shape.least if shape.least < MAX_LENGTH else 0
+    most = shape.most if shape.most is not None and shape.most < MAX_LENGTH else None
+    times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+    patterns = (whole_pattern(pattern) for pattern in shape.patterns)
+    expressions = [regex(pattern) for pattern in patterns if pattern is not None]
+    return " & ".join([f"/(.|\\n){times}/", *expressions])

@@ -1,0 +1,344 @@
+"""What a JSON schema says of a value's type, with references, unions and the like resolved."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from spd.errors import CheckpointError
+from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
+from spd.runtime import Json, JsonObject, has_value
+
+KINDS = frozenset(["string", "number", "boolean", "null", "array", "object"])
+"""Types of JSON values; an integer is a number."""
+MAX_ALTERNATIVES = 16
+"""Combinations of alternatives that are told apart; what has more is read as their union."""
+KEYWORDS_OF = {
+    "object": ("properties", "additionalProperties", "patternProperties", "required"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+"""Keywords by which a schema without `type` is known to mean one."""
+UNIONS = ("anyOf", "oneOf")
+COMBINERS = ("$ref", "allOf", *UNIONS)
+OBJECT_KEYWORDS = KEYWORDS_OF["object"]
+PREFIX = "#/$defs/"
+MAX_STEPS = 1_000_000
+"""Steps of matching keys with patterns for one schema; beyond it no pattern is found in a key."""
+Members = list[JsonObject]
+"""Schemas of an object that apply together."""
+
+
+class TextShape(NamedTuple):
+    """What one alternative of a schema lets a text be."""
+
+    values: tuple[str, ...] | None = None
+    """The only ones, None for any."""
+    patterns: tuple[str, ...] = ()
+    least: int = 0
+    most: int | None = None
+    """Characters."""
+
+    @property
+    def is_free(self) -> bool:
+        """True if any text will do."""
+        return self == TextShape()
+
+    @property
+    def possible_values(self) -> list[str]:
+        """The listed values that have the length and the patterns."""
+        values = [value for value in self.values or () if len(value) >= self.least]
+        values = [value for value in values if self.most is None or len(value) <= self.most]
+        budget = StepBudget(MAX_STEPS)
+        return [
+            value
+            for value in values
+            if all(is_found(pattern, value, budget) for pattern in self.patterns)
+        ]
+
+    @property
+    def is_possible(self) -> bool:
+        """False if no text has this shape, as far as that can be told."""
+        if self.values is not None:
+            return bool(self.possible_values)
+        if not self.patterns:
+            return self.most is None or self.least <= self.most
+        return _has_text(self)
+
+    def joined(self, other: TextShape) -> TextShape:
+        """Return the shape of texts that have both shapes."""
+        values = self.values if other.values is None else other.values
+        if self.values is not None and other.values is not None:
+            values = tuple(value for value in self.values if value in other.values)
+        limits = [most for most in (self.most, other.most) if most is not None]
+        patterns = tuple(dict.fromkeys(self.patterns + other.patterns))
+        least = max(self.least, other.least)
+        return TextShape(values, patterns, least, min(limits, default=None))
+
+    def as_schema(self) -> JsonObject:
+        """Return a JSON schema of the same texts."""
+        schema: JsonObject = {"type": "string", "minLength": self.least}
+        schema["allOf"] = [{"pattern": pattern} for pattern in self.patterns]
+        if self.most is not None:
+            schema["maxLength"] = self.most
+        if self.values is not None:
+            schema["enum"] = list(self.values)
+        return schema
+
+
+@lru_cache(1024)
+def _has_text(shape: TextShape) -> bool:
+    return has_value(shape.as_schema())
+
+
+class SchemaReader:
+    """Reads schemas whose references lead into the same definitions."""
+
+    def __init__(self, definitions: JsonObject) -> None:
+        self._definitions = definitions
+        self._budget = StepBudget(MAX_STEPS)
+
+    def kinds(self, node: Json, active: frozenset[str] = frozenset()) -> frozenset[str]:
+        """Return the types that a value may have; `active` are the references on the way here."""
+        if not isinstance(node, dict):
+            return frozenset() if node is False else KINDS
+        kinds = _named_kinds(node)
+        for branches in self._conjuncts(node, active):
+            alternatives = [self.kinds(branch, inner) for branch, inner in branches]
+            kinds &= frozenset[str]().union(*alternatives)
+        return kinds
+
+    def texts(self, node: Json, active: frozenset[str] = frozenset()) -> list[TextShape]:
+        """Return the alternatives in which a value is a text; without any it is none."""
+        if not isinstance(node, dict):
+            return [] if node is False else [TextShape()]
+        if "string" not in _named_kinds(node):
+            return []
+        shapes = [_own_shape(node)]
+        for branches in self._conjuncts(node, active):
+            alternatives = [
+                shape for branch, inner in branches for shape in self.texts(branch, inner)
+            ]
+            pairs = itertools.product(shapes, dict.fromkeys(alternatives))
+            shapes = list(dict.fromkeys(one.joined(other) for one, other in pairs))
+            if len(shapes) > MAX_ALTERNATIVES:
+                shapes = [TextShape()]
+        return shapes
+
+    def fits(self, node: Json, value: Json, active: frozenset[str] = frozenset()) -> bool:
+        """True if a value is of a type and among the values that a schema names."""
+        if not isinstance(node, dict):
+            return node is not False
+        if _kind(value) not in _named_kinds(node) or not _is_listed(node, value):
+            return False
+        return all(
+            any(self.fits(branch, value, inner) for branch, inner in branches)
+            for branches in self._conjuncts(node, active)
+        )
+
+    def containers(
+        self, node: Json, kind: str, active: frozenset[str] = frozenset()
+    ) -> list[Members]:
+        """Return the alternatives in which a value is an object or an array.
+
+        Each is a list of schemas that apply together.
+        """
+        if not isinstance(node, dict):
+            return [] if node is False else [[]]
+        if kind not in _named_kinds(node):
+            return []
+        alternatives: list[Members] = [[node]]
+        for branches in self._conjuncts(node, active):
+            others = [
+                members
+                for branch, inner in branches
+                for members in self.containers(branch, kind, inner)
+            ]
+            pairs = itertools.product(alternatives, others)
+            alternatives = [members + others for members, others in pairs]
+            if len(alternatives) > MAX_ALTERNATIVES:
+                return [self._union(alternatives)] if kind == "object" else [[]]
+        return alternatives
+
+    def _conjuncts(
+        self, node: JsonObject, active: frozenset[str]
+    ) -> Iterator[list[tuple[Json, frozenset[str]]]]:
+        """Yield what applies beside a schema's own keywords: alternatives, of which one does.
+
+        A reference that leads back to itself has none.
+        """
+        for key in COMBINERS:
+            value = node.get(key)
+            if key == "$ref" and isinstance(value, str):
+                yield [] if value in active else [(self._target(value), active | {value})]
+            elif key == "allOf" and isinstance(value, list):
+                yield from ([(branch, active)] for branch in value)
+            elif isinstance(value, list):
+                yield [(branch, active) for branch in value]
+
+    def _target(self, reference: str) -> Json:
+        """Return what a reference leads to; anything, where that is not known."""
+        name = reference.removeprefix(PREFIX)
+        is_known = reference.startswith(PREFIX) and name in self._definitions
+        return self._definitions[name] if is_known else True
+
+    def _union(self, alternatives: Sequence[Members]) -> Members:
+        """Return an object that allows each key as one of many does; all of them are optional."""
+        schemas: dict[str, list[Json]] = {}
+        for members in alternatives:
+            for name in listed_names(members):
+                schemas.setdefault(name, []).append(self.value_schema(members, name))
+        properties: JsonObject = {name: one_of(parts) for name, parts in schemas.items()}
+        others = one_of(map(other_values, alternatives))
+        return [{"properties": properties, "additionalProperties": others}]
+
+    def value_schema(self, members: Members, name: str) -> Json:
+        """Return the schema of the value under a key: what all schemas of the object say of it."""
+        parts: list[Json] = []
+        for member in members:
+            properties = member.get("properties")
+            patterns = member.get("patternProperties")
+            schemas: list[Json] = []
+            if isinstance(properties, dict) and name in properties:
+                schemas.append(properties[name])
+            by_pattern = patterns if isinstance(patterns, dict) else {}
+            schemas += [
+                schema
+                for pattern, schema in by_pattern.items()
+                if is_found(pattern, name, self._budget)
+            ]
+            parts += schemas or [member.get("additionalProperties", True)]
+        return all_of(parts)
+
+    def whole(self, node: Json) -> Json:
+        """Return a schema that can stand alone, with the definitions to which it refers."""
+        if not self._definitions or not isinstance(node, dict):
+            return node
+        return {**node, "$defs": self._definitions}
+
+
+def _named_kinds(node: JsonObject) -> frozenset[str]:
+    """Return the types that a schema's own keywords allow."""
+    types = node.get("type")
+    if isinstance(types, str | list):
+        names = {types} if isinstance(types, str) else {str(name) for name in types}
+        return frozenset("number" if name == "integer" else name for name in names) & KINDS
+    values = listed_values(node)
+    if values is not None:
+        return frozenset(map(_kind, values))
+    if not any(key in node for key in COMBINERS):
+        for kind, keywords in KEYWORDS_OF.items():
+            if any(key in node for key in keywords):
+                return frozenset([kind])
+    return KINDS
+
+
+def listed_values(node: JsonObject) -> list[Json] | None:
+    """Return the values that a schema names one by one, None where it names none."""
+    if "const" in node:
+        return [node["const"]]
+    values = node.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _is_listed(node: JsonObject, value: Json) -> bool:
+    """True if a value is among those that a schema names; an integer is where it has to be one."""
+    values = listed_values(node)
+    if values is not None and (_kind(value), value) not in [(_kind(one), one) for one in values]:
+        return False
+    types = node.get("type")
+    has_fraction = isinstance(value, float) and not value.is_integer()
+    return not (has_fraction and "integer" in as_list(types) and "number" not in as_list(types))
+
+
+def as_list(types: Json) -> list[Json]:
+    return types if isinstance(types, list) else [types]
+
+
+def _kind(value: Json) -> str:
+    """Return the type of a JSON value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return {str: "string", list: "array", dict: "object"}[type(value)]
+
+
+def _own_shape(node: JsonObject) -> TextShape:
+    """Return what a schema's own keywords say of a text."""
+    values = listed_values(node)
+    listed = None if values is None else tuple(one for one in values if isinstance(one, str))
+    pattern = node.get("pattern")
+    least = node.get("minLength")
+    most = node.get("maxLength")
+    return TextShape(
+        listed,
+        (pattern,) if isinstance(pattern, str) else (),
+        least if isinstance(least, int) else 0,
+        most if isinstance(most, int) else None,
+    )
+
+
+def one_of(schemas: Iterable[Json]) -> Json:
+    """Return the schema of values that fit one of several; `true` counts only where it is alone."""
+    distinct = _distinct(schemas)
+    parts: list[Json] = [schema for schema in distinct if not isinstance(schema, bool)]
+    return {"anyOf": parts} if parts else True in distinct
+
+
+def other_values(members: Members) -> Json:
+    """Return the schema of values under keys that no schema lists, nor a pattern."""
+    return all_of(member.get("additionalProperties", True) for member in members)
+
+
+def listed_names(members: Members) -> list[str]:
+    """Return the keys that schemas list or require, in order."""
+    names: dict[str, None] = {}
+    for member in members:
+        properties = member.get("properties")
+        names.update(dict.fromkeys(properties if isinstance(properties, dict) else ()))
+    return list(names | dict.fromkeys(sorted(required_names(members) - names.keys())))
+
+
+def required_names(members: Members) -> set[str]:
+    return {
+        name
+        for member in members
+        for name in as_list(member.get("required"))
+        if isinstance(name, str)
+    }
+
+
+def is_found(pattern: str, text: str, budget: StepBudget) -> bool:
+    """True if a pattern is found in a text; False, too, for one that cannot be matched in time."""
+    try:
+        budget.spend(1 + len(pattern))
+        return _search(pattern).matches(Subject(text, budget))
+    except (PatternError, CheckpointError):
+        return False
+
+
+@lru_cache(256)
+def _search(pattern: str) -> Pattern:
+    """Return what finds a pattern anywhere in a text. Raises CheckpointError."""
+    return Pattern(rf"[\s\S]*(?:{pattern})", "a schema")
+
+
+def all_of(parts: Iterable[Json]) -> Json:
+    """Return the schema of values that fit all schemas."""
+    left = _distinct(part for part in parts if part is not True)
+    if False in left:
+        return False
+    return (left[0] if left else True) if len(left) < 2 else {"allOf": left}
+
+
+def _distinct(schemas: Iterable[Json]) -> list[Json]:
+    """Return schemas without those that came before; `1` and `true` differ."""
+    by_text = {json.dumps(schema, sort_keys=True): schema for schema in schemas}
+    return list(by_text.values())
