@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 KernelSetName = Literal["torch", "native", "triton"]
+INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
 
 
 class Capabilities(NamedTuple):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spd.runtime.load.quantize import quantization_config, rounded_names, rounded_outputs
     from spd.runtime.models import unused_tensors
     from spd.runtime.models.mtp_weights import check_source, module_position_size
+    from spd.runtime.models.weights import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
     from spd.runtime.plan.machine import foreseen_machine
@@ -55,6 +56,7 @@ _HOMES = {
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("unused_tensors",),
     "models.mtp_weights": ("check_source", "module_position_size"),
+    "models.weights": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter"),
     "plan.machine": ("foreseen_machine",),

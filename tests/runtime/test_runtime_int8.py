@@ -17,7 +17,8 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
-from spd.kernels.linear.few_bits import INT4_GROUP, int4_groups, int8_rows
+from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.linear.few_bits import int4_groups, int8_rows
 from spd.runtime import EngineConfig, make_plan
 from spd.runtime.load.packed_weights import unpack
 from spd.runtime.models import family_layout

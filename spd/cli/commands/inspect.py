@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from spd.formats.model_config import ModelConfig
     from spd.runtime import Drafter, EnginePlan
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Lengths whose memory is told, as far as the model goes."""
 Facts = dict[str, Any]
@@ -78,7 +77,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
 
 def describe(name: str, folder: ModelFolder) -> Facts:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
-    from spd.runtime import unused_tensors
+    from spd.runtime import DTYPE_BYTES, unused_tensors
     from spd.runtime.plan.memory import position_size, state_bytes
 
     config = folder.config  # before the weights: what is no model folder at all lacks this first
@@ -119,7 +118,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
     from spd.formats.mtp import declared_modules
-    from spd.runtime import check_source, module_position_size
+    from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:

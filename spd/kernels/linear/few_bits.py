@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.capabilities import INT4_GROUP
+
 CodeKind = Literal["int4", "int8", "e2m1", "e4m3"]
 MIDDLE = {"int4": 8, "int8": 128}  # the zero point of integers where none is kept
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
 INT8_LARGEST = 127
-INT4_GROUP = 64  # columns that share a scale where weights are rounded at load
 INT4_SHARES = (1.0, 0.93, 0.87, 0.81, 8 / 7)
 """Of the scale that reaches a group's furthest value with -8: smaller ones cut that off and err less
 elsewhere, the last reaches it with 7."""

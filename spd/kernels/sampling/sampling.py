@@ -16,7 +16,7 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 NEGATIVE_INFINITY = float("-inf")
 
 MASS_BITS = 32  # a token as likely as the likeliest has the mass 2**32
-LOG2_E = 1.4426950216293335
+FLOAT32_LOG2_E = 1.4426950216293335  # rounded to float32, so that every form multiplies alike
 LOWEST_EXPONENT = -40.0
 EXP2 = (
     # Of 2**f for f in [0, 1], from the highest power down; each is a float32 number. Relative error 1e-7.
@@ -171,7 +171,7 @@ def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
     Every operation is a float32 one of its own or exact, so that any backend gets the same integers and
     sums of them do not depend on an order. 0 where the difference is NaN or below -27.8.
     """
-    power = (logits - highest).to(torch.float32) * LOG2_E
+    power = (logits - highest).to(torch.float32) * FLOAT32_LOG2_E
     power = torch.where(power > LOWEST_EXPONENT, power, LOWEST_EXPONENT)
     whole = power.floor()
     part = power - whole

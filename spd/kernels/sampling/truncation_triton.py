@@ -15,9 +15,15 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, power_of_two
 from spd.kernels.sampling.philox_triton import key_value, order_key
-from spd.kernels.sampling.sampling import EXP2, LOG2_E, LOWEST_EXPONENT, MASS_BITS, SamplingTensors
+from spd.kernels.sampling.sampling import (
+    EXP2,
+    FLOAT32_LOG2_E,
+    LOWEST_EXPONENT,
+    MASS_BITS,
+    SamplingTensors,
+)
 
-LOG_BASE = tl.constexpr(LOG2_E)
+LOG_BASE = tl.constexpr(FLOAT32_LOG2_E)
 LOWEST_POWER = tl.constexpr(LOWEST_EXPONENT)
 C6, C5, C4, C3, C2, C1, C0 = map(tl.constexpr, EXP2)
 ONE = tl.constexpr(2.0**MASS_BITS)

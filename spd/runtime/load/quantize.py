@@ -16,7 +16,8 @@ from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, text_na
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.writer import OutputTensor, outputs
-from spd.kernels.linear.few_bits import INT4_GROUP, int4_groups
+from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.linear.few_bits import int4_groups
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import check_weights, destinations
 

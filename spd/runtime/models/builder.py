@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spd.errors import IncompatibleError
+from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
-    INT4_GROUP,
     GroupedWeight,
     int4_groups,
     int8_rows,

@@ -16,6 +16,7 @@ from spd.formats.json_file import listed, shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
+from spd.kernels.capabilities import INT4_GROUP
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
@@ -214,7 +215,6 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
 STEP = 128  # columns of four bits that kernels read at a time, at most
 PARTS = ("scales", "zeros")  # what stands beside the codes of a matrix in few bits
 

@@ -14,9 +14,10 @@ from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
+from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
-from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, WeightForm, int4_form
+from spd.runtime.models.weights import STEP, WIDE, PackedSpec, WeightForm, int4_form
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
