@@ -119,9 +119,11 @@ def requests(
 
 def counted_rounds(ran: Pass, k: int) -> list[RoundRecord]:
     """Rounds with room for k drafts, by request; a request's first holds none."""
-    last = {
-        t.request.id: len(t.request.prompt_ids) + t.request.params.max_tokens for t in ran.timelines
-    }
+    last = {}
+    for timeline in ran.timelines:
+        request = timeline.request
+        assert request.params.max_tokens is not None
+        last[request.id] = len(request.prompt_ids) + request.params.max_tokens
     chosen = [r for r in ran.records if r.round > 0 and r.position + k + 1 <= last[r.request]]
     return sorted(chosen, key=lambda record: record.request)
 

@@ -321,6 +321,7 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
         parts.mkdir(parents=True, exist_ok=True)
         runs = Runs(name, folder, parts, given.window, given.threads)
         tokenizer = ModelFolder(folder).tokenizer
+        assert tokenizer is not None
         turns = transcript(given.turns, tokenizer)
         sizes = [len(tokenizer.encode(turn.result)) for turn in turns if turn.name == "read"]
         found: dict[str, Any] = {"model": name, "window": given.window, "own_ctx": longest}

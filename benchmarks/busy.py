@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, **options: Any) -> None:
         command = [sys.executable, "-m", "benchmarks.busy", "--work", json.dumps(options)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        self.process: subprocess.Popen[str] = subprocess.Popen(command, cwd=ROOT, **pipes)
 
     def ask(self, together: int, tokens: int) -> None:
         assert self.process.stdin is not None

@@ -107,7 +107,7 @@ def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
     """What can draft for a model, as wishes."""
     found: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
     for spec in ("mtp", "draft"):
-        wishes = {"spec": spec, "draft_model": draft if spec == "draft" else None}
+        wishes: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
         with contextlib.suppress(SpdError):
             choose_drafter(EngineConfig(model=folder, **wishes), ModelFolder.of(folder))
             found += [wishes, {**wishes, "spec": f"{spec}+ngram", "ngram_min": 2}]

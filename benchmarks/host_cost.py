@@ -141,7 +141,9 @@ def host_share(
     """
     engine = engine_of(model, slots, **wishes)
     inside = Clocks()
-    run = device(engine._device, written)
+    queue = engine._device
+    assert isinstance(queue, LocalRoundQueue)
+    run = device(queue, written)
 
     def timed(*args: Any) -> Any:
         began = Clocks.now()
@@ -149,7 +151,7 @@ def host_share(
         inside.add(began)
         return result
 
-    engine._device.round.run = timed  # type: ignore[method-assign]
+    vars(queue.round)["run"] = timed  # is found before the method of the class
     for request in requests(slots):
         engine.add(request)
     costs: list[Clocks] = []

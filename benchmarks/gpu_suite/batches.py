@@ -41,6 +41,7 @@ from benchmarks.gpu_suite.speculation import (
 )
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import Engine, EngineConfig
+from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.plan.memory import pages_a_slot
 
 K = REFERENCE_K
@@ -104,24 +105,16 @@ def ratio(over: Sequence[float], under: Sequence[float], together: bool = True) 
     }
 
 
-class ScriptedLengths:
-    """Draft lengths in a given order, in place of the engine's own choice; learns nothing."""
+class ScriptedLengths(DraftLength):
+    """Draft lengths in a fixed order, in place of the engine's own choice."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(max(lengths), adaptive=False)
         self.left = list(lengths)
 
     def choose(self) -> int:
-        """The next one."""
+        """Return the next length."""
         return self.left.pop(0)
-
-    def attend(self, *given: Any) -> None:
-        """All that are present."""
-
-    def observe(self, *given: Any) -> None:
-        """Nothing to learn."""
-
-    def observe_cost(self, *given: Any) -> None:
-        """Nothing to learn."""
 
 
 def every_pair(values: Sequence[int]) -> list[int]:

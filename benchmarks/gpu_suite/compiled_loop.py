@@ -132,7 +132,8 @@ class Loop(nn.Module):
 
     def compile_step(self) -> Callable[[Tensor, Tensor], Tensor]:
         """`forward` of compiled parts, for one row."""
-        begin, end = (torch.compile(part, fullgraph=True) for part in (self.begin, self.end))
+        begin = torch.compile(self.begin, fullgraph=True)
+        end = torch.compile(self.end, fullgraph=True)
         for layer in self.layers:
             layer.compile(fullgraph=True)
 
@@ -168,7 +169,7 @@ class CompiledLoop:
             torch.set_default_dtype(default)
         self.token = torch.zeros(1, dtype=torch.long, device=device)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.step = self.model.forward
+        self.step: Callable[[Tensor, Tensor], Tensor] = self.model.forward
         if compiled:
             from torch._inductor import config
 

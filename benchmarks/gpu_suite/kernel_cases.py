@@ -153,10 +153,10 @@ def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows
         rival: list[Call] = [partial(F.embedding, ids, table)]
         found[f"embed {count}"] = bench.row([partial(kernels.embed, ids, table)], None, rival)
         rival = [partial(F.rms_norm, x, (hidden,), weight, EPSILON)]
-        call = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
-        found[f"norm {count}"] = bench.row([call], None, rival)
-        call = partial(kernels.norm_residual, x, weight, EPSILON, bench.normal(count, hidden))
-        found[f"norm_residual {count}"] = bench.row([call], None, rival)
+        norm = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
+        found[f"norm {count}"] = bench.row([norm], None, rival)
+        norm_sum = partial(kernels.norm_residual, x, weight, EPSILON, bench.normal(count, hidden))
+        found[f"norm_residual {count}"] = bench.row([norm_sum], None, rival)
     return found
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Philox bits and Gumbel noise by themselves, of the functions that the drawing kernels share."""
 
 from __future__ import annotations

@@ -76,9 +76,10 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
 def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, Rule]:
     """What the rule reads of rows: convolved channels, gates, and each head's two constants."""
     device = bench.timer.device
-    constants = (torch.randn(shape.heads, device=device) for _ in range(2))
+    rate = torch.randn(shape.heads, device=device)
+    bias = torch.randn(shape.heads, device=device)
     mixed = torch.randn(rows, shape.channels, device=device)
-    return mixed, bench.normal(rows, 2 * shape.heads), Rule(*constants)
+    return mixed, bench.normal(rows, 2 * shape.heads), Rule(rate, bias)
 
 
 def delta_case(

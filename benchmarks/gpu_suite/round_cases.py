@@ -110,7 +110,7 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slots:
     """The state that a round's own kernels read and write, for S slots; see `spd.runtime.round.state`."""
 
@@ -159,7 +159,7 @@ def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows
     made = kernels.round_window(s, k, places, vocab)
     sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)
     finite = torch.ones_like(sampled, dtype=torch.bool)
-    calls = {
+    calls: dict[str, Call] = {
         "round_window": partial(kernels.round_window, s, k, places, vocab),
         "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
         "committed_window": partial(kernels.committed_window, s, 2, s.active, places, None),

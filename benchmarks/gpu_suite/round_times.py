@@ -23,6 +23,9 @@ from benchmarks.gpu_suite.graph_timer import free_memory
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.lab.rows import percentile
+from spd.runtime.round.local_queue import Fetched, LocalRoundQueue, Ticket
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampling_params import SamplerClass
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)
@@ -75,24 +78,36 @@ class Recorder:
     @classmethod
     def of(cls, engine: Engine) -> Recorder:
         """Start noting; for the engine's whole life."""
-        recorder, queue = cls(), engine._device
+        recorder = cls()
+        queue = engine._device
+        assert isinstance(queue, LocalRoundQueue)
         launch = queue.launch
 
-        def noted(*arguments: Any, **named: Any) -> Any:
-            ticket = launch(*arguments, **named)
-            return ticket._replace(fetch=recorder._noting(ticket.k, ticket.fetch))
+        def recorded_launch(
+            k: int,
+            views: Sequence[SlotView],
+            needs: SamplerClass,
+            num_logprobs: int | None,
+            next_k: int,
+        ) -> Ticket:
+            ticket = launch(k, views, needs, num_logprobs, next_k)
+            return ticket._replace(fetch=recorder._recording_fetch(ticket))
 
-        queue.launch = noted
+        vars(queue)["launch"] = recorded_launch  # is found before the method of the class
         return recorder
 
-    def _noting(self, k: int, fetch: Callable[[], Any]) -> Callable[[], Any]:
-        def fetched() -> Any:
+    def _recording_fetch(self, ticket: Ticket) -> Callable[[], Fetched]:
+        """Return a ticket's `fetch`, which also notes the times of the round."""
+
+        def fetched() -> Fetched:
             before = time.perf_counter_ns()
-            found = fetch()
+            result = ticket.fetch()
             waited = time.perf_counter_ns() - before
-            times = found[1].tolist()
-            self.rounds.append(RoundTimes(k, times[BEGAN], times[COMMITTED], times[ENDED], waited))
-            return found
+            times: list[int] = result[1].tolist()
+            self.rounds.append(
+                RoundTimes(ticket.k, times[BEGAN], times[COMMITTED], times[ENDED], waited)
+            )
+            return result
 
         return fetched
 

@@ -81,10 +81,10 @@ def experts_case(
 ) -> Rows:
     """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
     kernels, found, device = bench.kernels, Rows(), bench.timer.device
-    own = ExpertWeights(
-        *(_stacked(bench, kind, count, *size) for size in ((2 * inner, hidden), (hidden, inner)))
-    )
-    each = (_bytes(own.gate_up) + _bytes(own.down)) // count
+    gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
+    down = _stacked(bench, kind, count, hidden, inner)
+    own = ExpertWeights(gate_up, down)
+    each = (_bytes(gate_up) + _bytes(down)) // count
     for number in rows:
         x, stream = bench.normal(number, hidden), bench.normal(number, hidden)
         ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()

@@ -24,9 +24,10 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp import FAMILIES, MtpLayout, MtpSource
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Shape
 from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
-from spd.runtime.models.mtp_weights import module_bytes, module_layer
+from spd.runtime.models.mtp_weights import module_bytes, module_layer, module_parts
 from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors
 from spd.runtime.plan.memory import largest, page_bytes, tensor_bytes
 from spd.runtime.round.limits import PAGE_SIZE
@@ -189,27 +190,23 @@ def write_hollow(model: Published, parent: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(model.config)), encoding="utf-8")
     config = ModelFolder(folder).config
-    layout, code = family_layout(config), CODES[config.dtype]
-    matrices = {
-        prefix + name
-        for prefix, destination in destinations(config, layout)
-        if prefix and len(destination.shape) == 2 and not destination.exact
-        for name, *_ in destination.parts
-    }
-    shapes = expected_tensors(config, layout)
+    code = CODES[config.dtype]
+    layouts = [family_layout(config)]
     if model.modules:
         family = next(each for each in FAMILIES if each.name == model.family())
         head = MtpLayout(family, model.modules, config.num_layers)
-        for module in range(model.modules):
-            shapes |= MtpSource(ModelFolder(folder), head, config).glue_tensors(module)
-            for destination in module_layer(config, family).destinations():
-                own = {
-                    head.layer_prefix(module) + part.name: part.shape for part in destination.parts
-                }
-                shapes |= own
-                matrices |= (
-                    set(own) if len(destination.shape) == 2 and not destination.exact else set()
-                )
+        source = MtpSource(ModelFolder(folder), head, config)
+        layouts += [part.layout for part in module_parts(source, model.modules, None)]
+    shapes: dict[str, Shape] = {}
+    matrices: set[str] = set()
+    for layout in layouts:
+        shapes |= expected_tensors(config, layout)
+        matrices |= {
+            prefix + name
+            for prefix, destination in destinations(config, layout)
+            if prefix and len(destination.shape) == 2 and not destination.exact
+            for name, *_ in destination.parts
+        }
     entries: dict[str, tuple[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
         fp8 = config.quantization is not None and name in matrices

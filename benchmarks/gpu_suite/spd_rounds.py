@@ -103,7 +103,7 @@ def build_engine(
         speculation |= {"draft_max": setting.k, "adaptive": False}
     if setting.method == "draft":
         speculation["draft_model"] = draft
-    fixed = {"lag": setting.lag, "graphs": setting.graphs, "slots": setting.slots}
+    fixed: dict[str, Any] = {"lag": setting.lag, "graphs": setting.graphs, "slots": setting.slots}
     return Engine(EngineConfig(model=folder, device=device, **fixed, **speculation, **rest))
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import __main__ as command
-from benchmarks.gpu_suite import shapes, spd_rounds
+from benchmarks.gpu_suite import shapes, sparse_models, spd_rounds
 from benchmarks.gpu_suite.digest import RENDERERS
 from benchmarks.gpu_suite.report import REPORT
 from benchmarks.gpu_suite.round_settings import Setting
@@ -20,6 +20,8 @@ from benchmarks.gpu_suite.spd_rounds import Outcome, compare
 from benchmarks.gpu_suite.speculation import gain
 from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite
 from benchmarks.summaries import median_interval
+from spd.formats.folder import ModelFolder
+from spd.runtime import check_source
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import read_model_config
@@ -215,3 +217,14 @@ def test_interval_of_the_median() -> None:
     for count, interval in ((30, (10, 21)), (10, (2, 9)), (6, (1, 6)), (5, None), (0, None)):
         assert median_interval([float(i) for i in range(count, 0, -1)]) == interval
     assert median_interval([float(i) for i in range(1, 31)], confidence=0.9) == (11, 20)
+
+
+@pytest.mark.parametrize("model", [sparse_models.MIMO, sparse_models.V3])
+def test_a_hollow_checkpoint_has_its_mtp_head(
+    model: sparse_models.Published, tmp_path: Path
+) -> None:
+    folder = ModelFolder(sparse_models.write_hollow(model, tmp_path))
+    source = folder.mtp_source()
+    assert source is not None
+    assert source.layout.modules == model.modules == 1
+    assert check_source(source, folder.checkpoint).keys() <= folder.checkpoint.tensors.keys()
