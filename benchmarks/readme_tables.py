@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from benchmarks import table_forms
 from benchmarks.environment import ROOT
+from benchmarks.suites import tables as suite_tables
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,6 +43,7 @@ class Table:
 PEERS = "python -m benchmarks.peers MODEL"
 BENCH = "python -m benchmarks.bench_results"
 EQUALITY = "python -m benchmarks.equality"
+SUITES = "python -m benchmarks.suites"
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "headline": Table(
@@ -95,6 +97,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "explain_check": Table(
             "explain_check.json", table_forms.explain_check, "python -m benchmarks.explain_check"
         ),
+        "suites": Table("suites.json", suite_tables.suites, SUITES),
+        "suite_schemas": Table("suites.json", suite_tables.suite_schemas, SUITES),
     }
 )
 

@@ -1,0 +1,278 @@
+"""Scripted replies with a tool call: every form and published template × schemas × arguments.
+
+A reply is read whole, character by character and in two pieces at every place, and has to give the same
+arguments. The grammars of `required` and `auto` have to allow it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suites.conversations import calling, reply, user
+from benchmarks.suites.folders import END, VOCABULARY, write_tokenizer
+from benchmarks.suites.reply_schemas import CASES, Case
+from benchmarks.suites.report import WRONG, Report
+from benchmarks.suites.templates import template_files
+from spd.cli.serve.call_forms import FORMS, GUESSED, MARKS, Form, call_form
+from spd.cli.serve.call_grammar import Tools
+from spd.errors import SpdError
+from spd.formats.chat_template import ChatTemplate
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
+from spd.runtime.engine.request import GrammarText
+from tests.every_template import SPECIAL, found, own
+
+NAME = "lookup_word"
+READ = "read"
+NOT_HELD = "read, not held"
+REFUSED = "refused by name"
+REFUSAL = "required: refused: "
+CUTS = 24
+"""Places at which a template's reply is cut; the form's own is cut at every place, with `auto`."""
+UNKNOWN = ("MiniMax-M3", "meetkai-functionary-medium-v3.2", "unsloth-Apriel-1.5")
+"""Templates with a form of their own that looks like one that spd knows."""
+BY_TEMPLATE = 3
+"""Arguments of a schema, or one more, that each template writes; the forms' own marks write all."""
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A reply with one call, and what it has to give."""
+
+    row: str
+    form: Form
+    case: Case
+    arguments: Mapping[str, Any]
+    text: str
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The functions that the model may call."""
+        return {NAME: {"type": "object", **self.case.schema}, "clock": {"type": "object"}}
+
+
+# -- texts -------------------------------------------------------------------------------------------
+
+
+def written(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Return a call in a form's own marks."""
+    pairs = form.pairs
+    if pairs is None:
+        body = json.dumps(arguments, ensure_ascii=False)
+    else:
+        lines = [
+            pairs.text.replace("KEY", name).replace("VALUE", _value(form, value))
+            for name, value in arguments.items()
+        ]
+        body = pairs.comma.join(lines)
+    call = form.call.replace("NAME", NAME).replace("#", "0").replace("ARGUMENTS", body)
+    text = form.opening + (f"[{call}]" if form.is_array else call) + form.closing
+    if form.channels is not None:
+        text = form.channels.call.replace("NAME", NAME) + text
+    return text
+
+
+def _value(form: Form, value: Any) -> str:
+    """Return a value as a form of pairs writes it: texts raw or between its quotes."""
+    quote = form.pairs.quote if form.pairs else None
+    if quote is None or (quote == "" and not isinstance(value, str)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, dict):
+        inner = (f"{name}:{_value(form, one)}" for name, one in value.items())
+        return f"{{{','.join(inner)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(_value(form, one) for one in value)}]"
+    return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around an assistant's turn, for one schema."""
+
+    template: ChatTemplate
+    tools: list[dict[str, Any]]
+    prompt: str
+    tail: str
+    """What ends a turn."""
+
+    @classmethod
+    def of(cls, template: ChatTemplate, schema: Mapping[str, Any]) -> Frame | None:
+        """Return a schema's frame; None where the template refuses such a conversation."""
+        tools = [{"type": "function", "function": {"name": NAME, "parameters": dict(schema)}}]
+        prompt = own(template, [user()], tools=tools)
+        said = [user(), reply("XYZ")]
+        plain = own(template, said, tools=tools, add_generation_prompt=False)
+        if prompt is None or plain is None:
+            return None
+        return cls(template, tools, prompt, plain[plain.rfind("XYZ") + 3 :])
+
+    def reply(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return a call as the template writes it into a history; None where it writes none."""
+        said = [user(), calling((NAME, dict(arguments)))]
+        whole = own(self.template, said, tools=self.tools, add_generation_prompt=False)
+        if whole is None:
+            return None
+        pairs = enumerate(zip(self.prompt, whole, strict=False))
+        shorter = min(len(self.prompt), len(whole))
+        begin = whole[: next((at for at, (a, b) in pairs if a != b), shorter)]
+        if begin.rfind("<") > begin.rfind(">"):
+            begin = begin[: begin.rfind("<")]
+        text = whole[len(begin) :]
+        return text.removesuffix(self.tail) if NAME in text else None
+
+
+def own_replies() -> Iterator[Scripted]:
+    """Yield a reply for each form, schema and arguments, in the form's own marks."""
+    for name, form in FORMS.items():
+        for case in CASES.values():
+            for arguments in case.values:
+                text = written(form, case.schema, arguments)
+                yield Scripted(name, form, case, arguments, text)
+
+
+def template_replies(path: Path) -> Iterator[Scripted]:
+    """Yield the replies that a published template writes."""
+    source = path.read_text(encoding="utf-8")
+    form = call_form(source)
+    template = ChatTemplate("", {"default": source}, SPECIAL)
+    for case in CASES.values():
+        frame = Frame.of(template, case.schema)
+        if frame is None:
+            continue
+        step = max(1, len(case.values) // BY_TEMPLATE)
+        for arguments in case.values[::step]:
+            text = frame.reply(arguments)
+            if text is None:
+                return
+            if form.closing and form.closing in text:  # what follows ends the turn
+                text = text[: text.rindex(form.closing) + len(form.closing)]
+            yield Scripted(path.stem, form, case, arguments, text)
+
+
+# -- checks ------------------------------------------------------------------------------------------
+
+
+class Checker:
+    """Reads replies and asks grammars, with the marks of all forms as tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        write_tokenizer(folder, sorted(MARKS))
+        self._tokenizer = Tokenizer.open(folder)
+        self._compiler = GrammarCompiler(folder, VOCABULARY)
+        self._tokens = {
+            mark: number
+            for mark in MARKS
+            if (number := self._tokenizer.token_to_id(mark)) is not None
+        }
+
+    def fault(self, one: Scripted, cuts: int | None) -> tuple[str, bool]:
+        """Return what is wrong with a reply, or nothing, and whether a grammar held it in both modes."""
+        held = True
+        for required in (True, False):
+            tools = Tools(one.functions, one.form, required=required, tokens=self._tokens)
+            if fault := self._read(one, tools, CUTS if required else cuts):
+                return f"{'required' if required else 'auto'}: {fault}", held
+            try:
+                grammar = tools.grammar
+                if grammar is None:
+                    held = False
+                elif fault := self._allowed(one, grammar, bare=required and one.form.is_bare):
+                    return f"{'required' if required else 'auto'}: {fault}", held
+            except SpdError as error:
+                if required:
+                    return REFUSAL + error.message, held
+                held = False
+        return "", held
+
+    def _read(self, one: Scripted, tools: Tools, cuts: int | None) -> str:
+        """Return what is wrong with the calls that are found, over all ways to cut the text."""
+        text = one.text
+        places: Sequence[int] = range(1, len(text))
+        if cuts is not None and len(text) > cuts:
+            places = sorted(random.Random(text).sample(places, cuts))
+        ways = [[text], list(text), *([text[:at], text[at:]] for at in places)]
+        wanted = [(NAME, _exact(one.arguments))]
+        for pieces in ways:
+            calls: list[list[str]] = []
+            for piece in found(tools, pieces):
+                if piece.kind == "call" and piece.name:
+                    calls.append([piece.name, piece.text])
+                elif piece.kind == "call":
+                    calls[-1][1] += piece.text
+            seen = [(name, _exact_of(arguments)) for name, arguments in calls]
+            if seen != wanted:
+                what = "lost" if not seen else f"read as {seen}"
+                return f"{what} in {len(pieces)} pieces"
+        return ""
+
+    def _allowed(self, one: Scripted, grammar: GrammarText, *, bare: bool) -> str:
+        """Return where a grammar forbids a reply, or nothing; `bare` replies have no opening mark."""
+        text = one.text
+        if one.form.channels is None and one.form.opening in text:
+            text = text[text.index(one.form.opening) :]
+        if bare:
+            text = text.removeprefix(one.form.opening)
+        ids = self._tokenizer.encode(text, parse_special=True)
+        matcher = self._compiler.compile(grammar, (END,))
+        assert matcher is not None
+        for at, token in enumerate(ids):
+            try:
+                matcher.accept(token)
+            except GrammarError:
+                rest = self._tokenizer.decode(ids[at:], skip_special=False)
+                return f"the grammar forbids {rest[:60]!r}"
+        return "" if matcher.complete else "the grammar wants more"
+
+
+def _exact(value: object) -> str:
+    """Return a text that tells 1 from true and 1.0, and not one order of keys from another."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _exact_of(text: str) -> str:
+    with suppress(ValueError):
+        return _exact(json.loads(text))
+    return text
+
+
+def run(llama: Path | None) -> Report:
+    """Read every reply, of the forms' own marks and of the published templates."""
+    report = Report("replies", "spd's forms and the templates in llama-cpp-python's sdist")
+    with tempfile.TemporaryDirectory() as place:
+        checker = Checker(Path(place))
+        for one in own_replies():
+            _count(report, checker, one, None)
+        print(report.text(), flush=True)
+        for path in template_files(llama) if llama else ():
+            form = call_form(path.read_text(encoding="utf-8"))
+            if form is GUESSED or path.stem in UNKNOWN:
+                report.reasons[path.stem] = "a form of calls that spd does not know"
+                continue
+            for one in template_replies(path):
+                _count(report, checker, one, CUTS)
+            print(f"  {path.stem}: {dict(report.rows.get(path.stem, {}))}", flush=True)
+    return report
+
+
+def _count(report: Report, checker: Checker, one: Scripted, cuts: int | None) -> None:
+    try:
+        fault, held = checker.fault(one, cuts)
+    except Exception as error:
+        fault, held = f"{type(error).__name__}: {error}", False
+    if fault.startswith(REFUSAL) and "oneOf" in one.case.schema:
+        report.add(one.row, REFUSED)
+    elif fault:
+        schema = next(name for name, case in CASES.items() if case is one.case)
+        report.add(one.row, WRONG, f"{schema}: {_exact(one.arguments)}: {fault}: {one.text!r}")
+    else:
+        report.add(one.row, READ if held else NOT_HELD)
