@@ -168,7 +168,7 @@ class Checker:
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder, sorted(MARKS))
         self._tokenizer = Tokenizer.open(folder)
-        self._compiler = GrammarCompiler(folder, VOCABULARY)
+        self._compiler = GrammarCompiler(self._tokenizer, VOCABULARY)
         self._tokens = {
             mark: number
             for mark in MARKS

@@ -72,7 +72,7 @@ class Acceptor:
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder)
         self._tokenizer = Tokenizer.open(folder)
-        self._compiler = GrammarCompiler(folder, VOCABULARY)
+        self._compiler = GrammarCompiler(self._tokenizer, VOCABULARY)
 
     def grammar_of(self, schema: Mapping[str, Any]) -> GrammarText:
         """Return what a chat completion's format makes of a schema. Raises SpdError, ApiError."""

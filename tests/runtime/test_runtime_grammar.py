@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from spd.errors import UsageError
+from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import KEPT, Grammar, GrammarCompiler
@@ -76,7 +77,7 @@ def target(tiny: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def compiler(target: Path) -> GrammarCompiler:
-    return GrammarCompiler(target, VOCAB)
+    return GrammarCompiler(Tokenizer.open(target), VOCAB)
 
 
 def requests(temperature: float, count: int = 90) -> list[Request]:
@@ -344,7 +345,7 @@ def test_what_cannot_be_read_is_refused_at_admission(
 
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
-    compiler = GrammarCompiler(target, VOCAB)
+    compiler = GrammarCompiler(Tokenizer.open(target), VOCAB)
     for i in range(KEPT + 5):
         compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
     assert compiler._kept.cache_info().currsize == KEPT
@@ -516,7 +517,7 @@ def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
 
 def test_where_thinking_begins_and_ends(target: Path) -> None:
     """By its tokens among the first of a reply, by the prompt, and in drafts that are only looked at."""
-    matcher = GrammarCompiler(target, VOCAB)._read("regex", "x")
+    matcher = GrammarCompiler(Tokenizer.open(target), VOCAB)._read("regex", "x")
     for tokens, drafts, inside, begun in (
         ([BEGIN, 7], [], False, False),
         ([BEGIN, END, 7], [], False, True),
@@ -549,9 +550,10 @@ def test_long_chains_of_references_end_no_process(target: Path, kind: str) -> No
         text = f'{{"$ref": "#/$defs/d0", "$defs": {{{", ".join(definitions)}, "d3000": {{}}}}}}'
     code = (
         "import sys, threading; from pathlib import Path;"
+        "from spd.formats.tokenizer import Tokenizer;"
         "from spd.runtime.engine.grammar import GrammarCompiler;"
         "from spd.runtime.engine.request import GrammarText;"
-        "compiler = GrammarCompiler(Path(sys.argv[1]), int(sys.argv[2]));"
+        "compiler = GrammarCompiler(Tokenizer.open(Path(sys.argv[1])), int(sys.argv[2]));"
         "text = GrammarText(sys.argv[3], sys.stdin.read());"
         "work = lambda: print(compiler.compile(text, (1,)).complete);"
         "thread = threading.Thread(target=work); thread.start(); thread.join()"

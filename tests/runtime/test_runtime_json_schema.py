@@ -25,7 +25,7 @@ NEVER = {"type": "string", "pattern": r"[^\s\S]"}
 @functools.cache
 def compiler() -> GrammarCompiler:
     demo = ModelFolder.named("demo")
-    return GrammarCompiler(demo.path, demo.config.vocab_size)
+    return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
 def compiled(schema: Any, kind: str = "schema") -> Grammar:

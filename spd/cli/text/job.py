@@ -331,10 +331,10 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     sampling = resolve_sampling(options, folder.generation, usable, logprobs=logprobs)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     if grammar is not None:
-        vocabulary.need_tokenizer()
+        tokenizer = vocabulary.need_tokenizer()
         from spd.runtime import GrammarCompiler
 
-        GrammarCompiler(folder.path, model.vocab_size).compile(grammar, ())
+        GrammarCompiler(tokenizer, model.vocab_size).compile(grammar, ())
     thinking_budget(options.think, vocabulary, False)
     return Settings(config, sampling, vocabulary, usable, context, grammar, options.think)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spd.runtime.engine.grammar_tokenizer import GrammarVocabulary
 from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
 from spd.runtime.engine.schema_text import (
@@ -29,6 +29,8 @@ from spd.runtime.round.limits import WORD, mask_width
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from spd.formats.tokenizer import Tokenizer
 
 BEGINNING = 2  # tokens of a reply among which its thinking has to begin
 KEPT = 64  # compiled grammars that are kept for the next request with the same text
@@ -184,8 +186,10 @@ def _bit(token: int) -> int:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, in any thread, and keeps the latest."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self.folder, self.vocab_size = folder, vocab_size
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """tokenizer: the one that encodes the prompts; None where no grammar can be asked for."""
+        self._encoder = tokenizer
+        self.vocab_size = vocab_size
         self._tokenizer: Any = None
         self._kept = lru_cache(KEPT)(self._read)
         self._lock = threading.Lock()
@@ -205,22 +209,20 @@ class GrammarCompiler:
     def _read(self, kind: str, text: str) -> Any:
         """Return a matcher at the beginning of a grammar. Raises UsageError."""
         if len(text) <= SHALLOW_BYTES:
-            return self._matcher(kind, text)
-        return on_large_stack(lambda: self._matcher(kind, text))
+            return self._checked(kind, text)
+        return on_large_stack(lambda: self._checked(kind, text))
 
-    def _matcher(self, kind: str, text: str) -> Any:
+    def _checked(self, kind: str, text: str) -> Any:
         """Return a matcher as `_read` does, on the stack of the thread that asks."""
-        from llguidance import LLMatcher, LLTokenizer
-
         if self._tokenizer is None:
-            ids = mask_width(self.vocab_size) * WORD
-            self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
+            if self._encoder is None:
+                raise refused(kind, "the model has no tokenizer")
+            size = mask_width(self.vocab_size) * WORD
+            self._tokenizer = GrammarVocabulary(self._encoder, size).library()
         check_patterns(kind, text)
-        prepared = with_schemas(kind, text, closed_schema)
-        matcher = LLMatcher(self._tokenizer, _grammar(kind, prepared), log_level=0)
+        matcher = self._matcher(kind, with_schemas(kind, text, closed_schema))
         if matcher.is_error():  # perhaps by a schema that has to be looked at by itself
-            prepared = with_schemas(kind, text, usable_schema)
-            matcher = LLMatcher(self._tokenizer, _grammar(kind, prepared), log_level=0)
+            matcher = self._matcher(kind, with_schemas(kind, text, usable_schema))
         if matcher.is_error():
             raise refused(kind, matcher.get_error())
         beginning = matcher.deep_copy()
@@ -228,6 +230,13 @@ class GrammarCompiler:
         if beginning.is_error():
             raise refused(kind, "no text begins as it says")
         return matcher
+
+    def _matcher(self, kind: str, prepared: str) -> Any:
+        """Return a matcher of a grammar whose schemas are prepared; it may be in error."""
+        from llguidance import LLMatcher
+
+        grammar = _grammar(kind, prepared)
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
 
 
 def _grammar(kind: str, text: str) -> str:

@@ -312,7 +312,7 @@ class RequestChecks:
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
         """Ids that can be drawn; vocab_size of them have an embedding."""
-        self._grammars = GrammarCompiler(folder.path, self.vocab_size)
+        self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def sequence(self, request: Request) -> Sequence:
         """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""

@@ -582,7 +582,7 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served, model) -> None
     assert [item["content"][0]["text"] for item in whole["output"]] == ["Hm.", '{"a": 3}']
     write_tokenizer(model, (*SPECIALS, "<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
     tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
-    compiler = GrammarCompiler(model, 264)
+    compiler = GrammarCompiler(tokenizer, 264)
     assert asked.kind == "lark" and "final" in asked.text
     free = Tools(
         {"read": NUMBER}, FORMS["gpt-oss"], strict=True, tokens=tokenizer.special_tokens

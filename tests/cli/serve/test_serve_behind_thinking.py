@@ -30,9 +30,9 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></th
 LATE = "{% if not thinking %}</think>{% endif %}"
 
 
-def allows(folder: Path, tokenizer: Any, grammar: GrammarText, reply: str) -> bool:
+def allows(tokenizer: Any, grammar: GrammarText, reply: str) -> bool:
     """True if a model may write this reply and end it."""
-    state = GrammarCompiler(folder, tokenizer.vocab_size).compile(grammar, (256,))
+    state = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, (256,))
     assert state is not None
     row = torch.empty(1, (tokenizer.vocab_size + 31) // 32, dtype=torch.int32)
     try:
@@ -87,10 +87,10 @@ def test_where_a_grammar_begins(
     opening, closing = special or THINK
     thought = f"h{{m\n{closing}" if inside else f"{opening}h{{m\n{closing}"
     assert begins_inside == (starts == "thought")
-    assert allows(tmp_path, tokenizer, found, thought + answer) == (starts != "answer")
-    assert allows(tmp_path, tokenizer, found, answer) == (starts != "thought")
-    assert not allows(tmp_path, tokenizer, found, f"{thought}{answer[:-1]}"), "the answer is cut"
-    assert not allows(tmp_path, tokenizer, found, f"{thought}?{answer}")
+    assert allows(tokenizer, found, thought + answer) == (starts != "answer")
+    assert allows(tokenizer, found, answer) == (starts != "thought")
+    assert not allows(tokenizer, found, f"{thought}{answer[:-1]}"), "the answer is cut"
+    assert not allows(tokenizer, found, f"{thought}?{answer}")
 
 
 def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: 
     asked = Asked(messages=({"role": "user", "content": "Hi"},))
     grammar, _ = behind_thinking(GrammarText("regex", "("), vocabulary, asked, "", False)
     with pytest.raises(SpdError, match="cannot be used"):
-        GrammarCompiler(tmp_path, tokenizer.vocab_size).compile(grammar, ())
+        GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

@@ -251,7 +251,7 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
 @functools.cache
 def demo_compiler() -> GrammarCompiler:
     demo = ModelFolder.named("demo")
-    return GrammarCompiler(demo.path, demo.config.vocab_size)
+    return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
 def takes(grammar: GrammarText, text: str) -> bool:
@@ -283,7 +283,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
     tools = wishes.tools_of(
         body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer
     )
-    grammar, compiler = tools.grammar, GrammarCompiler(model, 320)
+    grammar, compiler = tools.grammar, GrammarCompiler(tokenizer, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
     fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
     for said in (

@@ -1,0 +1,109 @@
+"""The vocabulary of a grammar: the tokens that a model's tokenizer has, and how it writes text.
+
+A grammar forces what has only one continuation, written as the tokenizer would write it. Names of
+control tokens in it are text like any other: ordinary tokens write them, as a parser of replies
+takes the control token itself for something else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+from spd.errors import SpdError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from spd.formats.tokenizer import Tokenizer
+
+_FENCE = "\x02"
+"""What no vocabulary joins with what follows: a text may lose or get a blank where it begins."""
+
+
+class GrammarVocabulary:
+    """The tokens of a tokenizer as llguidance asks for them.
+
+    The attributes are those that `llguidance.TokenizerWrapper` reads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """size: ids in a mask, those without a token included."""
+        self._tokenizer = tokenizer
+        controls = _control_tokens(tokenizer)
+        self._controls = frozenset(controls)
+        self.special_token_ids = sorted(controls)
+        self.tokens = [
+            controls[token].encode() if token in controls else tokenizer.token_bytes(token)
+            for token in range(size)
+        ]
+        self.eos_token_id = self._end_of_text(size)
+        self.bos_token_id = tokenizer.bos_id
+        names = sorted(controls.values(), key=len, reverse=True)
+        self._control = re.compile(f"(?=({'|'.join(map(re.escape, names))}))") if names else None
+        self._library: LLTokenizer | None = None
+
+    def library(self) -> LLTokenizer:
+        """Return llguidance's form of this vocabulary."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if self._library is None:
+            self._library = LLTokenizer(TokenizerWrapper(self))
+        return self._library
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return ordinary tokens that write a text. It does not raise: llguidance would panic."""
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        written = text.encode()
+        for candidate in (self._encode, self._encode_fenced):
+            ids = candidate(text)
+            if self._bytes_of(ids) == written and self._controls.isdisjoint(ids):
+                return ids
+        return self._library.greedy_tokenize(text) if self._library is not None else []
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, cut within each name of a control token; none on errors."""
+        names = self._control.finditer(text) if self._control is not None else ()
+        cuts = [0, *(name.start() + 1 for name in names), len(text)]
+        try:
+            pieces = [
+                self._tokenizer.encode(text[begin:end]) for begin, end in itertools.pairwise(cuts)
+            ]
+        except SpdError:
+            return []
+        return [token for piece in pieces for token in piece]
+
+    def _encode_fenced(self, text: str) -> list[int]:
+        """Return the tokens of a text that does not begin where a text begins."""
+        ids = self._encode(_FENCE + text)
+        for count in range(len(ids)):
+            if self._bytes_of(ids[:count]).lstrip(b" ") == _FENCE.encode():
+                return ids[count:]
+        return []
+
+    def _bytes_of(self, ids: list[int]) -> bytes:
+        return self._tokenizer.bytes_of(ids)
+
+    def _end_of_text(self, size: int) -> int:
+        """Return an id by which llguidance may end a text; no mask allows it.
+
+        An id without a token serves best: one with a token can stand in a grammar by its number.
+        """
+        unused = range(self._tokenizer.vocab_size, size)
+        if unused:
+            return unused[0]
+        if self._tokenizer.eos_id is not None:
+            return self._tokenizer.eos_id
+        return self.special_token_ids[0] if self.special_token_ids else size - 1
+
+
+def _control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the names of the tokens that stand for no text, by id.
+
+    Beside the special ones these are added tokens written `<…>`, such as `<tool_call>`.
+    """
+    marks = (name for name in tokenizer.added_tokens if re.fullmatch(r"<.*>", name, re.DOTALL))
+    added = {tokenizer.token_to_id(name): name for name in sorted(marks)}
+    special = {token: name for name, token in tokenizer.special_tokens.items()}
+    return {**special, **{token: name for token, name in added.items() if token is not None}}
