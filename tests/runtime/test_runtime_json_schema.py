@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
-from spd.runtime.engine.json_schema import close_objects
+from spd.runtime.engine.json_schema import _Closing, close_objects
 from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.schema_text import MOST_OPTIONAL
+from spd.runtime.round.limits import mask_width
 
 END = 258
 INTEGER = {"type": "integer"}
@@ -361,3 +364,82 @@ def test_no_text_dies_in_the_middle(schema: Any, other: Any, seed: int) -> None:
     except UsageError:
         return
     walk(grammar, seed)
+
+
+def optional(count: int, *required: str) -> dict[str, Any]:
+    """Return a schema of an object with so many properties."""
+    properties = {f"p{index}": INTEGER for index in range(count)}
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+MANY: tuple[tuple[Any, str], ...] = (
+    (optional(MOST_OPTIONAL), '{"p7": 1, "p1999": 3}'),
+    (optional(MOST_OPTIONAL, "p1999"), '{"p7": 1, "p1999": 3}'),
+    ({"type": "array", "items": optional(MOST_OPTIONAL)}, '[{"p7": 1}, {"p1999": 3}]'),
+    (optional(1) | {"properties": {"p0": optional(MOST_OPTIONAL)}}, '{"p0": {"p7": 1}}'),
+    ({"enum": [{f"p{index}": 1} for index in range(4000)]}, '{"p7":1}'),
+)
+"""Schemas whose parser has longer rows than llguidance allows by itself, and a text."""
+
+
+@pytest.mark.parametrize(("schema", "text"), MANY)
+def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
+    demo = ModelFolder.named("demo")
+    grammar = compiled(schema)
+    rows = torch.empty(2, mask_width(demo.config.vocab_size), dtype=torch.int32)
+    for token in demo.tokenizer.encode(text):
+        assert grammar.masks((token,), rows) == 1
+        grammar.accept(token)
+    assert grammar.complete
+
+
+@pytest.mark.parametrize("count", [MOST_OPTIONAL + 1, 2200])
+def test_more_properties_than_a_row_holds_are_refused_at_the_beginning(count: int) -> None:
+    inner = {"$ref": "#/$defs/d"}
+    schema = {"type": "object", "properties": {"a": INTEGER, "b": inner}, "required": ["a"]}
+    schema["$defs"] = {"d": optional(count)}
+    with pytest.raises(UsageError, match=f"has {count} properties that may be absent"):
+        compiler().compile(GrammarText("schema", json.dumps(schema)), {END})
+
+
+def test_properties_of_alternatives_count_together() -> None:
+    """Each is closed over the names of all, so few alternatives make many properties."""
+    alternatives = [keys(*(f"p{at}.{index}" for index in range(100))) for at in range(20)]
+    node: Any = {"type": "object", "anyOf": alternatives}
+    with pytest.raises(UsageError, match="has 40000 properties that may be absent"):
+        compiler().compile(
+            GrammarText("schema", json.dumps({"type": "array", "items": node})), {END}
+        )
+
+
+def test_what_is_referred_to_twice_counts_once() -> None:
+    """30 levels that refer to the next one twice lead to one object; an object may hold itself."""
+    leaf = keys(*(f"p{index}" for index in range(900)), type="object")
+    leaf["properties"]["next"] = {"$ref": "#/$defs/l0"}
+    levels: dict[str, Any] = {"l30": leaf}
+    for level in range(30):
+        levels[f"l{level}"] = {"anyOf": [{"$ref": f"#/$defs/l{level + 1}"}] * 2}
+    assert accepts({"$ref": "#/$defs/l0", "$defs": levels}, '{"next": {"next": {"p7": 1}}}')
+
+
+@pytest.mark.parametrize("key", ["anyOf", "oneOf", "allOf"])
+def test_a_long_chain_of_references_is_read_in_bounded_time(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 levels that refer to the next one twice took seconds until `oneOf` was refused."""
+    levels: dict[str, Any] = {"l60": INTEGER}
+    for level in range(60):
+        levels[f"l{level}"] = {key: [{"$ref": f"#/$defs/l{level + 1}"}] * 2}
+    schema = {"$ref": "#/$defs/l0", "$defs": levels}
+    reads = list[Any]()
+    gather = _Closing._gather
+
+    def counted(self: _Closing, node: Any, *others: Any) -> None:
+        reads.append(node)
+        gather(self, node, *others)
+
+    monkeypatch.setattr(_Closing, "_gather", counted)
+    refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()
+    with refusal:
+        compiler().compile(GrammarText("schema", json.dumps(schema)), ())
+    assert len(reads) < 40_000

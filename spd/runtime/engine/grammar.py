@@ -21,6 +21,7 @@ from spd.runtime.engine.schema_text import (
     check_size,
     closed_schema,
     in_short,
+    parser_limits,
     refused,
     usable_schema,
     with_schemas,
@@ -236,7 +237,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         grammar = _grammar(kind, prepared)
-        return LLMatcher(self._tokenizer, grammar, log_level=0)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
 
 
 def _grammar(kind: str, text: str) -> str:

@@ -45,6 +45,7 @@ class SchemaDocument:
     def __init__(self, root: Json) -> None:
         self.root = root
         self._anchors: dict[str, str] = {}
+        self._resolved: dict[str, str | None] = {}
         self.is_local = True
         """False where references mean another place than the pointer says, because of an inner
         `$id`."""
@@ -72,12 +73,14 @@ class SchemaDocument:
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
-        pointer = self._anchors.get(reference, unquote(reference)).rstrip("/")
-        try:
-            self.at(pointer)
-        except (LookupError, ValueError, TypeError):
-            return None
-        return pointer
+        if reference not in self._resolved:
+            pointer = self._anchors.get(reference, unquote(reference)).rstrip("/")
+            try:
+                self.at(pointer)
+                self._resolved[reference] = pointer
+            except (LookupError, ValueError, TypeError):
+                self._resolved[reference] = None
+        return self._resolved[reference]
 
     def at(self, pointer: str) -> Json:
         """Return what stands at a pointer. Raises LookupError, ValueError or TypeError."""

@@ -10,13 +10,18 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import lru_cache
 from math import isfinite, lcm
+from typing import TYPE_CHECKING
 
 from spd.errors import UsageError
-from spd.runtime.engine.json_schema import Json, JsonObject, close_objects
+from spd.runtime.engine.json_schema import IN_PLACE_LISTS, Json, JsonObject, close_objects
 from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE
-from spd.runtime.engine.schema_cycles import EndlessSchemaError, without_endless
+from spd.runtime.engine.schema_cycles import PREFIX, EndlessSchemaError, without_endless
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 MOST_STATES, MOST_PATTERNS = 100_000, 12
 """Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref`
@@ -27,6 +32,11 @@ MAX_PATTERN_BYTES = 64 * 1024
 """Of all expressions of one grammar: what a long one takes grows with the square of its length."""
 SHALLOW_BYTES = 8 * 1024
 """A text up to which nothing can be nested so deep that it needs a large stack."""
+MOST_OPTIONAL = 2000
+"""Properties that may be absent where an object stands, those of alternatives together. For each
+llguidance's parser holds four items in a row, and its time grows with their square."""
+MAX_ROW_ITEMS = 80_000
+MAX_STEP_ITEMS = 400_000
 EMPTY = "Unsatisfiable schema"
 """How llguidance begins to say that a schema has no value."""
 FLAGS = {
@@ -76,6 +86,13 @@ def closed_schema(schema: Json, *, closes: bool = True) -> Json:
 
     Raises UsageError.
     """
+    return _closed_text(json.dumps(schema), closes)
+
+
+@lru_cache(8)
+def _closed_text(text: str, closes: bool) -> Json:
+    """Return a schema prepared by `closed_schema`; one that llguidance refuses is wanted twice."""
+    schema: Json = json.loads(text)
     _check_states(schema)
     live = _without_dead_keys(schema)
     closed = close_objects(live, closes=closes)
@@ -85,6 +102,7 @@ def closed_schema(schema: Json, *, closes: bool = True) -> Json:
         if _is_lenient(schema):
             return _free(schema)
         raise refused("schema", str(error)) from None
+    _check_rows(pruned)
     return pruned if closed.is_changed or pruned is not closed.schema else live
 
 
@@ -218,6 +236,14 @@ def _schemas(kind: str, text: str) -> list[JsonObject]:
     return nodes
 
 
+def parser_limits() -> LLParserLimits:
+    """Return what llguidance's parser may use for one token: more than it allows by itself, so
+    that objects of `MOST_OPTIONAL` properties fit."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, step_max_items=MAX_STEP_ITEMS)
+
+
 def _fault(schema: Json) -> str:
     """Return what llguidance has against a schema, in its words; nothing where it takes it."""
     text = json.dumps(schema)
@@ -255,6 +281,50 @@ def _check_states(schema: Json) -> None:
     combines = any("allOf" in node or {"$ref", "pattern"} <= node.keys() for node in nodes)
     if len(patterns) > MOST_PATTERNS and combines:
         raise refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
+
+
+def _check_rows(schema: Json) -> None:
+    """Raises UsageError for a closed schema with more properties than a row of the parser holds."""
+    definitions = schema.get("$defs") if isinstance(schema, dict) else None
+    visited = set[int]()
+    for node in _objects(schema):
+        if id(node) in visited:  # it adds to what was counted
+            continue
+        nodes = _in_place(node, definitions if isinstance(definitions, dict) else {})
+        visited.update(map(id, nodes))
+        optional = sum(map(_optional_properties, nodes))
+        if optional > MOST_OPTIONAL:
+            words = f"an object has {optional} properties that may be absent"
+            raise refused("schema", f"{words}, {MOST_OPTIONAL} at most are supported")
+
+
+def _in_place(node: JsonObject, definitions: JsonObject) -> list[JsonObject]:
+    """Return a schema and all that may apply to the same value, each once."""
+    nodes = [node]
+    seen = {id(node)}
+    for schema in nodes:
+        below: list[Json] = []
+        for key in IN_PLACE_LISTS:
+            branches = schema.get(key)
+            below += branches if isinstance(branches, list) else []
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith(PREFIX):
+            below.append(definitions.get(reference.removeprefix(PREFIX)))
+        for branch in below:
+            if isinstance(branch, dict) and id(branch) not in seen:
+                seen.add(id(branch))
+                nodes.append(branch)
+    return nodes
+
+
+def _optional_properties(node: JsonObject) -> int:
+    """Return how many properties of an object's schema may be absent."""
+    properties = node.get("properties")
+    required = node.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    names = required if isinstance(required, list) else []
+    return len(properties.keys() - {name for name in names if isinstance(name, str)})
 
 
 def _objects(node: Json) -> Iterator[JsonObject]:
