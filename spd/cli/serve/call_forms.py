@@ -61,7 +61,10 @@ CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK = f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}"
 FENCED = f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\nARGUMENTS\n```{CALL_END}"
-DEEPSEEK_HEAD = rf"[^{{]*?{CALL_BEGIN}[^{{]*?{NAME}\s*(?:{SEPARATOR}|```json)?\s*(?=\{{)"
+DEEPSEEK_HEAD = (
+    rf"[\s`]*(?:{CALL_END})?\s*{CALL_BEGIN}\s*(?:\w+\s*{SEPARATOR}\s*)?"
+    rf"{NAME}\s*(?:{SEPARATOR}|```json)?\s*(?=\{{)"
+)
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL = (
     "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"

@@ -42,6 +42,7 @@ KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
 LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
 LINES_GLM = "now\n<arg_key>a</arg_key>\n<arg_value>\nx\n</arg_value>\n"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
 LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
@@ -59,6 +60,14 @@ def tag(text: str) -> str:
 def now(**arguments: Any) -> list[Call]:
     """The one call of a reply."""
     return [("now", arguments)]
+
+
+def kimi(name: str, arguments: str) -> str:
+    return f"{KIMI_CALL}{name}{KIMI_ARGUMENTS}{arguments}<|tool_call_end|>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
 
 
 def gemma(text: str) -> str:
@@ -149,6 +158,100 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         " to=now<|message|><atem:function_calls>\n<atem",
         [],
         "<atem:function_calls>\n<atem",
+    ),
+    "Kimi: broken, then whole": (
+        KIMI[0] + kimi("bad:0", '{"city": "B') + kimi("now:1", "{}") + KIMI[1],
+        now(),
+        'functions.bad:0{"city": "B',
+    ),
+    "Kimi: a text before a call": (
+        KIMI[0] + " noise " + kimi("now:1", "{}") + KIMI[1] + " So.",
+        now(),
+        " noise  So.",
+    ),
+    "Kimi: broken between two": (
+        KIMI[0] + kimi("now:0", "{}") + kimi("bad:1", "{x") + kimi("now:2", "{}") + KIMI[1],
+        [*now(), *now()],
+        "functions.bad:1{x",
+    ),
+    "DeepSeek V3.1: broken, then whole": (
+        f"{DEEPSEEK[0]}{deepseek('bad', '[')}{deepseek('now', '{}')}{DEEPSEEK[1]}",
+        now(),
+        "bad[",
+    ),
+    "MiniMax: broken, then whole": (
+        '<minimax:tool_call>\n<invoke name="bad">\n<parameter</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        now(),
+        '\n<invoke name="bad">\n<parameter\n',
+    ),
+    "MiniMax: without its mark": (
+        'So.\n<invoke name="now">\n<parameter name="a">x</parameter>\n</invoke>',
+        now(a="x"),
+        "So.",
+    ),
+    "Granite: broken, then whole": (
+        f'<|tool_call|>[{{"name": "bad", "arguments": {{"name": }}}}, {NOW}]',
+        now(),
+        '[{"name": "bad", "arguments": {"name": }}, ',
+    ),
+    "Nemotron: broken, with a person in it": (
+        '<TOOLCALL>[{"name": "bad", "arguments": {"a": {"name": "now x"}, }}]</TOOLCALL>',
+        [],
+        '<TOOLCALL>[{"name": "bad", "arguments": {"a": {"name": "now x"}, }}]</TOOLCALL>',
+    ),
+    "LFM2: broken, then whole": (
+        f"{LFM}[bad(a=), now(a='x')]{LFM_END}",
+        now(a="x"),
+        "[bad(a=), ",
+    ),
+    "LFM2: lines in a text": (f"{LFM}[now(a='x\ny', b=1)]{LFM_END}", now(a="x\ny", b=1)),
+    "LFM2: lines in a text of three quotes": (
+        f'{LFM}[now(a="""it\'s\ny""")]{LFM_END}',
+        now(a="it's\ny"),
+    ),
+    "LFM2: quotes in quotes": (
+        f"{LFM}[now(a='sed -n '1,2p' x', b='print(f('1'))')]{LFM_END}",
+        now(a="sed -n '1,2p' x", b="print(f('1'))"),
+    ),
+    "LFM2: what Python has not": (
+        f"{LFM}[now(a=07, b={{'x', 'y'}}, c='a\0b', d=0.5, e=0)]{LFM_END}",
+        now(a=7, b=["x", "y"], c="a\0b", d=0.5, e=0),
+    ),
+    "Qwen3: without its mark": (
+        f"Yes.\n<function=get_weather>\n{CITY}{DAYS}</function>\n</tool_call> So.",
+        ONE,
+        "Yes. So.",
+    ),
+    "Qwen3: two without their marks": (
+        f"<function=get_weather>\n{CITY}{DAYS}</function>\n<function=now>\n</function>\n",
+        BOTH,
+    ),
+    "Qwen3: no known function without its mark": "<function=other>\n</function>",
+    "Qwen3: a function in a sentence": "Use <function=now> to read it",
+    "Qwen3: an end is missing": (
+        tag("<function=get_weather>\n<parameter=city>\nOslo\n<parameter=days>\n3\n</function>"),
+        [("get_weather", {"city": "Oslo", "days": 3})],
+    ),
+    "Qwen3: another key in a value": (
+        tag("<function=get_weather>\n<parameter=city>\n<parameter=x>\n</parameter>\n</function>"),
+        [("get_weather", {"city": "<parameter=x>"})],
+    ),
+    "Seed: without its mark": (
+        f"<function=get_weather>\n{CITY}{DAYS}</function>\n</seed:tool_call>",
+        ONE,
+    ),
+    "GLM: without its mark": (f"get_weather\n{KEYS}\n</tool_call>", ONE),
+    "GLM: an end is missing": (
+        tag(
+            "get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo\n"
+            "<arg_key>days</arg_key>\n<arg_value>3"
+        ),
+        [("get_weather", {"city": "Oslo", "days": 3})],
+    ),
+    "Gemma: a key with blanks": (
+        gemma("now{my key:1,b:{c d:[2]}}"),
+        [("now", {"my key": 1, "b": {"c d": [2]}})],
     ),
     "GigaChat": (f"So.<|function_call|>{OBJECT}", ONE, "So."),
 }
@@ -430,6 +533,8 @@ FRAGMENTS = [
         "\n",
         ";",
     ),
+    *("</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "now\n<arg_key>"),
+    *(KIMI_CALL, "now:1", KIMI_ARGUMENTS, "'", "now(a='", "')]", "</invoke>"),
     *("<", "{", "0", '"x"'),
 ]
 
