@@ -61,6 +61,8 @@ NOT_APPLICABLE: Mapping[str, str] = {
     "minimax_m2::test_header_and_params_in_separate_chunks": UNTYPED,
     "kimi_k2::test_invalid_funcall_id_skipped": "spd reads a call whose id has another form",
     "kimi_k2::test_truncated_tool_call_no_end_marker": BROKEN,
+    "kimi_k2::test_invalid_json_still_extracted": BROKEN,
+    "kimi_k2::test_noise_between_markers_suppressed": BROKEN,
     "lfm2::*echoed_tool_call*": BROKEN,
     "lfm2::*parallel_calls_streaming*": "spd hands out at once calls that end at once",
     "gemma4::test_incomplete_tool_call": BROKEN,
@@ -75,7 +77,6 @@ NOT_APPLICABLE: Mapping[str, str] = {
     "llama3_json::test_extract_tool_calls_simple": "calls without marks inside a text",
     "llama3_json::*surrounding_text*": "calls without marks inside a text",
     "llama3_json::*missing_parameters*": "a call without arguments is one in spd",
-    "*missing_closing*": BROKEN,
 }
 """Tests that can say nothing about spd, by their names (with wildcards), and why."""
 
