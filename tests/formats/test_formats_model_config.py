@@ -20,7 +20,7 @@ from tests.helpers import read_model_config
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
-Saved = Callable[[str], dict]
+Saved = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Configurations of tiny checkpoints, each of which equals `transformers` in `test_runtime_golden`."""
 
     @cache
-    def get(name: str) -> dict:
+    def get(name: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
         write_dense(folder, name) if name in FAMILIES else write_tiny(folder, **VARIANTS[name])
-        return json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        return config
 
     return get
 
@@ -41,7 +42,7 @@ def read(folder: Path, config: object) -> ModelConfig:
     return read_model_config(folder)
 
 
-def without(config: dict, *keys: str) -> dict:
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
@@ -49,26 +50,22 @@ def test_llama_is_read(tmp_path: Path) -> None:
     path = write_json(tmp_path, "config.json", LLAMA)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark is accepted
     assert read_model_config(tmp_path) == ModelConfig(
-        **{
-            "architecture": "LlamaForCausalLM",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_layers": 2,
-        },
-        **{
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 300,
-            "max_positions": 512,
-        },
-        **{
-            "rms_norm_eps": 1e-5,
-            "tie_embeddings": False,
-            "attention_bias": False,
-            "mlp_bias": False,
-        },
-        **{"rope": RopeConfig("default", 500000.0), "dtype": "bfloat16", "bos_token_id": 1},
+        architecture="LlamaForCausalLM",
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=300,
+        max_positions=512,
+        rms_norm_eps=1e-5,
+        tie_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig("default", 500000.0),
+        dtype="bfloat16",
+        bos_token_id=1,
         eos_token_ids=(2,),
     )
 

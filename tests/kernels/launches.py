@@ -264,7 +264,8 @@ def rounds() -> Launches:
         return RoundState(4, width - 32, 31, 64, "meta")
 
     slots, places, s = of(I64, 4), Places(64, 4096, 64), state()
-    generated, found = of(torch.int32, 4, VOCAB), {}
+    generated = of(torch.int32, 4, VOCAB)
+    found: Launches = {}
 
     def commit(k: int, counts: Tensor | None, given: Tensor | None) -> None:
         rows = (of(I64, 4, k + 1), of(I64, 4, k + 1), of(BOOL, 4, k + 1), of(I64, 4, k + 1))

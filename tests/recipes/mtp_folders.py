@@ -85,7 +85,8 @@ def weights(
         yield own, dtype, (shape,) if isinstance(shape, int) else shape
 
 
-Names, Entries = tuple[str, ...], Iterator[Entry]
+Names = tuple[str, ...]
+Entries = Iterator[Entry]
 Make = Callable[..., Entries]
 GATED = ("gate_proj", "up_proj", "down_proj")
 

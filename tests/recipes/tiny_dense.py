@@ -28,29 +28,30 @@ from tests.recipes.tiny import (
 )
 
 WINDOW = 24
-SLIDES, PADS = {"sliding_window": WINDOW}, {"pad_token_id": 0}
+SLIDES: dict[str, Any] = {"sliding_window": WINDOW}
+PADS: dict[str, Any] = {"pad_token_id": 0}
 FULL, SLIDING = "full_attention", "sliding_attention"
-GEMMA = {
+GEMMA: dict[str, Any] = {
     **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, **SLIDES},
     **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
-GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-TIED, PLAIN, NORMED = (
-    {"architecture": LLAMA},
-    {"architecture": LLAMA, "tie": False},
-    {"architecture": QWEN3},
-)
-BIAS = {"attention_bias": True}
-BIASED, SIDED = {**PLAIN, **BIAS}, {**NORMED, "rope_style": "parameters"}
-UNTIED, MAMBA = {**NORMED, "tie": False}, partial(to.with_single_blocks, kinds="M*-E")
-SPARSE = {"architecture": QWEN3_MOE, "tie": False, "extra": EXPERTS}
-DENSE_FIRST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0]}}
-SPARSE_LAST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
-LOCAL = {"num_local_experts": 8, "intermediate_size": 32}
+GEMMA3: dict[str, Any] = {**GEMMA, "model_type": "gemma3_text"}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
+DYNAMIC: dict[str, Any] = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+TIED: dict[str, Any] = {"architecture": LLAMA}
+PLAIN: dict[str, Any] = {"architecture": LLAMA, "tie": False}
+NORMED: dict[str, Any] = {"architecture": QWEN3}
+BIAS: dict[str, Any] = {"attention_bias": True}
+BIASED: dict[str, Any] = {**PLAIN, **BIAS}
+SIDED: dict[str, Any] = {**NORMED, "rope_style": "parameters"}
+UNTIED: dict[str, Any] = {**NORMED, "tie": False}
+MAMBA = partial(to.with_single_blocks, kinds="M*-E")
+SPARSE: dict[str, Any] = {"architecture": QWEN3_MOE, "tie": False, "extra": EXPERTS}
+DENSE_FIRST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0]}}
+SPARSE_LAST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
+LOCAL: dict[str, Any] = {"num_local_experts": 8, "intermediate_size": 32}
 NEMOTRON: dict[str, Any] = {
     **{"layer_norm_epsilon": 1e-5, "hybrid_override_pattern": "M*-M"},
     **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4},
@@ -62,11 +63,11 @@ NEMOTRON_MOE: dict[str, Any] = {
     **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
     **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 1.5},
 }
-GRANITE = {
+GRANITE: dict[str, Any] = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"attention_multiplier": 0.2, "attention_bias": False},
 }
-LOUD = {"residual_multiplier": 0.7}
+LOUD: dict[str, Any] = {"residual_multiplier": 0.7}
 GRANITE_HYBRID: dict[str, Any] = {
     **{**GRANITE, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_d_head": 16},
     **{"mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
@@ -116,28 +117,36 @@ def stretched(base: float) -> dict[str, Any]:
 FAMILIES: dict[str, Family] = {
     "mistral": family("Mistral", PLAIN, **SLIDES),
     "qwen2": family(
-        *("Qwen2", {"architecture": LLAMA, "attention_bias": True}, to.without_output_bias),
-        **{"use_sliding_window": True, **SLIDES, "max_window_layers": 1},
+        "Qwen2",
+        {"architecture": LLAMA, "attention_bias": True},
+        to.without_output_bias,
+        use_sliding_window=True,
+        **SLIDES,
+        max_window_layers=1,
     ),
     "phi3": family("Phi3", PLAIN, to.fused, partial_rotary_factor=0.75, **PADS, **SLIDES),
     "phi3_long": family(
-        *("Phi3", TIED, to.fused),
-        **{
-            "partial_rotary_factor": 0.75,
-            **PADS,
-            "original_max_position_embeddings": LONG_ORIGINAL,
-        },
+        "Phi3",
+        TIED,
+        to.fused,
+        partial_rotary_factor=0.75,
+        **PADS,
+        original_max_position_embeddings=LONG_ORIGINAL,
         rope_scaling={
             **{"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0]},
             "long_factor": [float(2 + i) for i in range(6)],
         },
     ),
     "gemma2": family(
-        *("Gemma2", TIED, to.with_gemma_norms),
+        "Gemma2",
+        TIED,
+        to.with_gemma_norms,
         **{**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
     ),
     "gemma3": family(
-        *("Gemma3", {**NORMED, "rope": {"rope_theta": 1e6, **LINEAR}}, to.with_gemma_norms),
+        "Gemma3",
+        {**NORMED, "rope": {"rope_theta": 1e6, **LINEAR}},
+        to.with_gemma_norms,
         **{**GEMMA3, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     ),
     "gemma": family(
@@ -147,20 +156,27 @@ FAMILIES: dict[str, Family] = {
     "olmo2": family("Olmo2", PLAIN, to.with_whole_norms, **PADS),
     "glm": family("Glm", BIASED, to.with_fused_mlp, **BIAS, partial_rotary_factor=0.5, **PADS),
     "cohere": family(
-        *("Cohere", TIED, to.renamed(post_attention_layernorm="none")),
-        **{"layer_norm_eps": 1e-5, "logit_scale": 0.7, **PADS},
+        "Cohere",
+        TIED,
+        to.renamed(post_attention_layernorm="none"),
+        layer_norm_eps=1e-5,
+        logit_scale=0.7,
+        **PADS,
     ),
     "ministral": family("Ministral", PLAIN, **SLIDES, layer_types=[SLIDING, FULL] * 2),
     "smollm3": family("SmolLM3", TIED, model_type="smollm3", no_rope_layers=[1, 0, 1, 0], **PADS),
     "olmo3": family("Olmo3", stretched(5e5), to.with_whole_norms, **SLIDES),
     "granite": family("Granite", TIED, **GRANITE),
     "granite_moe": family(
-        *("GraniteMoe", SPARSE, to.packed_experts),
+        "GraniteMoe",
+        SPARSE,
+        to.packed_experts,
         **{**GRANITE, "model_type": "granitemoe", **LOCAL, "num_experts_per_tok": 3},
     ),
     "seed_oss": family("SeedOss", BIASED, to.without_output_bias, **BIAS, attention_out_bias=False),
     "ministral3": family(
-        *("Ministral3", PLAIN),
+        "Ministral3",
+        PLAIN,
         rope_theta=None,
         rope_parameters={
             **{**YARN, "original_max_position_embeddings": 64, "rope_theta": 1e4},
@@ -172,35 +188,54 @@ FAMILIES: dict[str, Family] = {
         "Exaone4", UNTIED, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2
     ),
     "cohere2": family(
-        *("Cohere2", TIED, to.renamed(post_attention_layernorm="none")),
-        **{
-            **SLIDES,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.7,
-            "layer_types": [SLIDING, FULL] * 2,
-            **PADS,
-        },
+        "Cohere2",
+        TIED,
+        to.renamed(post_attention_layernorm="none"),
+        **SLIDES,
+        layer_norm_eps=1e-5,
+        logit_scale=0.7,
+        layer_types=[SLIDING, FULL] * 2,
+        **PADS,
     ),
     "gemma4": family("Gemma4", SIDED, to.with_sides, **GEMMA4),
     "gemma4_moe": family(
-        *("Gemma4", SIDED, partial(to.with_sides, sparse=True)),
-        **{**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
+        "Gemma4",
+        SIDED,
+        partial(to.with_sides, sparse=True),
+        **GEMMA4,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
         moe_intermediate_size=32,
     ),
     "muse_glimmer": family(
-        *("MuseGlimmer", {**PLAIN, "rope_style": "parameters"}, to.with_apart_gates),
-        **{"model_type": "muse_glimmer_text", "hidden_activation": "silu", **SLIDES},
-        **{"layer_rope_theta": [0, 1e4, 1e4, 0], "layer_types": [FULL, SLIDING, SLIDING, FULL]},
-        **{"qk_scale_factor": 1.7, "output_multiplier": 0.7, "final_logit_softcapping": 8.0},
-        **{"post_norm_eps": 1e-3, **PADS},
+        "MuseGlimmer",
+        {**PLAIN, "rope_style": "parameters"},
+        to.with_apart_gates,
+        model_type="muse_glimmer_text",
+        hidden_activation="silu",
+        **SLIDES,
+        layer_rope_theta=[0, 1e4, 1e4, 0],
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        qk_scale_factor=1.7,
+        output_multiplier=0.7,
+        final_logit_softcapping=8.0,
+        post_norm_eps=1e-3,
+        **PADS,
     ),
     "gpt_oss": family(
-        *("GptOss", {**SPARSE, "attention_bias": True, "heads": 4}, to.with_sinks),
-        **{"attention_bias": True, **SLIDES, **LOCAL, "rope_theta": 1e4},
+        "GptOss",
+        {**SPARSE, "attention_bias": True, "heads": 4},
+        to.with_sinks,
+        attention_bias=True,
+        **SLIDES,
+        **LOCAL,
+        rope_theta=1e4,
         rope_scaling={**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
     "hunyuan": family(
-        *("HunYuanDenseV1", {**NORMED, "rope": DYNAMIC}),
+        "HunYuanDenseV1",
+        {**NORMED, "rope": DYNAMIC},
         to.renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
         model_type="hunyuan_v1_dense",
     ),
@@ -208,15 +243,25 @@ FAMILIES: dict[str, Family] = {
         "HunYuanMoEV1",
         {**SPARSE, "extra": {"num_experts": 8, "moe_intermediate_size": 32}, "rope": DYNAMIC},
         to.with_shared_mlp,
-        **{"model_type": "hunyuan_v1_moe", "moe_topk": [3] * 4, "moe_intermediate_size": [32] * 4},
-        **{"num_shared_expert": [1] * 4, "intermediate_size": 32, **PADS},
+        model_type="hunyuan_v1_moe",
+        moe_topk=[3] * 4,
+        moe_intermediate_size=[32] * 4,
+        num_shared_expert=[1] * 4,
+        intermediate_size=32,
+        **PADS,
     ),
     "granite_hybrid": family("GraniteMoeHybrid", TIED, to.with_mamba, **{**GRANITE_HYBRID, **LOUD}),
     "granite_hybrid_moe": family(
-        *("GraniteMoeHybrid", SPARSE, partial(to.with_mamba, groups=1)),
+        "GraniteMoeHybrid",
+        SPARSE,
+        partial(to.with_mamba, groups=1),
         **{
-            **{**GRANITE_HYBRID, "position_embedding_type": "rope", "mamba_n_groups": 1, **LOCAL},
-            **{"num_experts_per_tok": 3, "shared_intermediate_size": 48},
+            **GRANITE_HYBRID,
+            **LOCAL,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
             "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
         },
     ),
@@ -225,33 +270,50 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h_moe": family("NemotronH", SPARSE_LAST, MAMBA, **NEMOTRON_MOE),
     "nemotron_h_latent": family(
-        *("NemotronH", SPARSE_LAST, partial(MAMBA, latent=24)),
+        "NemotronH",
+        SPARSE_LAST,
+        partial(MAMBA, latent=24),
         **{**NEMOTRON_MOE, "routed_scaling_factor": 2.5, "moe_latent_size": 24},
         mtp_hybrid_override_pattern="*E",
     ),
     "lfm2": family(
-        *("Lfm2", {**NORMED, "intermediate": 80}, to.with_convolutions),
-        **{"norm_eps": 1e-5, "conv_L_cache": 3, "block_ff_dim": 120, "block_multiple_of": 16},
-        **{"full_attn_idxs": [2], **PADS},
+        "Lfm2",
+        {**NORMED, "intermediate": 80},
+        to.with_convolutions,
+        norm_eps=1e-5,
+        conv_L_cache=3,
+        block_ff_dim=120,
+        block_multiple_of=16,
+        full_attn_idxs=[2],
+        **PADS,
     ),
     "lfm2_moe": family(
-        *("Lfm2Moe", DENSE_FIRST, to.with_convolutions),
-        **{
-            "norm_eps": 1e-5,
-            "num_dense_layers": 1,
-            "routed_scaling_factor": 1.5,
-            "tie_embedding": False,
-        },
+        "Lfm2Moe",
+        DENSE_FIRST,
+        to.with_convolutions,
+        norm_eps=1e-5,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+        tie_embedding=False,
         layer_types=["conv", "conv", FULL, "conv"],
     ),
     "mixtral": family("Mixtral", SPARSE, to.as_mixtral, **LOCAL),
     "step3": family(
-        *("Step3p5", {**DENSE_FIRST, "rope_style": "parameters"}, to.with_head_gates),
-        **{"share_expert_dim": 48, **SLIDES, "moe_num_experts": 8, "moe_top_k": 3},
-        **{"moe_layers_enum": "1,2,3", "moe_router_scaling_factor": 1.5, "rope_parameters": None},
-        **{"rope_theta": [1e5, 200.0, 200.0, 1e5], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]},
-        **{"swiglu_limits": [0.0, 0.0, 0.6, 0.0], "swiglu_limits_shared": [0.7, 0.0, 0.5, 0.0]},
-        **{"attention_other_setting": {"num_attention_heads": 6}},
+        "Step3p5",
+        {**DENSE_FIRST, "rope_style": "parameters"},
+        to.with_head_gates,
+        share_expert_dim=48,
+        **SLIDES,
+        moe_num_experts=8,
+        moe_top_k=3,
+        moe_layers_enum="1,2,3",
+        moe_router_scaling_factor=1.5,
+        rope_parameters=None,
+        rope_theta=[1e5, 200.0, 200.0, 1e5],
+        partial_rotary_factors=[0.5, 1.0, 1.0, 0.5],
+        swiglu_limits=[0.0, 0.0, 0.6, 0.0],
+        swiglu_limits_shared=[0.7, 0.0, 0.5, 0.0],
+        attention_other_setting={"num_attention_heads": 6},
         layer_types=[FULL, SLIDING, SLIDING, FULL],
         rope_scaling={
             **{
@@ -264,17 +326,13 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "mimo_v2": family(
-        *(
-            "MiMoV2Flash",
-            {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"},
-            to.with_narrow_values,
-        ),
-        **{
-            "v_head_dim": 10,
-            **SLIDES,
-            "n_routed_experts": 8,
-            "layer_types": [FULL, *[SLIDING] * 3],
-        },
+        "MiMoV2Flash",
+        {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"},
+        to.with_narrow_values,
+        v_head_dim=10,
+        **SLIDES,
+        n_routed_experts=8,
+        layer_types=[FULL, *[SLIDING] * 3],
         mlp_layer_types=["dense", *["sparse"] * 3],
         rope_parameters={
             kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
@@ -282,17 +340,30 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "minimax_m2": family(
-        *("MiniMaxM2", SPARSE, to.with_routed_norms),
-        **{"model_type": "minimax_m2", "rotary_dim": 8, **LOCAL, "scoring_func": "sigmoid"},
-        **{"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
+        "MiniMaxM2",
+        SPARSE,
+        to.with_routed_norms,
+        model_type="minimax_m2",
+        rotary_dim=8,
+        **LOCAL,
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        use_routing_bias=True,
         shared_intermediate_size=0,
     ),
     "qwen2_moe": family(
-        *("Qwen2Moe", {**SPARSE, "attention_bias": True}, to.with_shared_expert),
-        **{"qkv_bias": True, "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+        "Qwen2Moe",
+        {**SPARSE, "attention_bias": True},
+        to.with_shared_expert,
+        qkv_bias=True,
+        shared_expert_intermediate_size=48,
+        norm_topk_prob=False,
     ),
     "gemma3_listed": family(
-        *("Gemma3", NORMED, to.with_gemma_norms),
+        "Gemma3",
+        NORMED,
+        to.with_gemma_norms,
         **{**GEMMA3, "layer_types": [FULL, SLIDING, SLIDING, FULL], "rope_theta": None},
         rope_parameters={
             kind: {"rope_type": "default", "rope_theta": base}
@@ -307,7 +378,7 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     config.json on top. Returns its folder."""
     shape, keys, change = FAMILIES[family]
     extra = options.pop("config", {})
-    write_tiny(folder, **{"layers": 4, **shape, **options})
+    write_tiny(folder, layers=4, **shape, **options)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     named = {"num_local_experts", "moe_num_experts"} & keys.keys()

@@ -80,7 +80,8 @@ def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
             assert max(record.accepted for record in records) == k
 
 
-Parts, Pair = dict[str, Tensor], tuple[Path, Path]
+Parts = dict[str, Tensor]
+Pair = tuple[Path, Path]
 PROMPTS = random_prompts(3, 20, 256)
 PARAMS = [
     SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.8, 1.2)

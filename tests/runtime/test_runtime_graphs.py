@@ -41,7 +41,8 @@ from tests.pairs import Pairs
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
 
-Watched, Shelf = Callable[..., tuple[Engine, StandIn]], Callable[..., Path]
+Watched = Callable[..., tuple[Engine, StandIn]]
+Shelf = Callable[..., Path]
 
 
 def two_slots(model: Path, **wishes: Any) -> Engine:

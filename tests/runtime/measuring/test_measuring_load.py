@@ -217,7 +217,7 @@ def test_texts_part_at_a_token_or_an_end(
     ids: list[int], reason: str, parted: tuple[Any, ...]
 ) -> None:
     """The end is told by its reason, for which a text of the same tokens is another one too."""
-    shared = {"request": requests(1)[0], "arrived": 0.0}
+    shared: dict[str, Any] = {"request": requests(1)[0], "arrived": 0.0}
     plain = Pass([Timeline([5, 6], finish_reason="length", **shared)], [], 1.0)
     found = Pass([Timeline(ids, finish_reason=reason, **shared)], [], 1.0)
     ((difference,),) = compare_texts(["q"], plain, found)[1:]
