@@ -62,7 +62,11 @@ def write_medium_hybrid(folder: Path, dtype: str = "bfloat16", seed: int = 0) ->
 def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: Any) -> Path:
     """Write the target and return its folder; `shape` overrides SHAPE (tests write a small one)."""
     return write_tiny(
-        **{"folder": folder, "architecture": QWEN3, "tie": True, "dtype": dtype, "seed": seed},
+        folder=folder,
+        architecture=QWEN3,
+        tie=True,
+        dtype=dtype,
+        seed=seed,
         rope={"rope_type": "default", "rope_theta": 1e6},
         residual_gain=lambda layer: 1.0 if layer < DRAFT_LAYERS else DAMPING,
         **{**SHAPE, **shape},

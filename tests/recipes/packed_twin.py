@@ -51,7 +51,8 @@ def integers(
     weight: Tensor, bits: int, group: int, sym: bool, scale: Any = torch.float16
 ) -> list[Tensor]:
     """Codes [N, K], scales and zeros [N, K / group] of a matrix."""
-    grouped, most = weight.float().unflatten(1, (-1, group)), (1 << bits) - 1
+    grouped = torch.unflatten(weight.float(), 1, (-1, group))
+    most = (1 << bits) - 1
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     if sym:
         scales = (torch.maximum(-low, high) / (most // 2 + 0.5)).clamp(min=1e-6).to(scale)
@@ -129,7 +130,8 @@ def quantize(
     """FP8 values, float32 scales of blocks of `tall` rows and `wide` columns, and each element's scale."""
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % tall))
-    most = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).abs().amax((1, 3))
+    tiles = torch.unflatten(torch.unflatten(padded, 1, (-1, wide)), 0, (-1, tall))
+    most = tiles.abs().amax((1, 3))
     scales = (most / 448.0).clamp(min=1e-12)
     scales = scales.log2().ceil().exp2() if ue8m0 else scales
     every = scales.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
@@ -147,7 +149,7 @@ def fp8(weight: Tensor, way: str = "channel", block: int = 32) -> Stored:
 def floats(weight: Tensor, layout: str) -> Stored:
     """nvfp4, modelopt or mxfp4."""
     group = 32 if layout == "mxfp4" else 16
-    grouped = weight.float().unflatten(1, (-1, group))
+    grouped = torch.unflatten(weight.float(), 1, (-1, group))
     most = grouped.abs().amax(-1)
     if layout == "mxfp4":
         exponent = (most / 6).clamp(min=1e-30).log2().ceil().clamp(-127, 127)
@@ -286,8 +288,14 @@ def write_twin(source: Path, folder: Path, *, block: int = 128, ue8m0: bool = Fa
             tensors[name], tensors[f"{name}_scale_inv"], _ = quantize(
                 tensor, block, block, ue8m0=ue8m0
             )
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    how |= {"weight_block_size": [block, block]} | ({"scale_fmt": "ue8m0"} if ue8m0 else {})
+    how: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+    }
+    if ue8m0:
+        how["scale_fmt"] = "ue8m0"
     return _rewritten(folder, tensors, how)
 
 

@@ -105,8 +105,14 @@ def _draw(
 def _attention(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     hidden, size = config["hidden_size"], config["head_dim"]
     heads, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes = {"q_proj": (2 * heads, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-    shapes |= {"q_norm": (size,), "k_norm": (size,), "o_proj": (hidden, heads)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (2 * heads, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "q_norm": (size,),
+        "k_norm": (size,),
+        "o_proj": (hidden, heads),
+    }
     return {f"{prefix}self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
@@ -114,16 +120,15 @@ def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     hidden, heads, size = config["hidden_size"], *(config[f"linear_{key}"] for key in VALUES)
     values = heads * size
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "in_proj_qkv": (channels, hidden),
         "in_proj_z": (values, hidden),
         "in_proj_b": (heads, hidden),
-    }
-    shapes |= {
         "in_proj_a": (heads, hidden),
         "conv1d": (channels, 1, config["linear_conv_kernel_dim"]),
+        "norm": (size,),
+        "out_proj": (hidden, values),
     }
-    shapes |= {"norm": (size,), "out_proj": (hidden, values)}
     found = {f"{prefix}linear_attn.{name}.weight": shape for name, shape in shapes.items()}
     return found | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
 
