@@ -114,3 +114,15 @@ def test_layouts_and_keys_are_all_there() -> None:
         f"`{family.name}`" for family in LAYOUTS
     ]
     assert [each for each in said if each not in MTP_PAGE] == []
+
+
+def test_the_list_of_changes_is_short_and_by_kind() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for release in text.split("\n## ")[1:]:
+        title, *lines = release.rstrip().splitlines()
+        assert re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+ \((unreleased|20[0-9-]{8})\)", title)
+        assert len(lines) <= 60, f"{title}: {len(lines)} lines; say less, or leave out the smallest"
+        kinds = [line.removeprefix("### ") for line in lines if line.startswith("#")]
+        assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
+        assert {line[:2] for line in lines if line} <= {"- ", "  ", "##"}
+        assert max(map(len, lines)) <= 120
