@@ -1,0 +1,36 @@
+"""Prints the requirements of pyproject.toml, those for development too, without upper pins.
+
+    python .github/newest.py > newest.txt && pip install -r newest.txt && pip install --no-deps .
+
+Needs Python 3.11 and the package `packaging`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tomllib
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+UPPER = ("<", "<=", "==", "~=")
+
+
+def without_upper_pin(text: str) -> str:
+    """Return a requirement with its lower bounds only."""
+    requirement = Requirement(text)
+    lower = [str(each) for each in requirement.specifier if each.operator not in UPPER]
+    requirement.specifier = SpecifierSet(",".join(lower))
+    return str(requirement)
+
+
+def main() -> None:
+    """Print one requirement a line."""
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        print(without_upper_pin(text))
+
+
+if __name__ == "__main__":
+    main()
