@@ -144,12 +144,13 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 
     def compared(old: int, new: int) -> tuple[list[str], int]:
         """What differs between trees that accept so many drafts, and how many of them were asked."""
-        trees = []
+        trees: list[freeze.Tree] = []
         for accepted in (old, new):
             program.write_text(PROGRAM.format(accepted=accepted))
             place = tmp_path / f"{old}-{new}/{len(trees)}"
             trees.append(freeze.Tree(freeze.tree_of(None), place, tmp_path / f"store-{len(trees)}"))
-        ((_, row),) = freeze.compare({"a/b": [Run(["generate"], trace=True)]}, *trees, inf)
+        before, after = trees
+        ((_, row),) = freeze.compare({"a/b": [Run(["generate"], trace=True)]}, before, after, inf)
         assert (row["tokens"], row["rounds"], row["failed"]) == (2, 1, 0)
         asked = sum(tree.process is not None for tree in trees)
         for tree in trees:

@@ -27,6 +27,7 @@ from benchmarks.suites.hostile_requests import Hostile
 from benchmarks.suites.junit import count_junit
 from benchmarks.suites.report import KEPT_DETAILS, WRONG, Report
 from spd.cli.serve.call_forms import FORMS
+from spd.cli.serve.call_grammar import Tools
 
 
 def test_a_report_counts_and_keeps_wrong_ones() -> None:
@@ -58,8 +59,11 @@ def test_an_extra_property_is_closed_by_design() -> None:
 
 
 def test_the_schema_suite_finds_what_a_grammar_has_wrong(tmp_path: Path) -> None:
-    cases = [({"type": "integer"}, 3, True), ({"type": "integer"}, 3, False)]
-    cases.append(({"not": {}}, 3, False))
+    cases: list[tuple[dict[str, Any], int, bool]] = [
+        ({"type": "integer"}, 3, True),
+        ({"type": "integer"}, 3, False),
+        ({"not": {}}, 3, False),
+    ]
     groups = [
         {"schema": schema, "tests": [{"data": data, "valid": valid}]}
         for schema, data, valid in cases
@@ -85,10 +89,10 @@ def test_a_reply_in_each_form_is_read(name: str, tmp_path: Path) -> None:
     text = replies.written(form, case.schema, arguments)
     checker = replies.Checker(tmp_path)
     one = replies.Scripted(name, form, case, arguments, text)
-    read = checker._read(one, replies.Tools(one.functions, form), 5)
+    read = checker._read(one, Tools(one.functions, form), 5)
     assert read == ""
     broken = one.__class__(name, form, case, arguments, text.replace("two", "one"))
-    assert "read as" in checker._read(broken, replies.Tools(one.functions, form), 5)
+    assert "read as" in checker._read(broken, Tools(one.functions, form), 5)
 
 
 def test_histories_are_the_same_and_fit_each_api() -> None:

@@ -31,6 +31,13 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
+def encoded(text: str) -> list[int]:
+    """Return the demo's token ids of a text."""
+    tokenizer = ModelFolder.named("demo").tokenizer
+    assert tokenizer is not None
+    return tokenizer.encode(text)
+
+
 def compiled(schema: Any, kind: str = "schema") -> Grammar:
     """Return the grammar of a schema, alone or within a Lark grammar."""
     text = json.dumps(schema)
@@ -47,7 +54,7 @@ def lark(schema: str) -> GrammarText:
 def accepts(schema: Any, text: str) -> bool:
     grammar = compiled(schema)
     with suppress(GrammarError):
-        for token in ModelFolder.named("demo").tokenizer.encode(text):
+        for token in encoded(text):
             grammar.accept(token)
         return grammar.complete
     return False
@@ -281,10 +288,9 @@ def test_no_key_begins_that_no_pattern_matches() -> None:
     never = {r"[^\s\S]": INTEGER}
     schema = keys("a", type="object", patternProperties=never, additionalProperties=False)
     assert accepts(schema, '{"a": 1}')
-    encode = ModelFolder.named("demo").tokenizer.encode
     grammar = compiled(schema)
     with pytest.raises(GrammarError):
-        for token in encode('{"a": 1, '):
+        for token in encoded('{"a": 1, '):
             grammar.accept(token)
 
 
@@ -387,7 +393,7 @@ def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
     demo = ModelFolder.named("demo")
     grammar = compiled(schema)
     rows = torch.empty(2, mask_width(demo.config.vocab_size), dtype=torch.int32)
-    for token in demo.tokenizer.encode(text):
+    for token in encoded(text):
         assert grammar.masks((token,), rows) == 1
         grammar.accept(token)
     assert grammar.complete
