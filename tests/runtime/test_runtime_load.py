@@ -178,7 +178,7 @@ def held(
             f"{i}.input_norm": attention.qkv.around.norm,
             f"{i}.post_norm": mlp.gate_up.around.norm,
         }
-        found[f"{i}.qk_norm"] = attention.qk_weight
+        found[f"{i}.qk_norm"] = attention.rotate_and_store.scales
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
