@@ -378,7 +378,7 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     config.json on top. Returns its folder."""
     shape, keys, change = FAMILIES[family]
     extra = options.pop("config", {})
-    write_tiny(folder, layers=4, **shape, **options)
+    write_tiny(folder, **{"layers": 4} | shape | options)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     named = {"num_local_experts", "moe_num_experts"} & keys.keys()
