@@ -70,7 +70,7 @@ def written(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any])
     else:
         lines = [
             pairs.text.replace("KEY", name).replace("VALUE", _value(form, value))
-            for name, value in arguments.items()
+            for name, value in _in_order(form, arguments)
         ]
         body = pairs.comma.join(lines)
     call = form.call.replace("NAME", NAME).replace("#", "0").replace("ARGUMENTS", body)
@@ -78,6 +78,13 @@ def written(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any])
     if form.channels is not None:
         text = form.channels.call.replace("NAME", NAME) + text
     return text
+
+
+def _in_order(form: Form, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return keys and values in the order in which a form's templates write them."""
+    is_sorted = form.pairs is not None and form.pairs.is_sorted
+    items = values.items()
+    return sorted(items, key=lambda item: item[0].lower()) if is_sorted else [*items]
 
 
 def _value(form: Form, value: Any) -> str:
@@ -88,7 +95,7 @@ def _value(form: Form, value: Any) -> str:
     if isinstance(value, str):
         return quote + value + quote
     if isinstance(value, dict):
-        inner = (f"{name}:{_value(form, one)}" for name, one in value.items())
+        inner = (f"{name}:{_value(form, one)}" for name, one in _in_order(form, value))
         return f"{{{','.join(inner)}}}"
     if isinstance(value, list):
         return f"[{','.join(_value(form, one) for one in value)}]"

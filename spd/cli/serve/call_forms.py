@@ -51,6 +51,10 @@ class Form(NamedTuple):
     """True if those stand in an array."""
     is_bare: bool = False
     """True if the opening mark may be missing where a reply is nothing but calls."""
+    id_before: str = ""
+    """What some templates write behind the name, with # for the call's id."""
+    id_behind: str = ""
+    """What some templates write behind the arguments, with # for the call's id."""
     channels: Channels | None = None
     """How replies of messages are written."""
 
@@ -127,9 +131,18 @@ FORMS = {
         "<|START_ACTION|>", "<|END_ACTION|>", ACTION, between=", ", is_array=True
     ),
     "Mistral": Form(
-        "[TOOL_CALLS]", "", "NAME[ARGS]ARGUMENTS", signs=("[TOOL_CALLS]", "[ARGS]"), head=MISTRAL
+        *("[TOOL_CALLS]", "", "NAME[ARGS]ARGUMENTS"),
+        signs=("[TOOL_CALLS]", "[ARGS]"),
+        head=MISTRAL,
+        id_before="[CALL_ID]#",
     ),
-    "Mistral before 2025": Form("[TOOL_CALLS]", "", head=MISTRAL, between=", ", is_array=True),
+    "Mistral before 2025": Form(
+        *("[TOOL_CALLS]", ""),
+        head=MISTRAL,
+        between=", ",
+        is_array=True,
+        id_behind=', "id": "#"',
+    ),
     "Llama 3": Form(
         "<|python_tag|>", "", LLAMA, signs=("<|start_header_id|>",), between="; ", is_bare=True
     ),

@@ -10,8 +10,9 @@ from functools import lru_cache
 
 from spd.cli.serve.call_forms import FORMS, GUESSED, NUMBER, Form
 from spd.cli.serve.gemma_grammar import GemmaGrammar
-from spd.cli.serve.grammar_rules import GrammarRules
+from spd.cli.serve.grammar_rules import GAP, GrammarRules, marks
 from spd.cli.serve.pair_grammar import PairGrammar
+from spd.cli.serve.python_grammar import PythonGrammar
 from spd.cli.text.channels import json_of, literal
 from spd.runtime import JsonObject, check_size, without_notes
 from spd.runtime.engine.request import JSON_STYLE, GrammarText
@@ -22,7 +23,6 @@ MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
 LOOSELY: JsonObject = {"x-guidance": {**JSON_STYLE, "lenient": True, "coerce_one_of": True}}
 """In a schema: what no grammar can hold of it is passed over."""
-GAP = "GAP: /\\n{0,2}/"
 TEXT = "TEXT: /(.|\\n)*/"
 KEPT = 16
 """Grammars that are kept for the next request with the same tools."""
@@ -141,13 +141,14 @@ class _CallGrammar:
             following = f"GAP {self._literal(opening)} {call}"
             closing = ""
         else:
-            following = f"{self._literal(form.between)} {call}"
+            gap = "GAP" if form.between else ""
+            following = f"{self._literal(form.between.strip())} {gap} {call}"
         calls = call
         if self._has_several:
             times = f"{{0,{MAX_CALLS - 1}}}" if self._tools.required else "*"
             calls = f"{call} ({following}){times}"
         if form.is_array:
-            calls = f'"[" {calls} "]"'
+            calls = f'"[" GAP {calls} GAP "]"'
         return f"{calls} GAP {closing}" if closing else calls
 
     def _call(self, name: str) -> str:
@@ -157,8 +158,20 @@ class _CallGrammar:
         if form.channels is not None:
             head = form.channels.call + form.opening + head
             tail += form.closing
-        begin = self._literal(head.replace("NAME", name)).replace(NUMBER, '" /[0-9]+/ "')
-        return f"{begin} {self._arguments(self._schemas[name])} {self._literal(tail)}"
+        before, _, behind = head.rpartition("NAME")
+        begin = self._with_number(before.replace("NAME", name) + name)
+        if form.id_before:
+            begin += f" ({self._with_number(form.id_before)})?"
+        end = marks(tail, self._tools.tokens)
+        if form.id_behind:
+            end = f"({self._with_number(form.id_behind)})? {end}"
+        return f"{begin} {self._with_number(behind)} {self._arguments(self._schemas[name])} {end}"
+
+    def _with_number(self, text: str) -> str:
+        """Return the expression of marks in which a sign stands for a call's number or id."""
+        id_ = "/[0-9]+/" if self._form.call.count(NUMBER) else "/[A-Za-z0-9_-]{1,64}/"
+        parts = (marks(part, self._tools.tokens) for part in text.split(NUMBER))
+        return f" {id_} ".join(parts)
 
     def _arguments(self, schema: JsonObject) -> str:
         """Return the expression of a function's arguments."""
@@ -167,8 +180,8 @@ class _CallGrammar:
         options = {} if tools.required or tools.strict else LOOSELY
         if pairs is None:
             return json_of({**options, **schema})
-        writer = GemmaGrammar if pairs.style == "gemma" else PairGrammar
-        return writer(pairs, tools.tokens, options, self._rules).arguments(schema)
+        writers = {"tags": PairGrammar, "python": PythonGrammar, "gemma": GemmaGrammar}
+        return writers[pairs.style](pairs, tools.tokens, options, self._rules).arguments(schema)
 
     def _messages(self, calls: str) -> str:
         """Return the expression of a reply of messages, of which the last one calls or answers."""

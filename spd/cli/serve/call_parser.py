@@ -50,6 +50,9 @@ class CallParser:
         )
         self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
         """A mark, or a string of JSON, in which none counts."""
+        self._id_behind = re.compile(
+            loose(self._form.id_behind).replace(r"\d+", r"[\w-]+") or "(?!)"
+        )
         self._plain_stop = re.compile(f"({marks})")
         self._text = ""
         """What has come and is not yet handed on."""
@@ -217,7 +220,7 @@ class CallParser:
 
     def _hand_out_broken(self, text: str) -> None:
         """Hand on what stands between calls and is none; brackets and marks alone say nothing."""
-        words = _MARK.sub("", text)
+        words = _MARK.sub("", self._id_behind.sub("", text))
         if words.strip(_SEPARATORS):
             self._note()
             self._pieces.append(Piece("text", words))

@@ -23,6 +23,8 @@ Found = tuple[Calls, int]
 No calls for what cannot become one.
 """
 
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What Python writes in place of JSON's words."""
 BLANK = r"[\s,;\[]*"
 
 
@@ -67,24 +69,27 @@ def _beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
 
 def _objects(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
     """Read calls that are objects with name and arguments, or arguments behind the form's head."""
-    named = re.match(form.head, text)
-    begun = named or re.match(BLANK, text)
+    head = re.match(form.head, text)
+    beginning = head or re.match(BLANK, text)
     try:
-        value, end = json.JSONDecoder().raw_decode(text, begun.end() if begun else 0)
+        value, end = json.JSONDecoder().raw_decode(text, beginning.end() if beginning else 0)
     except (ValueError, RecursionError):
         return False
-    name, arguments, ids = None, value, list[str]()
-    if named is not None:
-        name, *ids = named.groups()
+    name: object = None
+    arguments = value
+    ids: list[str] = []
+    if head is not None:
+        name, *ids = head.groups()
     elif isinstance(value, dict):
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        name = value.get("tool_name", name)
+        name = value.get("tool_name", value.get("name"))
+        arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object into a string
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return (), 0
-    return [(name, text[named.end() : end] if named else as_json(arguments), *ids)], end
+    written = as_json(arguments) if head is None else text[head.end() : end]
+    return [(name, written, *ids)], end
 
 
 def loose(text: str) -> str:
@@ -261,8 +266,12 @@ def _as_python(match: re.Match[str], names: list[str]) -> str:
     return re.sub(r"\\.|[\n\r\0]", lambda raw: _RAW.get(raw[0], raw[0]), match[0], flags=re.DOTALL)
 
 
-class _SetsAsLists(ast.NodeTransformer):
-    """Makes a list of each set, which JSON has not."""
+class _JsonInPython(ast.NodeTransformer):
+    """Makes Python's words of JSON's, and a list of each set, which JSON has not."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
 
     def visit_Set(self, node: ast.Set) -> ast.List:
         return ast.List([self.visit(element) for element in node.elts], ast.Load())
@@ -286,7 +295,7 @@ def _called(statement: ast.stmt, source: str, names: Sequence[str]) -> list[tupl
             try:
                 values[name] = json.loads(ast.get_source_segment(source, argument.value) or "")
             except ValueError:
-                values[name] = ast.literal_eval(_SetsAsLists().visit(argument.value))
+                values[name] = ast.literal_eval(_JsonInPython().visit(argument.value))
         calls.append((ast.unparse(call.func), as_json(values)))
     return calls
 
@@ -299,7 +308,7 @@ def _gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found 
     quote = re.escape(QUOTE)
     parts = re.compile(
         rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(?P<text>.*?)(?:{quote}|\Z)'
-        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)|(?P<end>{re.escape(form.closing)})",
+        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)|\b(?P<word>True|False|None)\b|(?P<end>{re.escape(form.closing)})",
         re.DOTALL,
     )
     ends = (part.start() for part in parts.finditer(text, head.end()) if part["end"])
@@ -309,6 +318,8 @@ def _gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found 
 
     def as_text(part: re.Match[str]) -> str:
         """Return a text or a key as JSON."""
+        if part["word"] is not None:
+            return PYTHON_WORDS[part["word"]]
         if part["text"] is None and part["key"] is None:
             return part[0]
         return as_json(part["key"] if part["text"] is None else part["text"])

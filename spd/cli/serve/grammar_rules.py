@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from spd.cli.text.channels import literal
+
+GAP = "GAP: /[ \\n]{0,9}/"
+"""The rule of blanks between marks, of which some templates of one form write more than others."""
 
 
 class GrammarRules:
@@ -28,6 +33,12 @@ class GrammarRules:
             self._names[kind, key] = name
             self.lines.append(f"{name}{options}: {expression()}")
         return name
+
+
+def marks(text: str, tokens: Mapping[str, int]) -> str:
+    """Return the expression of marks, with any few blanks where there are line breaks."""
+    parts = (literal(part, tokens) for part in re.split(r"\s*\n\s*", text))
+    return " GAP ".join(parts)
 
 
 def regex(expression: str) -> str:

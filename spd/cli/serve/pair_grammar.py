@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spd.cli.serve.call_forms import Pairs
-from spd.cli.serve.grammar_rules import GrammarRules, regex
+from spd.cli.serve.grammar_rules import GrammarRules, marks, regex
 from spd.cli.serve.schema_arguments import (
     Argument,
     Arguments,
@@ -51,7 +51,7 @@ class PairGrammar:
 
     def object(self, shape: ObjectShape) -> str:
         """Return the expression of one alternative: its keys in their order, then others."""
-        comma = self.literal(self.pairs.comma)
+        comma = self.marks(self.pairs.comma)
         first = ""
         more = ""  # what may come where a pair has come; before that the comma is missing
         if shape.free:
@@ -98,52 +98,81 @@ class PairGrammar:
         before, _, behind = self.pairs.text.partition("VALUE")
         begin, _, middle = before.partition("KEY")
         value = self.rules.rule("value", self.value(argument, middle, behind))
-        return f"{self.literal(begin)} {key} {value}"
+        return f"{self.marks(begin)} {key} {value}"
 
     def value(self, argument: Argument, before: str, behind: str) -> str:
         """Return the expression of a value, with what stands before and behind it in a pair."""
+        edge = '"\\n"?' if before.endswith("\n") and behind.startswith("\n") else ""
         quote = self.pairs.quote
+        begin = self.marks(before.rstrip("\n"))
         texts: list[str] = []
         if quote is not None:
+            opening = self.marks(before.rstrip("\n") + quote)
+            end = quote + behind.lstrip("\n")
+            shapes = argument.texts
             texts = [
-                f"{self.literal(before + quote)} {self.text(shape, quote + behind)}"
-                for shape in argument.texts
+                f"{opening} {each}" for shape in shapes for each in self.texts(shape, end, edge)
             ]
-        if not quote and texts and any(shape.is_free for shape in argument.texts):
-            return texts[0]  # whatever is written; how it is read, the schema says
+            if not quote and any(shape.is_free for shape in shapes):
+                return f"{opening} {self.text(TextShape(), end)}"  # its reading the schema says
         others = argument.others if texts else argument.schema
         if others is not False:
-            texts.append(f"{self.literal(before)} {self.json(others)} {self.literal(behind)}")
+            values = " | ".join([self.json(others), *self.constants(argument)])
+            texts.append(f"{begin} {edge} ({values}) {edge} {self.marks(behind.lstrip(chr(10)))}")
         return " | ".join(texts)
 
-    def text(self, shape: TextShape, end: str) -> str:
-        """Return the expression of a text that is no JSON, with what ends it."""
-        ending = self.literal(end)
+    def texts(self, shape: TextShape, end: str, edge: str) -> list[str]:
+        """Return the expressions of a text that may stand on lines of its own, or not."""
+        if not edge or shape.is_free:
+            return [self.text(shape, end)]
+        if shape.values is not None:
+            return [f"{edge} {self.text(shape, end, edge)}"]
+        return [f'"\\n" {self.text(shape, chr(10) + end)}', self.text(shape, end, is_inline=True)]
+
+    def text(self, shape: TextShape, end: str, edge: str = "", *, is_inline: bool = False) -> str:
+        """Return the expression of a text that is no JSON, with what ends it.
+
+        One that `is_inline` has no line break at its ends.
+        """
+        blanks = re.search(r"\n\s*\Z", end)
+        gap = "GAP" if blanks else ""
+        ending = self.literal(end[: blanks.start()] if blanks else end)
         if shape.values is not None:
             values = [as_json(value) for value in shape.possible_values if value]
-            optional = "?" if "" in shape.values else ""
-            return f"({' | '.join(values)}){optional} {ending}"
-        content = _content(shape)
+            optional = "?" if "" in shape.possible_values else ""
+            return f"({' | '.join(values)}){optional} {edge} {ending} {gap}"
+        content = content_of(shape)
+        if is_inline:
+            content += " & /([^\\n]((.|\\n)*[^\\n])?)?/"
         token = ending.find("<[")
         if token < 0:
             if " & " in content:
                 content = self.rules.rule("T", content)
-            return self.rules.rule("text", content, f"[suffix={ending}]")
+            return f"{self.rules.rule('text', content, f'[suffix={ending}]')} {gap}"
         if shape.is_free:  # blanks before the token are text
-            return f"{self.rules.rule('text', content)} {ending[token:]}"
-        return f"{self.rules.rule('T', f'({content}) {ending[:token]}')} {ending[token:]}"
+            return f"{self.rules.rule('text', content)} {ending[token:]} {gap}"
+        return f"{self.rules.rule('T', f'({content}) {ending[:token]}')} {ending[token:]} {gap}"
+
+    def constants(self, argument: Argument) -> list[str]:
+        """Return the expressions of Python's words for JSON's, which some templates write."""
+        words = (("True", True), ("False", False), ("None", None))
+        return [f'"{word}"' for word, value in words if argument.fits(value)]
 
     def json(self, schema: Json) -> str:
         """Return the rule of a value in JSON."""
         written = json_of({**self.options, **schema} if isinstance(schema, dict) else schema)
         return self.rules.rule("json", written)
 
+    def marks(self, text: str) -> str:
+        """Return the expression of marks, with any few blanks where there are line breaks."""
+        return marks(text, self.tokens)
+
     def literal(self, text: str) -> str:
         """Return the expression of a text."""
         return literal(text, self.tokens)
 
 
-def _content(shape: TextShape) -> str:
+def content_of(shape: TextShape) -> str:
     """Return the expression of a text's characters; what cannot be held of it is left out."""
     least = shape.least if shape.least < MAX_LENGTH else 0
     most = shape.most if shape.most is not None and shape.most < MAX_LENGTH else None

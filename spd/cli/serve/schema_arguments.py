@@ -64,18 +64,34 @@ class Argument:
         shapes = (_array_shape(self.reader, members) for members in alternatives)
         return [shape for shape in shapes if shape is not None]
 
-    @property
-    def is_irregular(self) -> bool:
-        """True if objects or lists are named one by one, or a list's items have schemas by place."""
-        containers = [
+    @cached_property
+    def _containers(self) -> list[JsonObject]:
+        """The schemas that apply where the value is an object or a list."""
+        return [
             member
-            for kind in self.kinds & {"array", "object"}
+            for kind in sorted(self.kinds & {"array", "object"})
             for members in self.reader.containers(self.node, kind)
             for member in members
         ]
+
+    @property
+    def is_irregular(self) -> bool:
+        """True if objects or lists are named one by one, or a list's items have schemas by place."""
         return any(
-            listed_values(member) is not None or "prefixItems" in member for member in containers
+            listed_values(member) is not None or "prefixItems" in member
+            for member in self._containers
         )
+
+    @property
+    def listed_containers(self) -> list[Json]:
+        """The objects and lists that the schema names one by one."""
+        values = [
+            value
+            for member in self._containers
+            for value in listed_values(member) or ()
+            if isinstance(value, dict | list) and self.fits(value)
+        ]
+        return [*{as_json(value): value for value in values}.values()]
 
     @property
     def others(self) -> Json:
@@ -91,31 +107,42 @@ class Argument:
         names: list[Json] = [*sorted(kinds)]
         return self.reader.whole({"allOf": [self.node, {"type": names}]})
 
+    def fits(self, value: Json) -> bool:
+        """True if a value is of a type and among the values that the schema names."""
+        return self.reader.fits(self.node, value)
+
     def as_json(self, text: str) -> str:
         """Return what was written as JSON of a type that the schema has, where it has one.
 
-        JSON that is no text comes first, so `null` for an optional text is null.
+        JSON that is no text comes first, so `null` for an optional text is null. Python's words and
+        objects count where a text may not stand, or anything may.
         """
         value = _parsed(text)
         is_json = value is not _NO_JSON
-        if is_json and not isinstance(value, str) and self.reader.fits(self.node, value):
+        if is_json and not isinstance(value, str) and self.fits(value):
             return text
-        if (
-            is_json
-            and isinstance(value, str)
-            and (self.kinds == KINDS or "string" not in self.kinds)
-        ):
+        is_any = self.kinds == KINDS
+        if is_json and isinstance(value, str) and (is_any or "string" not in self.kinds):
             return text
+        is_text = self.fits(text)
+        if not is_json and (is_any or not is_text):
+            literal = _python_value(text)
+            is_container = isinstance(literal, dict | list)
+            if self.fits(literal) and (is_container or not is_text):
+                return as_json(literal)
         if "string" in self.kinds:
             return as_json(text)
-        if not is_json:
-            with suppress(
-                ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError
-            ):
-                literal = ast.literal_eval(text.strip())  # True, None, {'a': 1}
-                if not isinstance(literal, str) and self.reader.fits(self.node, literal):
-                    return json.dumps(literal, ensure_ascii=False, allow_nan=False)
         return text if is_json else as_json(text)
+
+
+def _python_value(text: str) -> Json:
+    """Return the value of a literal of Python that JSON can hold; the text itself for another."""
+    with suppress(ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
+        value = ast.literal_eval(text.strip())
+        if not isinstance(value, str | tuple):
+            parsed: Json = json.loads(json.dumps(value, allow_nan=False))
+            return parsed
+    return text
 
 
 _NO_JSON: JsonObject = {}

@@ -243,6 +243,10 @@ def test_arguments_at_every_cut_in_every_form(form: str) -> None:
         ({"$ref": "#/$defs/none"}, "4", 4),
         ({"anyOf": [{"$ref": "#/properties/a"}, TEXT]}, "4", "4"),
         ({}, '"x"', "x"),
+        ({}, "{'a': [1, None]}", {"a": [1, None]}),
+        ({}, "True", "True"),
+        ({"enum": ["x", 5, None, True]}, "True", True),
+        ({"enum": ["x", 5, None, "None"]}, "None", "None"),
     ],
 )
 def test_what_no_grammar_held_is_read_as_near_as_can_be(schema: Any, text: str, value: Any) -> None:
@@ -350,3 +354,74 @@ def test_mark_of_messages_begins_no_grammar() -> None:
     assert (
         Tools({"f": one(TEXT)}, form, strict=True, tokens={form.opening: 300}).grammar.after is None
     )
+
+
+TEMPLATES: list[tuple[str, Any, str, dict[str, Any]]] = [
+    ("Seed-OSS", TEXT, "\n<function=f>\n<parameter=a>x</parameter>\n</function>\n", {"a": "x"}),
+    (
+        "Seed-OSS",
+        {"type": "boolean"},
+        "<function=f><parameter=a>True</parameter></function>",
+        {"a": True},
+    ),
+    (
+        "Seed-OSS",
+        {**TEXT, "maxLength": 2},
+        "<function=f><parameter=a>xy</parameter></function>",
+        {"a": "xy"},
+    ),
+    (
+        "Qwen3-Coder, Qwen3.5",
+        {"enum": ["x"]},
+        "<function=f><parameter=a>x</parameter></function>",
+        {"a": "x"},
+    ),
+    ("GLM-4.5, GLM-4.7", INTEGER, "f<arg_key>a</arg_key><arg_value>4</arg_value>", {"a": 4}),
+    (
+        "Command R7B, A",
+        INTEGER,
+        '[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 4}}\n]',
+        {"a": 4},
+    ),
+    ("Mistral", INTEGER, 'f[CALL_ID]call00000[ARGS]{"a": 4}', {"a": 4}),
+    (
+        "Mistral before 2025",
+        INTEGER,
+        '[{"name": "f", "arguments": {"a": 4}, "id": "call00000"}]',
+        {"a": 4},
+    ),
+    ("LFM2", TEXT, "[f(a='x\ny')]", {"a": "x\ny"}),
+    ("LFM2", {**TEXT, "pattern": "^x"}, "[f(a='xy')]", {"a": "xy"}),
+    (
+        "LFM2",
+        keys(k={"type": "array", "items": TEXT}, n={"type": "boolean"}),
+        "[f(a={'k': ['x', \"y\"], 'n': True})]",
+        {"a": {"k": ["x", "y"], "n": True}},
+    ),
+    (
+        "Gemma 4",
+        {"type": "array", "items": {"type": ["integer", "null"]}},
+        "call:f{a:[1,None]}",
+        {"a": [1, None]},
+    ),
+    (
+        "Gemma 4",
+        {"const": {"b": ["x"]}},
+        f"call:f{{a:{{b:[{QUOTE}x{QUOTE}]}}}}",
+        {"a": {"b": ["x"]}},
+    ),
+]
+"""A form, the schema of `a`, a call as a published template writes it, and its arguments."""
+
+
+@pytest.mark.parametrize(("form", "schema", "call", "arguments"), TEMPLATES)
+def test_what_published_templates_write_is_held(
+    form: str, schema: Any, call: str, arguments: dict[str, Any]
+) -> None:
+    """Some write other blanks between marks than others of the same form, or Python's values."""
+    shape = FORMS[form]
+    text = f"{shape.opening}{call}{shape.closing}"
+    tools = Tools({"f": one(schema)}, shape, required=True)
+    assert takes(tools.grammar, text)
+    said, calls = replies(tools, list(text))
+    assert not said.strip() and [json.loads(call) for _, call in calls] == [arguments]

@@ -84,7 +84,7 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     *((schema(value), None) for value in ({"type": "flower"}, {"$ref": "file:///etc/passwd"})),
     (schema({"type": "string", "pattern": "(((((a*)*)*)*)*)*(b|(" * 30}), None),
-    (schema({"enum": ["x" * 100] * 2000}), None),
+    (schema({"enum": ["x" * 100] * 6000}), None),
 ]
 
 
