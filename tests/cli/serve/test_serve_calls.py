@@ -357,8 +357,9 @@ def demo_compiler() -> GrammarCompiler:
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
-def takes(grammar: GrammarText, text: str) -> bool:
-    """Whether a grammar takes a text in the tokens of the demo, for which marks are texts."""
+def takes(grammar: GrammarText | None, text: str) -> bool:
+    """Return True if a grammar accepts a text in the tokens of the demo, for which marks are texts."""
+    assert grammar is not None
     return is_allowed(demo_compiler(), grammar, ModelFolder.named("demo").tokenizer.encode(text))
 
 
