@@ -293,7 +293,10 @@ class Stdin(io.TextIOWrapper):
 
     def __init__(self, data: bytes | None) -> None:
         super().__init__(io.BytesIO(data or b""), encoding="utf-8")
-        self.isatty = lambda: data is None
+        self._data = data
+
+    def isatty(self) -> bool:
+        return self._data is None
 
 
 Run = Callable[..., Ran]

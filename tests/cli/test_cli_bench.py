@@ -32,8 +32,9 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
     assert [(each.spec, each.tp) for each in configs[:2]] == [("off", 1), ("off", 2)]
     assert {each.lag for each in configs} == {1} and not any(each.adaptive for each in configs)
     found = [(each.spec, each.tp, each.draft_tp, each.draft_max) for each in configs[2:]]
-    ranks = dict.fromkeys(("mtp", "mtp+ngram"), ((1, 1), (2, 1), (2, 2)))
-    ranks["ngram"] = ((1, None), (2, None))
+    both: list[tuple[int, int | None]] = [(1, 1), (2, 1), (2, 2)]
+    alone: list[tuple[int, int | None]] = [(1, None), (2, None)]
+    ranks = {"mtp": both, "mtp+ngram": both, "ngram": alone}
     expected = {(spec, *size, k) for spec, sizes in ranks.items() for size in sizes for k in (2, 3)}
     assert len(found) == len(expected) and set(found) == expected
     rules = sweep_configs(BenchOptions(verify="coupled,block"))[1:]
@@ -124,7 +125,11 @@ LACKING = [
     ["rows", 1, "method"],
     ["rows", 0, "tokens_per_second"],
 ]
-ODD = ((("rows", 0, "temperature"), "hot"), (("rows",), ["a"]), (("settings",), []))
+ODD: tuple[Any, ...] = (
+    (("rows", 0, "temperature"), "hot"),
+    (("rows",), ["a"]),
+    (("settings",), []),
+)
 
 
 @pytest.mark.parametrize(("removed", "value"), [*((each, None) for each in LACKING), *ODD])

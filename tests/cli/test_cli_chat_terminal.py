@@ -37,12 +37,16 @@ class Terminal:
         self.descriptor, self._other = pty.openpty()
         self.size(24, 80)
         self.before = self.settings()
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self._other)
-        own = {
-            "start_new_session": True,
-            "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        }
-        self.process = subprocess.Popen(command, **streams, **own, cwd=ROOT, env=environment)
+        self.process = subprocess.Popen(
+            command,
+            stdin=self._other,
+            stdout=self._other,
+            stderr=self._other,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            cwd=ROOT,
+            env=environment,
+        )
         self.seen, self._mark = b"", 0
 
     def size(self, rows: int, columns: int) -> None:
@@ -322,11 +326,11 @@ def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
     (file := tmp_path / "tools.json").write_text(
         json.dumps([{"name": "make", "parameters": properties, "command": command}])
     )
-    called = {"name": "make", "arguments": {"name": f"{tmp_path}/made\x1b[2J\u202e"}}
+    made = Path(f"{tmp_path}/made\x1b[2J\u202e")
+    called = {"name": "make", "arguments": {"name": str(made)}}
     chat = terminal(
         "--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"]
     )
-    made = Path(called["arguments"]["name"])
     for answer in ("\r", "no\r", "\x03"):
         assert b"made\\x1b[2J\\u202e" in chat.play("<Hi\r", "run it? [y/N]")
         chat.play(f"<{answer}", "did not allow this call", "›")

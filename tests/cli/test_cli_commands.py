@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
+from typer.main import get_command, get_group
 
 from spd.cli.chat.slash import Commands
 from spd.cli.commands import build_app, jsonl
@@ -128,7 +128,7 @@ ADVANCED = {
 
 
 def options() -> dict[str, list[Any]]:
-    commands = get_command(build_app()).commands
+    commands = get_group(build_app()).commands
     return {n: [p for p in c.params if p.param_type_name == "option"] for n, c in commands.items()}
 
 
@@ -162,7 +162,7 @@ def test_an_option_of_another_tool_has_a_fix_that_works(spd_run) -> None:
         with pytest.raises(UsageError, match=f"no such option: {flag}") as caught:
             refuse_by_name(flag)
         assert caught.value.fix == (fix,)
-    assert not set(FIXES) & set.union(*(names(params) for params in options().values()))
+    assert not set(FIXES) & {name for params in options().values() for name in names(params)}
     for name in SET_NAMES:
         value = "1=2" if name == "logit_bias" else "1"
         assert set(read_settings([f"{name}={value}"])) == {name}
@@ -225,7 +225,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def own(home: Path) -> Write:
     """`own("temperature = 1")` writes the person's file."""
     file = home / "config" / "spd" / "config.toml"
-    return lambda text: file.write_text(text) and file
+
+    def write(text: str) -> Path:
+        file.write_text(text)
+        return file
+
+    return write
 
 
 def test_what_is_typed_wins_then_environment_then_file(

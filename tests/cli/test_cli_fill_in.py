@@ -28,8 +28,12 @@ def vocabulary_with(folder: Path, marks: tuple[str | None, ...]) -> Vocabulary:
     names = [*BASE, *(mark for mark in marks if mark is not None)]
     library.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     library.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
-    config |= {"eos_token": "<|endoftext|>", "add_bos_token": True}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": True,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return Vocabulary(ModelFolder(demo_folder()).config, ours.Tokenizer.open(folder), None, "x")
 

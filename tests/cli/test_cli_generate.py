@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -87,10 +88,10 @@ def test_the_request_and_the_engine(ask, script, model) -> None:
         and params.min_p == 0.1
     )
     assert params.logit_bias == ((3, -1.0), (4, 2.0))
-    argv = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
-    argv += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
-    ask(*argv.split())
-    given = {
+    flags = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
+    flags += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
+    ask(*flags.split())
+    given: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
         "ctx": 64,
@@ -120,8 +121,8 @@ def test_json_object(ask, model, script) -> None:
     counts = {"prompt_tokens": len(script.request.prompt_ids), "completion_tokens": 6}
     assert shown["usage"].items() >= counts.items()
     assert shown["timings"].items() >= {"draft_n": 12, "draft_n_accepted": 3}.items()
-    counts = {"method": "draft", "num_spec_tokens": 4, "num_spec_steps": 3}
-    assert shown["metrics"]["speculative_decoding"].items() >= counts.items()
+    drafting = {"method": "draft", "num_spec_tokens": 4, "num_spec_steps": 3}
+    assert shown["metrics"]["speculative_decoding"].items() >= drafting.items()
     assert shown["plan"]["ctx"] == 128 and shown["versions"]["spd"] and shown["versions"]["python"]
     entry, *others = shown["logprobs"]
     assert (entry["token_id"], entry["token"], entry["logprob"], len(others)) == (1, '"', -0.5, 5)
@@ -194,7 +195,7 @@ def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, 
     assert (ran.code, ran.err, len(script.engine._left)) == (141, "", 48)
 
 
-def resolve(model: GenerationConfig | None = None, **flags: object):
+def resolve(model: GenerationConfig | None = None, **flags: Any):
     return resolve_sampling(GenerateOptions(**flags), model or GenerationConfig(), 264)
 
 

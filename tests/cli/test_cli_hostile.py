@@ -166,7 +166,9 @@ def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes
             cwd=place,
             env=environment,
             start_new_session=True,
-            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         try:
             out, err = process.communicate(data or b"", timeout=BOUND)

@@ -92,7 +92,8 @@ def test_answers_come_in_order_and_each_can_be_replayed_by_its_seed(answers) -> 
 
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
-    *((bad, "one of prompt, messages and prompt_ids") for bad in ({}, {"prompt_ids": []})),
+    ({}, "one of prompt, messages and prompt_ids"),
+    ({"prompt_ids": []}, "one of prompt, messages and prompt_ids"),
     ({"prompt": "x", "messages": []}, "one of prompt, messages and prompt_ids"),
     ({"prompt": 3}, "Invalid 'prompt': expected a string"),
     ({"prompt": "\ud800"}, "lone U+D800"),
@@ -258,7 +259,7 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text_of([{"prompt": f"word {i}"} for i in range(2000)]))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "spd",

@@ -186,7 +186,8 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     script.on_capture = lambda number: number == 2 and asked.wait(60)
     script.on_step = lambda step: added.append(len(script.engine.captured))
     thread = engine_thread(model)
-    assert thread.engine() is script.engine, "a caller that waits for loading waits for no capture"
+    loaded: Any = thread.engine()
+    assert loaded is script.engine, "a caller that waits for loading waits for no capture"
     until(lambda: len(script.engine.captured) == 2)
     threading.Timer(0.05, asked.set).start()  # when the request is there
     assert (
@@ -212,7 +213,8 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     session: Any = SimpleNamespace(console=Console(), runtime_folder=model / "none")
     chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), session)
     chat.start()
-    assert chat.thread.engine() is script.engine
+    loaded: Any = chat.thread.engine()
+    assert loaded is script.engine
     until(lambda: script.engine.captured)
     ((params,), _) = script.engine.captured[0]
     assert (params.temperature, params.logprobs) == (0.3, None) and chat.close()

@@ -201,10 +201,9 @@ SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0", "lfs": {"sha256
 ANSWERS = [
     *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null"),
     json.dumps({"id": NAME, "sha": "../../x"}).encode(),
-    *(
-        json.dumps({"id": NAME, "sha": COMMIT, "siblings": s}).encode()
-        for s in ("text", [{}], [SIBLING])
-    ),
+    json.dumps({"id": NAME, "sha": COMMIT, "siblings": "text"}).encode(),
+    json.dumps({"id": NAME, "sha": COMMIT, "siblings": [{}]}).encode(),
+    json.dumps({"id": NAME, "sha": COMMIT, "siblings": [SIBLING]}).encode(),
 ]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.main import get_command
+from typer.main import get_group
 
 from spd.cli.commands import COMMANDS, build_app
 from tests.cli.conftest import ROOT, edit
@@ -116,9 +116,12 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
     }
     words = (word if isinstance(word, bytes) else str(word) for word in argv)
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": ROOT}
     return subprocess.run(
-        [sys.executable, "-m", "spd", *words], env={**kept, **environment}, **pipes
+        [sys.executable, "-m", "spd", *words],
+        env={**kept, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        cwd=ROOT,
     )
 
 
@@ -126,7 +129,7 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
 def test_the_examples_of_help_are_commands(name: str) -> None:
     """Every example below a command's help is read by the parser as it stands."""
     found = 0
-    for line in get_command(build_app((name,))).commands[name].epilog.splitlines():
+    for line in get_group(build_app((name,))).commands[name].epilog.splitlines():
         if not line.startswith("  "):
             continue
         lexer = shlex.shlex(line.replace('eval "$(', "").replace(')"', ""), None, True, "|<>&")
@@ -136,7 +139,7 @@ def test_the_examples_of_help_are_commands(name: str) -> None:
             words = words[words.index("spd") + 1 :]
             ends = (i for i, word in enumerate(words) if set(word) <= set("|<>&"))
             command, *argv = words[: next(ends, len(words))]
-            get_command(build_app(command)).commands[command].make_context(command, argv)
+            get_group(build_app((command,))).commands[command].make_context(command, argv)
             found += 1
     assert found
 

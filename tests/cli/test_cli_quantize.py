@@ -61,8 +61,9 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
 
 def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path: Path) -> None:
     """Of a hybrid, with its MTP layers and without; one of another shape in a head stays."""
-    sizes = {"dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 128}
-    source = write_tiny_hybrid(tmp_path / "source", mtp=True, **sizes)
+    source = write_tiny_hybrid(
+        tmp_path / "source", mtp=True, dtype="bfloat16", hidden_size=64, intermediate_size=128
+    )
     before = load_file(source / "model.safetensors")
     heads = {name for name in before if name.startswith("mtp.") and name.endswith("_proj.weight")}
     for folder, more in (("own", ()), ("all", ("--mtp-too",))):

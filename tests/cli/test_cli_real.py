@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -164,9 +165,10 @@ def test_inspect(spd_run, pair) -> None:
 def test_what_does_not_fit(spd_run, pair, tmp_path: Path) -> None:
     """What else is refused is told by the tests of formats and of the runtime."""
     other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
-    for name in (gone := ("fc.weight", "d2t")):
+    gone = ("fc.weight", "d2t")
+    for name in gone:
         folder = shutil.copytree(pair[1], tmp_path / name)
-        edit_weights(folder, lambda held, name=name: held.pop(name))
+        edit_weights(folder, methodcaller("pop", name))
     for target, spec, head, code, said in (
         (pair[0], "draft", pair[1], 4, "is an EAGLE-3 head, not a model"),
         (pair[0], "eagle3", pair[0], 4, "is a model, not an EAGLE-3 head"),

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from typer.main import get_command
+from typer.main import get_command, get_group
 
 import spd
 from spd import errors
@@ -62,9 +62,14 @@ def loaded_after(
     """Standard output, and the modules in memory, after `spd ARGV` in a new process that hears of its end."""
     hears = "os._exit = sys.exit\natexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
     code = f"import sys, os, atexit\n{hears}sys.argv = ['spd', *{list(argv)!r}]\n{run}"
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, env=os.environ | environment, **pipes
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     return done.stdout, set(done.stderr.split())
 
@@ -108,7 +113,7 @@ def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, mo
 
 def test_help_shows_this_editions_commands_panels_and_examples(spd_run) -> None:
     names = "chat generate serve bench compare explain verify inspect convert-mtp quantize pull ls rm doctor"
-    assert tuple(get_command(build_app()).commands) == COMMANDS == (*names.split(), "completions")
+    assert tuple(get_group(build_app()).commands) == COMMANDS == (*names.split(), "completions")
     ran = spd_run()
     rows = re.findall(r"^  (\S+) +(.*)", ran.text, re.MULTILINE)
     assert ran.code == 0 and ran.err == ""

@@ -16,6 +16,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -
         **more,
     }
     command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     seen = b""
     with suppress(OSError):  # the other side is closed
@@ -235,13 +237,23 @@ sys.argv = {typed!r}
     return [sys.executable, "-c", program(script, setup=setup)]
 
 
-def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
-    pipes = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    } | how
-    return subprocess.Popen(command, cwd=ROOT, **pipes)
+def start(
+    command: Sequence[str | Path],
+    *,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.PIPE,
+    start_new_session: bool = False,
+    preexec_fn: Callable[[], object] | None = None,
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        start_new_session=start_new_session,
+        preexec_fn=preexec_fn,
+    )
 
 
 def wait_for(process: subprocess.Popen[bytes], line: str) -> None:
@@ -331,8 +343,10 @@ def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_ignored_signal_stays_ignored(model: Path) -> None:
-    deaf = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    process = start(slow_program(model, pieces=8), **deaf)
+    process = start(
+        slow_program(model, pieces=8),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     first = os.read(process.stdout.fileno(), 5)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
@@ -408,7 +422,7 @@ def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, 
         os.pipe(),
     )
     os.close(reader)
-    process = start(["bash", "-c", shell], **({"stdout": writer} if code == 141 else {}))
+    process = start(["bash", "-c", shell], stdout=writer if code == 141 else subprocess.PIPE)
     os.close(writer)
     status, _, err = finish(process)
     assert status == code and said in err and "Traceback" not in err
@@ -428,12 +442,14 @@ def test_a_time_asleep_counts_in_no_speed() -> None:
         sys.stdin.readline()
         print(time.perf_counter() - began, now() - awake)
     """
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    own_group: dict[str, Any] = {
-        "preexec_fn": os.setpgrp
-    }  # a session's only group cannot be stopped
+    # A session's only group cannot be stopped.
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, text=True, **pipes, **own_group
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=os.setpgrp,
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTSTP)

@@ -83,11 +83,18 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
     """Words stay words; what a call leaves out is left out; an unknown tool runs nothing."""
     found, ran, asked = read(model, [SHOW]), list[Any](), list[Any]()
     assert found.shown[0]["function"] == {name: SHOW[name] for name in ("name", "parameters")}
-    monkeypatch.setattr(tools, "run", lambda words, guard: ran.append(words) or "out")
+
+    def run_fake(words: object, guard: object) -> str:
+        ran.append(words)
+        return "out"
+
+    def answer(words: object, guard: object) -> bool:
+        asked.append(words)
+        return yes
+
+    monkeypatch.setattr(tools, "run", run_fake)
+    monkeypatch.setattr(tools, "consents", answer)
     for yes in (False, True):
-        monkeypatch.setattr(
-            tools, "consents", lambda words, guard, yes=yes: asked.append(words) or yes
-        )
         message, goes_on = found.result(call("show", path="a; rm b", n=3), SignalGuard())
         assert (
             goes_on is yes and len(ran) == yes and asked[-1] == ["head", "-n3", "a; rm b", "{x y}"]
@@ -161,9 +168,10 @@ def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             timer.join()
 
+    shown: list[str] = []
     with open(below, buffering=8192) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        monkeypatch.setattr("spd.cli.chat.tools.write_stderr", (shown := []).append)
+        monkeypatch.setattr("spd.cli.chat.tools.write_stderr", shown.append)
         assert not asked(b"n\n", before=b"y\n") and asked(b" Yes\n")
         assert not asked(b"n" + b" " * 1100 + b"y\n") and not asked(b"\n")
         assert asked(b"y\n", "ls", "\u200b\u3164") and "ls '\\u200b\\u3164'" in shown[-1]

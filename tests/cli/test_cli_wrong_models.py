@@ -14,8 +14,8 @@ import pytest
 from spd.formats.demo import demo_eagle3_folder
 from spd.formats.mtp import head_config
 from tests.cli.conftest import write_model
-from tests.recipes.mtp_folders import write_hollow
-from tests.recipes.published_hybrids import Entry, Release, config_of, mtp_tensors, text_tensors
+from tests.recipes.mtp_folders import Entry, write_hollow
+from tests.recipes.published_hybrids import Release, config_of, mtp_tensors, text_tensors
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 100\n"
 HUB = "https://huggingface.co/org/name"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -197,10 +197,8 @@ def scripted(
     before = service.settings, service.thread
     own = ChatTemplate("test", {"default": template}, {})
     vocabulary = dataclasses.replace(service.settings.vocabulary, template=own)
-    service.settings, service.thread = (
-        dataclasses.replace(service.settings, vocabulary=vocabulary),
-        script,
-    )
+    service.settings = dataclasses.replace(service.settings, vocabulary=vocabulary)
+    service.thread = cast(EngineThread, script)
     try:
         yield script
     finally:

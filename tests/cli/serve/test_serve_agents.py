@@ -18,6 +18,7 @@ from spd.cli.text.channels import HARMONY
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
+from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.cli.serve.conftest import MESSAGES, QUESTION, TEMPLATE, Served, is_allowed, scripted
@@ -499,7 +500,7 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     "responses": [
-        *({"input": value} for value in (None, 3, [])),
+        *({"input": None}, {"input": 3}, {"input": []}),
         *({"previous_response_id": "resp_1"}, {"background": True}, {"reasoning": "high"}),
         *({"input": [{"type": kind, "id": "x"}]} for kind in ("item_reference", "computer_call")),
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -511,7 +512,8 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
             {"tools": [{"type": "function"}]},
             {"tools": [{"type": "namespace", "tools": [{"name": 3}]}]},
         ),
-        *({"tool_choice": {"type": kind, "name": "g"}} for kind in ("function", [])),
+        {"tool_choice": {"type": "function", "name": "g"}},
+        {"tool_choice": {"type": [], "name": "g"}},
         {"text": {"format": {"type": "json_schema"}}, "tools": []},
     ],
 }
@@ -550,7 +552,7 @@ def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.Monke
     assert said.count(": ping") > 2 and said.endswith("data: [DONE]\n\n")
 
 
-NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NUMBER: JsonObject = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize("said", ['{"a": 3}', SAID])

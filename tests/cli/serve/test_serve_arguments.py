@@ -10,6 +10,7 @@ import pytest
 
 from spd.cli.serve.forms import FORMS, QUOTE, Arguments, Tools
 from spd.errors import UsageError
+from spd.runtime.engine.json_schema import Json, JsonObject
 from tests.cli.serve.test_serve_calls import replies, takes
 from tests.every_template import found
 
@@ -35,8 +36,8 @@ def each(*values: Any) -> Values:
 
 
 DEFS = {"$defs": {"S": TEXT, "A": keys(k=TEXT, n=INTEGER)}}
-TREE = {"$ref": "#/$defs/T", "$defs": {"T": keys(v=INTEGER)}, "type": "object"}
-TREE["$defs"]["T"]["properties"]["kids"] = {"type": "array", "items": {"$ref": "#/$defs/T"}}
+NODE = keys(v=INTEGER, kids={"type": "array", "items": {"$ref": "#/$defs/T"}})
+TREE = {"$ref": "#/$defs/T", "$defs": {"T": NODE}, "type": "object"}
 TEXTS = ["Paris", "4", "true", '{"k": 1}', "a\nb", '"quoted"', "-"]
 SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
     "nothing said": ({"type": "object"}, [{}, {"k": "v"}, {"k": 1, "j": [True]}], []),
@@ -258,7 +259,7 @@ def test_what_no_grammar_held_is_read_as_near_as_can_be(schema: Any, text: str, 
 @pytest.mark.parametrize("form", TAGS)
 def test_types_do_not_depend_on_another_alternative(form: str) -> None:
     """An alternative that lists a key for others only says nothing of its type."""
-    schema = {"type": "object", "anyOf": [keys(k=TEXT), keys(n=INTEGER)]}
+    schema: JsonObject = {"type": "object", "anyOf": [keys(k=TEXT), keys(n=INTEGER)]}
     said, calls = replies(Tools({"f": schema}, FORMS[form]), [written(form, {"k": "4"})])
     assert not said and calls == [("f", '{"k": "4"}')]
 
@@ -290,7 +291,9 @@ def test_arguments_that_no_value_fits_are_refused(form: str, schema: Any) -> Non
 def test_many_alternatives_are_held_together() -> None:
     """More than can be told apart: each key is optional, and of a type that one of them gives it."""
     form = "Qwen3-Coder, Qwen3.5"
-    branches = [{**keys(**{f"k{n}": INTEGER}), "required": [f"k{n}"]} for n in range(40)]
+    branches: list[Json] = [
+        {**keys(**{f"k{n}": INTEGER}), "required": [f"k{n}"]} for n in range(40)
+    ]
     grammar = Tools(
         {"f": {"type": "object", "anyOf": branches}}, FORMS[form], required=True
     ).grammar

@@ -14,20 +14,25 @@ from spd.cli.serve import wishes
 from spd.cli.serve.forms import FORMS, MARKS, QUOTE, CallParser, Form, Tools, call_form
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
+from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.cli.serve.conftest import is_allowed
 from tests.every_template import found
 
-KINDS = {"city": {"type": "string"}, "days": {"type": "integer"}}
-WEATHER = {
+KINDS: JsonObject = {"city": {"type": "string"}, "days": {"type": "integer"}}
+WEATHER: JsonObject = {
     "type": "object",
     "properties": KINDS,
     "required": ["city"],
     "additionalProperties": False,
 }
-FUNCTIONS = {"get_weather": WEATHER, "now": {"type": "object", "additionalProperties": False}}
-PARIS = {"city": 'Pa"ris}{ \\', "days": 3}
+FUNCTIONS: dict[str, JsonObject] = {
+    "get_weather": WEATHER,
+    "now": {"type": "object", "additionalProperties": False},
+}
+CITY_NAME = 'Pa"ris}{ \\'
+PARIS = {"city": CITY_NAME, "days": 3}
 ARGS = json.dumps(PARIS)
 Call = tuple[str, Any]
 ONE: list[Call] = [("get_weather", PARIS)]
@@ -263,9 +268,7 @@ def call_text(form: Form, *, required: bool = False) -> str:
     said, pairs = ARGS, form.pairs
     if pairs is not None:
         city = (
-            json.dumps(PARIS["city"])
-            if pairs.quote is None
-            else pairs.quote + PARIS["city"] + pairs.quote
+            json.dumps(CITY_NAME) if pairs.quote is None else pairs.quote + CITY_NAME + pairs.quote
         )
         written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
         said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
@@ -468,7 +471,7 @@ def test_calls_are_numbered_through_a_conversation(form: str) -> None:
 
 def test_arguments_with_commas_are_held_whichever_there_are() -> None:
     """All that have to come, in their order, with nothing but commas between them."""
-    schema = {
+    schema: JsonObject = {
         "type": "object",
         "properties": {key: {"type": "integer"} for key in "abc"},
         "required": ["b"],
@@ -510,10 +513,10 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
     expected = [("get_weather", ARGS), ("now", "{}")]
     for cut in range(len(text) + 1):
         assert replies(tools, [text[:cut], text[cut:]]) == ("", expected), text[:cut]
-        _, calls = replies(tools, list(text[:cut]))
+        _, begun = replies(tools, list(text[:cut]))
         come = text[text.find(ARGS) : cut]
-        assert [name for name, _ in calls[:1]] == ["get_weather"][: len(come)], text[:cut]
-        assert not come or calls[0][1].partition("<")[0] == come[: len(ARGS)]
+        assert [name for name, _ in begun[:1]] == ["get_weather"][: len(come)], text[:cut]
+        assert not come or begun[0][1].partition("<")[0] == come[: len(ARGS)]
 
 
 FRAGMENTS = [

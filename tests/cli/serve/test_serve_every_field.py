@@ -139,8 +139,8 @@ LISTED = PAGE[PAGE.index("**Passed over,**") : PAGE.index("**Refused, with")]
 
 @pytest.mark.parametrize("path", TABLES)
 def test_every_field(served: Served, path: str) -> None:
-    base = {"messages": MESSAGES, "max_tokens": 2}
-    base = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, base)
+    chat: dict[str, object] = {"messages": MESSAGES, "max_tokens": 2}
+    base = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, chat)
     table, passed_over = READ[path]
     for name, (what, value) in TABLES[path].items():
         status, answer = served.send("POST", path, {**base, name: value})

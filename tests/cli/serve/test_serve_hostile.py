@@ -185,9 +185,10 @@ def test_paths(served: Served, method: str, path: str, status: int) -> None:
     )
 
 
+PROMPTS: list[Any] = [None, 3, [], [[]], [1, "x"], [10**9], ["x"] * 200]
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
-        *({"prompt": prompt} for prompt in (None, 3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
+        *({"prompt": prompt} for prompt in PROMPTS),
         *(
             {"prompt": "x", name: value}
             for name, value in (("suffix", "y"), ("best_of", 3), ("n", 129))

@@ -173,8 +173,13 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
 
     def ask(*options: str) -> str:
-        how = {"env": {**os.environ, "LLM_USER_PATH": str(tmp_path)}, "timeout": 60}
-        ran = subprocess.run([*command, *options], capture_output=True, text=True, **how)
+        ran = subprocess.run(
+            [*command, *options],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
+            timeout=60,
+        )
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

@@ -16,6 +16,7 @@ from spd.cli.serve.replies import Choice
 from spd.cli.text.reply import UNANSWERED
 from spd.formats.thinking import ThinkingMarks, thinking_marks
 from spd.formats.tokenizer import Tokenizer
+from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import Event
 from spd.runtime.engine.sequence import Detokenizer
 
@@ -198,7 +199,9 @@ def events(
             return
 
 
-Shown = tuple[list[tuple[str, str, str]], list[tuple[str, str, str]], int, str | None, Any]
+Parts = list[tuple[str, str, str]]
+"""The kind, name and text of each."""
+Shown = tuple[Parts, Parts, int, str | None, Any]
 
 
 def shown(choice: Choice, brought: Iterator[Event]) -> Shown:
@@ -209,7 +212,7 @@ def shown(choice: Choice, brought: Iterator[Event]) -> Shown:
             assert begins == (part.index not in streamed)
             _, _, before = streamed.get(part.index, ("", "", ""))
             streamed[part.index] = (part.kind, part.name, before + text)
-    whole = [(part.kind, part.name, part.text) for part in choice.parts]
+    whole: Parts = [(part.kind, part.name, part.text) for part in choice.parts]
     return [*streamed.values()], whole, choice.reasoning_tokens, choice.stop, choice.noted
 
 
@@ -233,9 +236,23 @@ def test_thinking_of_every_family(name: str, tmp_path: Path) -> None:
 
 
 FORM = FORMS["Hermes, Qwen3"]
-LOOKUP = {"lookup": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+LOOKUP: dict[str, JsonObject] = {
+    "lookup": {"type": "object", "properties": {"n": {"type": "integer"}}}
+}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"n": 1}}\n</tool_call>'
-WORDS = ("a", "ü", "\n", "\n\n", "</", "<", "think>", "<think>", "</think>", "[THINK]", "[/THINK]")
+WORDS: tuple[str, ...] = (
+    "a",
+    "ü",
+    "\n",
+    "\n\n",
+    "</",
+    "<",
+    "think>",
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "[/THINK]",
+)
 WORDS += ("END", "E", "<tool_call>", CALL, "€", "<|channel>thought\n", "<channel|>", "to=self")
 
 

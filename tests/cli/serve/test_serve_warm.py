@@ -35,9 +35,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
     """Begin spd, or code around it, whose server or client has its sockets there."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), "SPD_CONFIG": os.devnull}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *words]
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def spd(
