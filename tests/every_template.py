@@ -17,9 +17,10 @@ from spd.cli.text.prompt import ThinkingSplitter
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.thinking import past_turn
+from spd.runtime.engine.json_schema import JsonObject
 
 SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
-PARAMETERS = {
+PARAMETERS: JsonObject = {
     "type": "object",
     "properties": {"path": {"type": "string"}, "n": {"type": "integer"}},
 }
@@ -90,7 +91,7 @@ def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list
 
     Mistral's templates read thinking from a list of parts, which a user of the library writes so.
     """
-    found = []
+    found: list[str] = []
     parts = [
         {**one, **past_turn(one["reasoning_content"], one["content"], template)}
         if "reasoning_content" in one
@@ -101,9 +102,15 @@ def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list
         said = json.loads(json.dumps(parts))
         for one in (one for message in said for one in message.get("tool_calls", ())):
             one["function"]["arguments"] = written(one["function"]["arguments"])
-        asked = {"conversations": [said], "chat_template": template, "add_generation_prompt": True}
+        asked: dict[str, Any] = {
+            "conversations": [said],
+            "chat_template": template,
+            "add_generation_prompt": True,
+            **SPECIAL,
+            **variables,
+        }
         try:
-            found += render_jinja_template(**asked, **SPECIAL, **variables)[0]
+            found += render_jinja_template(**asked)[0]
         except Exception:  # whatever a template may raise
             continue
     return found
@@ -133,9 +140,8 @@ def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
 def read_back(template: str) -> str:
     """What is found in a reply as the template writes it: as many calls as there were, or else."""
     one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
-    for said in (
-        {"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)
-    ):
+    for tool_calls in (PLAIN[:2], PLAIN[:1]):
+        said = {"role": "assistant", "content": "Yes.", "tool_calls": tool_calls}
         written = own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False)
         asked = own(one, [ASKED], tools=TOOLS), written
         if None in asked:
@@ -145,9 +151,7 @@ def read_back(template: str) -> str:
         same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
         if "read" not in (reply := str(asked[1])[len(same) :]):
             continue
-        told = (
-            each["function"] for each in said["tool_calls"] if each["function"]["name"] in reply
-        )
+        told = (each["function"] for each in tool_calls if each["function"]["name"] in reply)
         wanted = [(each["name"], json.loads(each["arguments"])) for each in told]
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:

@@ -21,6 +21,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.kernels.interface import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
+from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.rows import PromptPart, SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -124,6 +125,13 @@ def make_engine(model: Path, **wishes: Any) -> Engine:
     return Engine(
         EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **wishes})
     )
+
+
+def local_queue(engine: Engine) -> LocalRoundQueue:
+    """Return the queue of an engine of one rank, with the round and the state behind it."""
+    queue = engine._device
+    assert isinstance(queue, LocalRoundQueue)
+    return queue
 
 
 def quick_engine(model: Path, **wishes: Any) -> Engine:

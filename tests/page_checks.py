@@ -23,8 +23,10 @@ def check_pages(scheduler: Scheduler) -> None:
     """Every page has exactly the owners that it counts, and only one that may write to it."""
     check_table(scheduler.pages)
     owners = Counter[int]()
-    for one in (*scheduler.running(), *scheduler.in_flight):
-        owners.update(one.pages)
+    for sequence in scheduler.running():
+        owners.update(sequence.pages)
+    for enqueued in scheduler.in_flight:
+        owners.update(enqueued.pages)
     assert owners == scheduler.pages._users, "a page has no owner, or an unknown one"
     for sequence in scheduler.running():
         written = (

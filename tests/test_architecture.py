@@ -300,6 +300,8 @@ def runtime_talk(tree: Tree) -> list[str]:
         for node in (
             ast.walk(parsed) if names(module, ("spd.runtime", "spd.formats", "spd.kernels")) else ()
         ):
+            if not isinstance(node, ast.Call | ast.Attribute):
+                continue
             called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             used = node.attr if isinstance(node, ast.Attribute) else ""
             if called in ("print", "exit") or used in ("argv", "_exit"):

@@ -39,8 +39,12 @@ from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 from tests.test_demo import ask
 
-SCHEMA = {"properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}, "type": "object"}
-SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
+SCHEMA = {
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+    "type": "object",
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logit bias": {"logit_bias": ((5, 40.0), (9, -100.0), (40, 40.0))},
@@ -196,7 +200,8 @@ def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
 
 
 def demo_prompts(count: int) -> list[tuple[int, ...]]:
-    tokenizer, prompts = Tokenizer.open(demo_folder()), []
+    tokenizer = Tokenizer.open(demo_folder())
+    prompts: list[tuple[int, ...]] = []
     names = [name for name, _ in question_answers()]
     for name in (names[i * 13 % len(names)] for i in range(count)):
         module, _, function = name.rpartition(".")

@@ -22,6 +22,7 @@ from tests.helpers import (
     Tiny,
     assert_same,
     drafts,
+    local_queue,
     next_turn,
     random_prompts,
     run_all,
@@ -184,8 +185,11 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> No
 
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
-    kinds = [{"temperature": 0.8 * (i % 2), "max_tokens": 60 + 7 * i, "seed": i} for i in range(6)]
-    params, gave_way = [SamplingParams(**kind, logit_bias=FEW) for kind in kinds], 0
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW)
+        for i in range(6)
+    ]
+    gave_way = 0
     work = list(zip(random_prompts(6, 60, VOCAB, seed=4), params, strict=True))
     for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
         pair = pairs.get(f"{name}+ngram")
@@ -204,7 +208,8 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     """Its cache holds the text, and not what it would have drafted itself where lookup did."""
     prompts = random_prompts(5, 40, VOCAB, seed=8)
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
-    pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}
+    pair = pairs.get("self+ngram")
+    wishes: dict[str, Any] = {"slots": 3, "lag": lag, "ngram_min": 1}
     engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
     rounds = [
         record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft
@@ -236,13 +241,14 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
     pairs: Pairs, monkeypatch: Patch
 ) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
-    asked, behind, real, launch = (
-        list[int](),
-        list[int](),
-        ModelProposer.catch_up,
-        LocalRoundQueue.launch,
-    )
-    watched = lambda self, tokens, views: asked.append(tokens) or real(self, tokens, views)  # noqa: E731
+    asked: list[int] = []
+    behind: list[int] = []
+    real = ModelProposer.catch_up
+    launch = LocalRoundQueue.launch
+
+    def watched(self: ModelProposer, tokens: int, views: Sequence[SlotView]) -> Any:
+        asked.append(tokens)
+        return real(self, tokens, views)
 
     def counted(self: LocalRoundQueue, *given: Any) -> Any:
         ticket = launch(self, *given)
@@ -353,7 +359,8 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     pair, seen = pairs.get(name), 0
     assert pair.reference is not None
     engine, plain = pair.engine(3, verify=rule), pair.reference()
-    state, laws = engine._device.state, engine._device.sampler.draft_laws
+    queue = local_queue(engine)
+    state, laws = queue.state, queue.sampler.draft_laws
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
 
@@ -386,9 +393,10 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
         engine.add(Request(name, prompt, greedy(40)))
         for _ in range(steps):
             engine.step()
-    proposer, sequence = engine._device.proposer, engine._scheduler.slots[1]
+    queue = local_queue(engine)
+    proposer, sequence = queue.proposer, engine._scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
-    assert engine._device.behind == ROUNDS and sequence.length == length + 1
+    assert queue.behind == ROUNDS and sequence.length == length + 1
     views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)

@@ -113,8 +113,11 @@ class Bench:
             "XDG_STATE_HOME": folder / "case/state",
             "XDG_CONFIG_HOME": folder / "none",
             "TMPDIR": folder,
+            "HF_HUB_CACHE": folder / "hub",
+            "HF_HUB_OFFLINE": 1,
+            "COLUMNS": 100,
+            "TERM": "dumb",
         }
-        own |= {"HF_HUB_CACHE": folder / "hub", "HF_HUB_OFFLINE": 1, "COLUMNS": 100, "TERM": "dumb"}
         self.env = {**os.environ, **{key: str(value) for key, value in own.items()}}
         made = [sys.executable, "-m", "spd", "convert-mtp", "demo", str(folder / "head"), "-q"]
         subprocess.run(made, cwd=ROOT, env=self.env, check=True, capture_output=True)
@@ -212,8 +215,8 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
             evil, base = rng.choice(EVIL), rng.choice(("tiny", "tiny", "head", "eagle3"))
             yield Case(f"string as {path}", command, put(name, path, evil), base)
     for text, command in product(TABLES["TEMPLATES"], COMMANDS[:6]):
-        evil = writes("model/chat_template.jinja", text.replace("@", rng.choice(EVIL)))
-        yield Case("template", command, evil)
+        template = text.replace("@", rng.choice(EVIL))
+        yield Case("template", command, writes("model/chat_template.jinja", template))
     times = {"draft": 1, "verify": 2, "rest": 1, "host": 0}
     lists = {"draft": [1], "sampled": [1], "committed": [1], "ms": times}
     numbers = {"round": 1, "position": 9, "accepted": 0, "draft_forwards": 1, "k": 1}
@@ -221,7 +224,8 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         head = {"schema": "spd.trace/1", "temperature": 0, "model": evil}
         head |= {"plan": {"spec": evil, "verify": evil}}
         row = json.dumps({"request": evil, "method": evil, **lists, **numbers})
-        for more in ({"prompt_ids": []}, {"prompt_ids": evil}, {evil: 1}):
+        additions: list[dict[str, object]] = [{"prompt_ids": []}, {"prompt_ids": evil}, {evil: 1}]
+        for more in additions:
             yield Case(
                 "trace", "explain t -v", writes("t", f"{json.dumps(head | more)}\n{row}\n{row}")
             )

@@ -80,8 +80,12 @@ def patterns() -> Iterator[Folder]:
         yield Folder("many targets", put("config.json", place, many), "packed", READ[:1])
         dynamic = {f"+:{pattern}": {"bits": 8}}
         yield Folder("dynamic", put("config.json", "quantization_config dynamic", dynamic), "gptq")
-        split = {"type": "Split", "pattern": {"Regex": pattern[:20_000]}}
-        split |= {"behavior": "Isolated", "invert": False}
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern[:20_000]},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         text = "letters" * 300
         lines = (f"generate -m model -n 2 --no-server {text}", "inspect model")
         yield Folder("pre_tokenizer", put("tokenizer.json", "pre_tokenizer", split), lines=lines)

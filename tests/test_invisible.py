@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from spd.runtime import Engine, Request, SamplingParams
-from tests.helpers import Prompt, Run, accepted, assert_same, drafted, random_prompts, run_all
+from tests.helpers import (
+    Prompt,
+    Run,
+    accepted,
+    assert_same,
+    drafted,
+    local_queue,
+    random_prompts,
+    run_all,
+)
 from tests.lanes import covering
 from tests.page_checks import check_table
 from tests.pairs import MTP_OF, Pair, Pairs
@@ -341,17 +350,17 @@ def test_context_ends_the_text(pairs: Pairs) -> None:
 @pytest.mark.parametrize("kind", ["wrong", "out of range", "random length"])
 def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind: str) -> None:
     engine = pairs.get("ngram").engine(4, lag=1)
-    state, source = engine._device.state, random.Random(0)
+    queue, source = local_queue(engine), random.Random(0)
+    state = queue.state
     odd = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
     choices = odd if kind == "out of range" else list(range(VOCAB))
 
-    def bad(k: int, *_: Any) -> int:
+    def bad(k: int, window: object, views: object, needs: object) -> None:
         rows = [[source.choice(choices) for _ in range(k)] for _ in range(state.slots)]
         state.draft[:, :k] = torch.tensor(rows)
         state.num_drafts.fill_(source.randrange(k + 1) if kind == "random length" else k)
-        return 0
 
-    engine._device.proposer.draft = bad  # type: ignore[union-attr, method-assign]
+    queue.proposer.draft = bad  # type: ignore[method-assign]
     assert_same(outputs(engine, WORKS["temperatures"]), known(Cell("temperatures", "ngram", 0)))
 
 

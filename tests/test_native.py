@@ -7,20 +7,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from spd.errors import IncompatibleError
 from spd.formats.demo import demo_folder
 from spd.kernels.native import build
 from spd.kernels.native.build import instructions, obstacle
 from spd.runtime import EngineConfig, Request, SamplingParams
+from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import make_plan
+from spd.runtime.proposers.draft_model import DraftModelProposer
 from tests import helpers
 from tests.helpers import (
     Patch,
     Tiny,
     TinyShelf,
+    local_queue,
     logits_of,
     make_engine,
     outputs,
@@ -119,7 +121,9 @@ def test_the_target_alone_decides(model: Tiny) -> None:
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
-    assert speculated._device.proposer.runners[0].kernels.name == "torch"  # type: ignore[union-attr]
+    proposer = local_queue(speculated).proposer
+    assert isinstance(proposer, DraftModelProposer)
+    assert proposer.runners[0].kernels.name == "torch"
     assert outputs(run_all(speculated, *asked)) == outputs(run_all(plain, *asked))
 
 
@@ -173,7 +177,7 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
     engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
     runner, honest = engine._device.runner, engine._device.runner._run
 
-    def failing(*given: Any) -> Tensor:
+    def failing(batch: ForwardBatch) -> ModelOutput:
         runner._run = honest  # type: ignore[method-assign]
         raise error
 

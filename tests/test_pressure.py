@@ -8,6 +8,7 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
+from spd.runtime.engine.sequence import Sequence
 from tests.helpers import Tiny, assert_same, quick_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
@@ -33,9 +34,13 @@ def alone(target: Path) -> list[Any]:
 
 
 def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
-    more = {"ngram": {"ngram_min": 1}, "draft": {"draft_model": target}, "off": {}}[method]
+    methods: dict[str, dict[str, Any]] = {
+        "ngram": {"ngram_min": 1},
+        "draft": {"draft_model": target},
+        "off": {},
+    }
     return quick_engine(
-        target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **more, **wishes
+        target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **methods[method], **wishes
     )
 
 
@@ -94,8 +99,15 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
     engine.step()
     for i in range(arriving):
         engine.add(Request(f"{i}", prompt[i:], SamplingParams(max_tokens=4, ignore_eos=True)))
-    honest, passes = engine._write_part, []
-    engine._write_part = lambda *given: passes.append(None) or honest(*given)  # type: ignore[method-assign, func-returns-value]
+    honest = engine._write_part
+    passes: list[int] = []
+
+    def counted(sequence: Sequence) -> int:
+        rows = honest(sequence)
+        passes.append(rows)
+        return rows
+
+    engine._write_part = counted  # type: ignore[method-assign]
     counts = []
     for _ in range(3):
         joining = engine._scheduler.more_could_join

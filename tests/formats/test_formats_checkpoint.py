@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from spd.errors import CheckpointError
 from spd.formats import checkpoint as module
-from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.checkpoint import Checkpoint, check_tensors, read_shard_header
 from tests.formats.formats_helpers import (
     entry,
     refused,
@@ -24,7 +25,7 @@ from tests.formats.formats_helpers import (
     write_shard,
     write_sharded,
 )
-from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.mtp_folders import Entry, write_hollow
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -209,8 +210,13 @@ def test_links_to_one_header_end_at_the_second(
     write_json(
         tmp_path, INDEX, {"weight_map": {f"tensor{i}": name for i, name in enumerate(names)}}
     )
-    read, honest = [], module.read_shard_header
-    monkeypatch.setattr(module, "read_shard_header", lambda path: read.append(path) or honest(path))
+    read: list[Path] = []
+
+    def counted(path: Path) -> Any:
+        read.append(path)
+        return read_shard_header(path)
+
+    monkeypatch.setattr(module, "read_shard_header", counted)
     with refused(CheckpointError, "tensor 'same': is in 0.safetensors too"):
         Checkpoint.open(tmp_path)
     assert len(read) == 2
@@ -285,10 +291,12 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
 
 
 def test_sixty_shards_are_listed_quickly(tmp_path: Path) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(60):  # sparse: 3 GiB that occupy nothing
         name = f"model-{shard + 1:05}-of-00060.safetensors"
-        tensors = [(f"layers.{shard}.{part}.weight", "BF16", (2**14, 2**13)) for part in range(12)]
+        tensors: list[Entry] = [
+            (f"layers.{shard}.{part}.weight", "BF16", (2**14, 2**13)) for part in range(12)
+        ]
         write_hollow(tmp_path / name, tensors)
         weight_map |= {tensor: name for tensor, _, _ in tensors}
     write_json(tmp_path, INDEX, {"weight_map": weight_map})

@@ -232,8 +232,15 @@ def each(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
     ]
 
 
-NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures")
-NEEDED += ("max_position_embeddings", "rms_norm_eps")
+NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "architectures",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 LINEAR = {"type": "linear", "factor": 2}
 SPARSE_NAMES = ["full_attention", "sliding_attention"]
 REFUSED = [

@@ -23,8 +23,12 @@ from tests.helpers import read_model_config
 HIDDEN, VOCAB, LAYERS = 8, 32, 2
 TARGET = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
 LAYER = module_layer(model_config_of(Fields("config.json", TARGET)), FAMILIES[0]).tensors()
-DEEPSEEK = {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
-DEEPSEEK["eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+DEEPSEEK = {
+    "enorm.weight": (HIDDEN,),
+    "hnorm.weight": (HIDDEN,),
+    "shared_head.norm.weight": (HIDDEN,),
+    "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+}
 COPIES = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
 
 

@@ -16,14 +16,14 @@ import safetensors
 
 from spd.errors import CheckpointError, SpdError
 from spd.formats.chat_template import ChatTemplate
-from spd.formats.checkpoint import Checkpoint, read_shard_header
+from spd.formats.checkpoint import Checkpoint, TensorMeta, read_shard_header
 from spd.formats.model_config import read_generation_config
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
 from tests.helpers import read_model_config
 
 
-def header_of(tmp_path: Path, content: bytes) -> tuple:
+def header_of(tmp_path: Path, content: bytes) -> list[TensorMeta]:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     return read_shard_header(path)[1]
@@ -129,7 +129,7 @@ def test_pickle_with_another_name(tmp_path: Path) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-THINGS = {
+THINGS: dict[str, Callable[[Path], object]] = {
     "a directory": Path.mkdir,
     "a FIFO": os.mkfifo,
     "No such device": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
@@ -188,7 +188,11 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         where = rng.randrange(min(len(data), 330))
         # Another byte, one of JSON's, none, or one more.
-        new = ([rng.randrange(256)], [rng.choice(b'0123456789-[]{}",: ')], [])
+        new: tuple[list[int], ...] = (
+            [rng.randrange(256)],
+            [rng.choice(b'0123456789-[]{}",: ')],
+            [],
+        )
         data[where : where + rng.randrange(2)] = bytes(rng.choice(new))
     # Half of the time the length is put right, so that the change reaches the parser.
     if rng.random() < 0.5:

@@ -93,10 +93,9 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
 
             return run
 
-        for name in DISK_CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-        shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
-        writer.sync = counted(writer.sync)
+        calls = [*((os, name) for name in DISK_CALLS), (shutil, "rmtree"), (writer, "sync")]
+        for owner, name in calls:
+            setattr(owner, name, counted(getattr(owner, name)))
         globals()["content"] = counted(content)  # a moment between any two tensors
         work()
         os._exit(0)
@@ -112,7 +111,7 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
         call += 1
         destination = tmp_path / str(call) / "head"
         destination.parent.mkdir()
-        killed = killed_at(call, lambda at=destination: write(at))
+        killed = killed_at(call, partial(write, destination))
         there = destination.exists()
         outcomes.add(there)
         if not there:

@@ -11,7 +11,7 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
 from tests.gpu import gpu_helpers as lane
-from tests.helpers import next_turn, outputs, random_prompts, run_requests
+from tests.helpers import local_queue, next_turn, outputs, random_prompts, run_requests
 from tests.kernels import test_kernels_recurrent as recurrent
 from tests.kernels.forms import Form
 from tests.kernels.test_kernels_recurrent import Shape
@@ -69,7 +69,7 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
                 later = run_requests(engine, [turn, Request("again", prompt, params)])
                 cached = [run.metrics.cached_tokens for run in later]
                 assert cached == ([length + 19, length - 1] if sharing else [0, 0])
-                places = engine._device.states.places if sharing else {}
+                places = local_queue(engine).states.places if sharing else {}
                 assert all(part.is_pinned() for parts in places.values() for part in parts)
                 told.append([first.output, *(run.output for run in later)])
         assert told[0] == told[1]

@@ -44,7 +44,7 @@ def pretend(arch: int) -> None:
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(driver)
-    torch.cuda.get_device_properties = lambda device: facts
+    vars(torch.cuda)["get_device_properties"] = lambda device: facts
 
 
 def compiled(

@@ -29,7 +29,7 @@ needs_compiled = pytest.mark.skipif(
     obstacle() is not None, reason=f"no C kernels here: {obstacle()}"
 )
 COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
-EVERY = ["torch", "triton", *COMPILED]
+EVERY: list[Any] = ["torch", "triton", *COMPILED]
 PAGE = 64
 
 

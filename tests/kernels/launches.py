@@ -84,7 +84,8 @@ def dense(
 
     squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
     x, norm = of(dtype, rows, hidden), Norm(squares, 1e-6)
-    name = "_".join(filter(None, (name, NAMES.get(kind, kind) if kind else "", NAMES[dtype])))
+    code = kind if kind is None or isinstance(kind, str) else NAMES[kind]
+    name = "_".join(filter(None, (name, code, NAMES[dtype])))
     return {
         f"out_{name}": lambda: onto(out),
         f"down_{name}": lambda: onto(inner),
@@ -111,7 +112,8 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
 
 def products() -> Launches:
     """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
-    big, found = (4096, 6144, 4096, 12288), {}
+    big = (4096, 6144, 4096, 12288)
+    found: Launches = {}
     for dtype in (BF16, F16):
         layers = dense("8b", dtype, big) | dense("0.6b", dtype, (1024, 4096, 2048, 3072))
         found |= layers | head(f"8b_{NAMES[dtype]}", dtype)
@@ -215,10 +217,14 @@ def experts() -> Launches:
     for code in CODED:
         found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     swiglu, limited = Activation("swiglu", 7.0, 1.702), Activation("silu", 7.0)
-    others = {"oss": (32, 2880, 2880, swiglu), "gemma": (128, 2816, 704, GELU)}
-    others |= {"step": (288, 4096, 1280, limited), "nemotron": (128, 2688, 1856, RELU2)}
-    for name, (*sizes, act) in others.items():
-        found[name] = partial(layer, *sizes, 1, 1, act=act)
+    others = {
+        "oss": (32, 2880, 2880, swiglu),
+        "gemma": (128, 2816, 704, GELU),
+        "step": (288, 4096, 1280, limited),
+        "nemotron": (128, 2688, 1856, RELU2),
+    }
+    for name, (count, hidden, inner, act) in others.items():
+        found[name] = partial(layer, count, hidden, inner, 1, 1, act=act)
     found["oss_e2m1"] = partial(layer, 32, 2880, 2880, 1, 1, kind="e2m1 32", act=swiglu)
     found["nemotron_int4"] = partial(layer, 128, 2688, 1856, 1, 1, kind="int4 32", act=RELU2)
     return found

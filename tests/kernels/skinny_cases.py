@@ -97,6 +97,8 @@ class Operands:
         self.x, self.residual, self.scale = draw(rows, k), draw(rows, n), draw(k)
         self.tail, self.bias, self.pair_bias = draw(n), draw(n), draw(2 * n)
         self.weight: Any
+        self.fed: Any
+        self.pair: Any
         if kind == "plain":
             self.weight = self.fed = draw(n, k)
             self.pair = draw(2 * n, k)

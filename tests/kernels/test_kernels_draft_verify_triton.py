@@ -46,8 +46,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[Tensor, Tensor]:
     """What the kernels decide: as the reference but for a share of slots, where a last bit decides."""
-    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")  # type: ignore[arg-type]
-    expected = draft_verify.verify_drafts(*arguments, rule == "block")  # type: ignore[arg-type]
+    target, laws, draft, num_drafts, seed, positions = arguments
+    operands: Arguments = (target, laws, draft, num_drafts, seed, positions)
+    found = draft_verify_triton.verify_drafts(*operands, rule == "block")
+    expected = draft_verify.verify_drafts(*operands, rule == "block")
     assert found[0].dtype == found[1].dtype == torch.int64
     different = (found[0] != expected[0]).any(dim=-1) | (found[1] != expected[1])
     assert different.float().mean() <= share

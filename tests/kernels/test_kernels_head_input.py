@@ -46,7 +46,8 @@ def test_pairs_equal_their_definition(
         table, states, norms = (t.to(device, dtype) for t in (table, states, norms))
         rings = SimpleNamespace(rings=states, depth=depth)
         rows = SimpleNamespace(positions=positions.to(device), width=width, states=rings)
-        tokens, norm = tokens.to(device), PairNorms(*norms, EPSILON, masked, hidden_first)
+        tokens = tokens.to(device)
+        norm = PairNorms(norms[0], norms[1], EPSILON, masked=masked, hidden_first=hidden_first)
         given = (tokens, table, rows, norm)
         out, nothing = op.head_input(*given)
         assert nothing is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import int8_rows, tiled
-from spd.kernels.linear.skinny_linear import plain_weight
+from spd.kernels.native.packed import PackedWeight
 from tests.kernels.forms import ACTS, EVERY, ROUNDED, Form, acted, normal, thinned
 from tests.kernels.skinny_cases import drawn
 
@@ -156,16 +156,24 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
 
 
 def widened(own: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:
-    gate_up, down = (plain_weight(weight, dtype).to(dtype) for weight in (own.gate_up, own.down))
-    return own._replace(gate_up=gate_up, down=down)
+    return own._replace(
+        gate_up=plain_matrices(own.gate_up, dtype), down=plain_matrices(own.down, dtype)
+    )
+
+
+def plain_matrices(matrices: moe.ExpertMatrices, dtype: torch.dtype) -> Tensor:
+    assert not isinstance(matrices, PackedWeight)
+    return matrices.to(dtype) if isinstance(matrices, Tensor) else matrices.plain(dtype)
 
 
 def by_definition(x: Tensor, ids: Tensor, weights: Tensor, own: moe.ExpertWeights) -> Tensor:
     """In float64, one row and one expert after another."""
+    gate_up, down = own.gate_up, own.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
         expert = ids[row, place]
-        both, made = own.gate_up[expert].double() @ x[row].double(), own.down[expert].double()
+        both, made = gate_up[expert].double() @ x[row].double(), down[expert].double()
         shifts = [
             0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)
         ]
@@ -215,8 +223,10 @@ def test_experts(
         gate_up = stacked(kind, count, (1 + act.gated) * n, k, form.device, dtype)
         own = moe.ExpertWeights(gate_up, stacked(kind, count, k, n, form.device, dtype), act)
         if act.kind == "swiglu":
-            biases = (normal(count, size, seed=size).to(form.device) for size in (2 * n, k))
-            own = own._replace(**dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)))
+            own = own._replace(
+                gate_up_bias=normal(count, 2 * n, seed=2 * n).to(form.device),
+                down_bias=normal(count, k, seed=k).to(form.device),
+            )
         x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))
         ids, weights = routed(rows, count, per_token, form.device)
         right = by_definition(x, ids, weights, widened(own, torch.float32))
@@ -224,7 +234,7 @@ def test_experts(
         kept, results = prepared(form, own), 2 - form.native  # C's has no squares
 
         def run(*given: Tensor, kept: Any = kept, results: int = results) -> tuple[Tensor, ...]:
-            return form.ops.experts(*given[:3], kept, given[3])[:results]  # type: ignore[no-any-return]
+            return form.ops.experts(*given[:3], kept, given[3])[:results]
 
         if form.native:  # what is inside is rounded before the second product
             allowed = 3 * ROUNDED * onto.abs().max()
@@ -266,10 +276,11 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
     A row of NaN stays alone; an expert that overflows spoils only its own rows: small experts are computed
     for every row, and what is not chosen must not be seen.
     """
-    own = moe.ExpertWeights(*(0.2 * normal(6, *s, seed=7).to(dtype) for s in ((48, 40), (40, 24))))
+    gate_up = 0.2 * normal(6, 48, 40, seed=7).to(dtype)
+    own = moe.ExpertWeights(gate_up, 0.2 * normal(6, 40, 24, seed=7).to(dtype))
 
-    def way(*given: Tensor) -> Tensor:
-        return moe.experts(*given, own, chunk=chunk)[0]
+    def way(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe.experts(x, ids, weights, own, chunk=chunk)[0]
 
     x, ids, weights = case(dtype)
     whole = way(x, ids, weights)
@@ -290,7 +301,7 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
     wild[3] = float("nan")
     found = way(wild, ids, weights)
     assert bool(found[3].isnan().all()) and torch.equal(found[keep], whole[keep])
-    own.gate_up[5] = float("inf")
+    gate_up[5] = float("inf")
     found, chosen = way(x, ids, weights), (ids == 5).any(dim=1)
     assert bool(found[~chosen].isfinite().all()) and not bool(found[chosen].isfinite().any())
     assert 0 < int(chosen.sum()) < 32

@@ -9,7 +9,7 @@ import platform
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any
     for gated, ending, scales in endings:
         packed = native.pack(weight, gated=gated)
 
-        def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:  # type: ignore[no-untyped-def]
+        def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:
             return native.packed_linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
 
         every = product(x)
@@ -170,9 +170,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
     """The compiler runs once for all; grows with each library that would have been compiled."""
     runs: list[int] = []
     monkeypatch.setattr(build, "UNKEPT", {})
-    monkeypatch.setattr(
-        build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1]
-    )
+
+    def compile_counted(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
+        runs.append(1)
+        return compiled_once(compiler, flags)
+
+    monkeypatch.setattr(build, "_compile", compile_counted)
     return runs
 
 
@@ -187,15 +190,25 @@ def set_aside(place: Path) -> Path:
     return place.rename(place.parent.parent / "aside.so")
 
 
+def put_pipe(place: Path) -> None:
+    set_aside(place)
+    os.mkfifo(place, 0o600)
+
+
+def put_folder(place: Path) -> None:
+    set_aside(place)
+    place.mkdir()
+
+
 HARM: dict[str, Callable[[Path], object]] = {
     "overwritten": overwrite,
     "empty": lambda place: os.truncate(place, 0),
     "cut off": lambda place: os.truncate(place, 20_000),
     "longer": lambda place: os.truncate(place, 100_000),
     "far longer": lambda place: os.truncate(place, 1 << 40),
-    "a pipe": lambda place: (set_aside(place), os.mkfifo(place, 0o600)),
+    "a pipe": put_pipe,
     "a link": lambda place: place.symlink_to(set_aside(place)),
-    "a folder": lambda place: (set_aside(place), place.mkdir()),
+    "a folder": put_folder,
     "another's": lambda place: os.chown(place, 1, 1) if os.geteuid() == 0 else place.chmod(0o602),
     "writable": lambda place: place.chmod(0o720),
     "in a writable folder": lambda place: place.parent.chmod(0o777),

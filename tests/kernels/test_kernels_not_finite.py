@@ -34,6 +34,7 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
         torch.arange(1, 4, device=device)[None],
         RotatedRows(turn, turn, positions, slots),
     )
+    shapes: list[tuple[int, ...]]
     if latent:
         kept, query = normal(ROWS, RANK + SIZE, seed=1), normal(ROWS, HEADS, RANK + SIZE, seed=2)
         where = kept[:, 5:6] if side == "value" else kept[:, RANK + 3 : RANK + 4]

@@ -175,7 +175,8 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
     """The published recurrence of a whole text at once, in float64."""
     s, x = layer.shape, x.double()
     before = torch.cat((x.new_zeros(s.taps - 1, s.channels), x[:, : s.channels]))
-    mixed = sum(before[t : t + len(x)] * layer.weight[t].double() for t in range(s.taps))
+    taps = (before[t : t + len(x)] * layer.weight[t].double() for t in range(s.taps))
+    mixed = sum(taps, x.new_zeros(()))
     mixed = mixed * mixed.sigmoid()
     *both, value = mixed.split([s.key_heads * s.width] * 2 + [s.heads * s.size], -1)
     query, key = (a.view(-1, s.key_heads, s.width) for a in both)

@@ -58,7 +58,7 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
     zeros, held = torch.zeros_like(case.tensors.temperature), case.tensors.generated
     strong = replace(
         case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held
-    )  # type: ignore[operator]
+    )
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
     drawn_alike(form, flat, replace(GREEDY, penalties=True))
 
@@ -161,7 +161,7 @@ def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     assert found.dtype == torch.float32 and found.shape == case.logits.shape
     assert torch.equal(found == 0, expected == 0)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
@@ -189,10 +189,15 @@ def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> N
     logits, top_k, top_p = EXTREMES[name]
     case, count = random_case(1, 0, len(logits), 5, form.device), 400 if form.native else 2
     rows, places = torch.tensor(logits).expand(1, count, -1).contiguous(), torch.arange(count)[None]
-    cuts = {"top_k": [top_k], "top_p": [top_p], "min_p": [0.0], "temperature": [1.0]}
-    tensors = {name: torch.tensor(value, device=form.device) for name, value in cuts.items()}
+    tensors = replace(
+        case.tensors,
+        top_k=torch.tensor([top_k], device=form.device),
+        top_p=torch.tensor([top_p], device=form.device),
+        min_p=torch.tensor([0.0], device=form.device),
+        temperature=torch.tensor([1.0], device=form.device),
+    )
     many = replace(case, logits=rows.to(form.device), positions=places.to(form.device))
-    many = replace(many, tensors=replace(case.tensors, **tensors), usable_vocab=len(logits))
+    many = replace(many, tensors=tensors, usable_vocab=len(logits))
     drawn_alike(form, many, TRUNCATED)
     if not form.native:
         assert_same_laws(form, many, TRUNCATED)

@@ -401,9 +401,8 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     assert (held, kind) != ((9, 0), "bfloat16") or widest == SHOWN["9.0"]
     ops, dtype = load_kernels("triton", None, widest), torch.bfloat16
     torch.manual_seed(n)
-    weight: AnyWeight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
-    if kind == "int8":
-        weight = tiled(int8_rows(weight))
+    plain = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
+    weight: AnyWeight = tiled(int8_rows(plain)) if kind == "int8" else plain
     x = torch.randn(130, k, device="cuda").to(dtype)
     residual = torch.randn(130, n, device="cuda").to(dtype)
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
@@ -473,12 +472,12 @@ def drawn(
 ) -> tuple[Tensor, Tensor]:
     """The head's tokens and flags, which are those that the full sampler gives by the head's own logits."""
     with mock.patch.object(twin, "_config", choice(SMALL)):
-        logits, ids = twin.head_logits(x, weight), ()
+        logits = twin.head_logits(x, weight)
     if known is not None:
-        ids = (known.to(x.device),)
-        logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, *ids, logits)
+        known = known.to(x.device)
+        logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, known, logits)
     with mock.patch.object(twin, "_config", choice(SMALL)):
-        token, finite = twin.head_sample(x, weight, draw, *ids)
+        token, finite = twin.head_sample(x, weight, draw, known)
     slots, zeros = len(draw.seed), torch.zeros_like(draw.temperature)
     none, logits = torch.zeros_like(draw.seed), logits.view(slots, -1, logits.shape[-1])
     numbers = (draw.temperature, zeros + 1, zeros, zeros + 1, zeros, zeros, none, draw.seed)
@@ -494,7 +493,7 @@ def drawn(
         sampling_triton.sample_rows(logits, *given), (token, finite), strict=True
     ):
         assert torch.equal(full.flatten(), fused)
-    plain, plain_finite = reference.head_sample(x, weight, draw, *ids)
+    plain, plain_finite = reference.head_sample(x, weight, draw, known)
     assert torch.equal(plain_finite, finite)
     assert x.dtype != torch.float32 or torch.equal(plain[finite], token[finite])
     return token, finite

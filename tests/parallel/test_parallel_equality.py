@@ -205,5 +205,5 @@ def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path
         ({"draft_model": headed}, 1),
         ({"spec": "ngram"}, 1),
     ):
-        plan = make_plan(EngineConfig(model=headed, tp=2, **wishes))  # type: ignore[arg-type]
+        plan = make_plan(EngineConfig(model=headed, tp=2, **wishes))
         assert plan.shape.draft_tp == ranks, wishes

@@ -63,7 +63,7 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
     assert outputs(divided) == outputs(alone)
     for one, other in zip(alone, divided, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-    wishes = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
+    wishes: dict[str, Any] = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **wishes)
     assert outputs(expected) == outputs(alone) and accepted(expected)
     for group in (1, 2):
@@ -85,7 +85,12 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
     draft = write_tiny_hybrid(
         tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2
     )
-    wishes = {"kernels": "auto", "spec": "draft", "draft_model": draft, "draft_max": 3}
+    wishes: dict[str, Any] = {
+        "kernels": "auto",
+        "spec": "draft",
+        "draft_model": draft,
+        "draft_max": 3,
+    }
     alone = runs_of(agreeing, **wishes)
     assert accepted(alone)
     for group in (1, 2):

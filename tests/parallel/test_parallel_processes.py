@@ -16,12 +16,15 @@ import pytest
 from docs.parallel_tables import logits_exchange, pass_exchange
 from spd.formats.chat_template import isolated
 from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.ranks import crew
+from spd.runtime.ranks.crew import LeadingQueue
 from spd.runtime.round.model_runner import bucket_for
 from tests import helpers
 from tests.helpers import (
     INTERPRETED,
     Patch,
+    Prompt,
     Tiny,
     drafts,
     make_engine,
@@ -86,7 +89,11 @@ def check_traffic(
     rows = bucket_for(k + 1, buckets)
     verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4)
     verifying += logits_exchange(rows, config.vocab_size, 2)
-    narrow = engine._device.queue.proposer.runners[0].buckets  # type: ignore[union-attr]
+    leading = engine._device
+    assert isinstance(leading, LeadingQueue)
+    proposer = leading.queue.proposer
+    assert isinstance(proposer, DraftModelProposer)
+    narrow = proposer.runners[0].buckets
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
     drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4)
     drafting += logits_exchange(later, small.vocab_size, 2) * k
@@ -137,7 +144,8 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
 @INTERPRETED[1]
 def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
     """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
-    prompts, params = [(5, 6, 5, 6, 5, 6)], [SamplingParams(max_tokens=3, ignore_eos=True)]
+    prompts: list[Prompt] = [(5, 6, 5, 6, 5, 6)]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True)]
     target = tiny("qwen3")
     plain = outputs(run_all(make_engine(target), prompts, params))
     for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 2}):

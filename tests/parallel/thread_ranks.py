@@ -19,7 +19,8 @@ class ThreadCrew:
     def __init__(self, plan: Any) -> None:
         self.plan, self.pulse, self.broken = plan, Pulse(), False
         self.failures: list[BaseException] = []
-        self._store = torch.distributed.HashStore()
+        # Documented, but imported by torch without a name of its own.
+        self._store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         self._queues = [queue.SimpleQueue[bytes]() for _ in range(1, plan.shape.tp)]
         self._threads: list[threading.Thread] = []
 

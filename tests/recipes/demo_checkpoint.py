@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,13 @@ from torch import Tensor
 from tests.recipes.demo_model import Decoder, DeepseekShape, HybridShape, Shape, Sizes, new_decoder
 from tests.recipes.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-SUMMED = ("config.json", "generation_config.json", "model.safetensors")
-SUMMED += ("tokenizer.json", "tokenizer_config.json")
+SUMMED = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 MTP_NAMES = {"mtp.norm.": "shared_head.norm.", "mtp.block.": "", "mtp.": ""}
 HYBRID_MTP_NAMES = {
     **{"mtp.enorm.": "mtp.pre_fc_norm_embedding.", "mtp.hnorm.": "mtp.pre_fc_norm_hidden."},
@@ -104,7 +109,11 @@ def hybrid_config(shape: HybridShape) -> dict[str, Any]:
     }
 
 
-OWN = {Shape: qwen3_config, DeepseekShape: deepseek_config, HybridShape: hybrid_config}
+OWN: dict[type[Sizes], Callable[..., dict[str, Any]]] = {
+    Shape: qwen3_config,
+    DeepseekShape: deepseek_config,
+    HybridShape: hybrid_config,
+}
 
 
 def config_of(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
@@ -134,13 +143,13 @@ def _names(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
 
 
 def _published(inner: str, shape: Sizes) -> str:
-    hybrid = isinstance(shape, HybridShape)
+    hybrid = shape if isinstance(shape, HybridShape) else None
     for ours, published in (HYBRID_MTP_NAMES if hybrid else MTP_NAMES).items():
         if inner.startswith(ours):
             home = "" if hybrid else f"model.layers.{shape.layers}."
             return home + published + inner.removeprefix(ours)
     parts = inner.split(".")
-    if hybrid and parts[0] == "layers" and (int(parts[1]) + 1) % shape.interval:
+    if hybrid and parts[0] == "layers" and (int(parts[1]) + 1) % hybrid.interval:
         inner = inner.replace("self_attn", "linear_attn")
     return f"model.{inner}"
 

@@ -213,7 +213,8 @@ def _is_held_out(module: str) -> bool:
 
 def build_corpus() -> Corpus:
     """Read the running interpreter's standard library into a `Corpus`."""
-    training, held_out = [], []
+    training: list[str] = []
+    held_out: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answers = tuple(

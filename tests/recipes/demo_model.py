@@ -121,6 +121,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """What every kind of attention does with its queries, keys and values [B, heads, T, dim]."""
 
+    o_proj: nn.Linear
+
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of h [B, T, inputs], and gates of the output where it has some."""
         raise NotImplementedError
@@ -219,6 +221,9 @@ class MLP(nn.Module):
 class Gate(nn.Module):
     """`noaux_tc`: sigmoid scores, a correction bias that only chooses, and groups chosen before experts."""
 
+    e_score_correction_bias: Tensor
+    load: Tensor
+
     def __init__(self, shape: DeepseekShape) -> None:
         super().__init__()
         self.shape = shape
@@ -299,6 +304,7 @@ class Decoder(nn.Module):
         s = self.shape
         if isinstance(s, DeepseekShape):
             return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
+        assert isinstance(s, Shape)
         return Layer(s.hidden, GroupedAttention(s, s.hidden), MLP(s.hidden, s.intermediate))
 
     def _mtp_layer(self) -> MtpLayer | None:
@@ -310,7 +316,11 @@ class Decoder(nn.Module):
 
     def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of `length` positions from `first` on."""
-        dim = getattr(self.shape, "rope", None) or self.shape.head_dim
+        if isinstance(self.shape, DeepseekShape | HybridShape):
+            dim = self.shape.rope
+        else:
+            assert isinstance(self.shape, Shape)
+            dim = self.shape.head_dim
         cos, sin = angles(length, dim, self.shape.rope_theta, first)
         return cos.to(dtype), sin.to(dtype)
 
@@ -337,7 +347,8 @@ class Decoder(nn.Module):
         P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
         """
         assert self.mtp is not None
-        length, steps, memory = hidden.shape[1], [], []
+        length, steps = hidden.shape[1], []
+        memory: Memory = []
         for step in range(depth):
             embedded = self.embed(following[:, step : step + length])
             if step == 0 and self.masks_first:
@@ -414,7 +425,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         turned = inverse.transpose(-1, -2)
         return (-(turned @ grad @ turned)).tril(-1)
@@ -479,7 +490,8 @@ class DeltaNet(nn.Module):
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         s, length = self.shape, h.shape[1]
         before, weight = F.pad(self.in_proj_qkv(h), (0, 0, s.kernel - 1, 0)), self.conv1d.weight
-        mixed = F.silu(sum(before[:, i : i + length] * weight[:, 0, i] for i in range(s.kernel)))
+        taps = (before[:, i : i + length] * weight[:, 0, i] for i in range(s.kernel))
+        mixed = F.silu(sum(taps, before.new_zeros(())))
         parts = mixed.split([self.keys, self.keys, self.values], dim=-1)
         heads = (s.key_heads, s.key_heads, s.value_heads)
         q, k, v = (
@@ -489,9 +501,15 @@ class DeltaNet(nn.Module):
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(h) + self.dt_bias)
         beta = self.in_proj_b(h).sigmoid()
         with torch.autocast("cpu", enabled=False):
-            operands = (q * s.key_dim**-0.5, k, v, g.transpose(1, 2), beta.transpose(1, 2))
-            out = delta_rule(*(x.float() for x in operands))
-        normed = F.rms_norm(out.transpose(1, 2), (s.value_dim,), self.norm.weight, 1e-6)
+            out = delta_rule(
+                (q * s.key_dim**-0.5).float(),
+                k.float(),
+                v.float(),
+                g=g.transpose(1, 2).float(),
+                beta=beta.transpose(1, 2).float(),
+            )
+        scale = self.norm.get_parameter("weight")
+        normed = F.rms_norm(out.transpose(1, 2), (s.value_dim,), scale, 1e-6)
         return self.out_proj(normed.flatten(2) * F.silu(self.in_proj_z(h)))
 
 

@@ -64,7 +64,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) 
     for index, (name, tensor) in enumerate(tensors.items()):
         outside = shards - 2 if not name.startswith("model.layers.") else index % (shards - 2)
         parts[-1 if name.startswith(PREFIX) else outside][name] = tensor
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(parts):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
@@ -79,7 +79,14 @@ Shape = int | tuple[int, ...]
 def weights(
     stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Shape
 ) -> Iterator[Entry]:
-    """Tensors below a stem, by names in which __ stands for a point; a vector's shape is its length."""
+    """Yield `entries` of the shapes that are named here."""
+    return entries(stem, shapes, dtype, last)
+
+
+def entries(
+    stem: str, shapes: Mapping[str, Shape], dtype: str = "BF16", last: str = ".weight"
+) -> Iterator[Entry]:
+    """Yield tensors below a stem, by names in which __ stands for a point; a vector's shape is its length."""
     for name, shape in shapes.items():
         own = f"{stem}{name.replace('__', '.')}{last}"
         yield own, dtype, (shape,) if isinstance(shape, int) else shape

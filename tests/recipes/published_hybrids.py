@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.mtp_folders import Entry, gated, weights, write_hollow
+from tests.recipes.mtp_folders import Entry, entries, gated, weights, write_hollow
 
 VOCAB, NEXT_VOCAB = 248320, 151936
 
@@ -165,37 +165,46 @@ def text_tensors(row: Release) -> Iterator[Entry]:
 def mtp_tensors(row: Release) -> Iterator[Entry]:
     """The MTP layer, which attends."""
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    yield from weights("mtp.", fc=(row.hidden, 2 * row.hidden), **dict.fromkeys(norms, row.hidden))
+    yield from weights("mtp.", fc=(row.hidden, 2 * row.hidden))
+    yield from entries("mtp.", dict.fromkeys(norms, row.hidden))
     yield from _layer(row, "mtp.layers.0.", attends=True)
 
 
 def vision_tensors(row: Release) -> Iterator[Entry]:
     """The tower of the 27B."""
     wide, inner, merged = 1152, 4304, 4608
-    pairs = {
+    pairs: dict[str, tuple[int, ...]] = {
         "attn__qkv": (3 * wide, wide),
         "attn__proj": (wide, wide),
         "mlp__linear_fc1": (inner, wide),
+        "mlp__linear_fc2": (wide, inner),
+        "norm1": (wide,),
+        "norm2": (wide,),
     }
-    pairs |= {"mlp__linear_fc2": (wide, inner), "norm1": (wide,), "norm2": (wide,)}
-    ends = {"norm": (wide,), "linear_fc1": (merged, merged), "linear_fc2": (row.hidden, merged)}
-    parts = {"patch_embed": {"proj": (wide, 3, 2, 16, 16)}, "merger": ends}
+    parts: dict[str, dict[str, tuple[int, ...]]] = {
+        "patch_embed": {"proj": (wide, 3, 2, 16, 16)},
+        "merger": {
+            "norm": (wide,),
+            "linear_fc1": (merged, merged),
+            "linear_fc2": (row.hidden, merged),
+        },
+    }
     parts |= {f"blocks.{block}": pairs for block in range(27)}
     yield from weights("model.visual.", pos_embed=(2304, wide))
     for part, shapes in parts.items():
-        yield from weights(f"model.visual.{part}.", **shapes)
+        yield from entries(f"model.visual.{part}.", shapes)
         biases = {name: shape[0] for name, shape in shapes.items()}
-        yield from weights(f"model.visual.{part}.", last=".bias", **biases)
+        yield from entries(f"model.visual.{part}.", biases, last=".bias")
 
 
 def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
     """Matrices of a layer: in FP8 with their scales beside them."""
-    yield from weights(stem, "F8_E4M3" if row.fp8 else "BF16", **shapes)
+    yield from entries(stem, shapes, "F8_E4M3" if row.fp8 else "BF16")
     if row.fp8:
         blocks = {
             name: tuple(-(-size // BLOCK) for size in shape) for name, shape in shapes.items()
         }
-        yield from weights(stem, last=".weight_scale_inv", **blocks)
+        yield from entries(stem, blocks, last=".weight_scale_inv")
 
 
 def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
@@ -224,7 +233,8 @@ def _delta(row: Release, prefix: str) -> Iterator[Entry]:
             {"in_proj_ba": (2 * heads, hidden)},
         )
     yield from _matrices(row, prefix, **matrices, out_proj=(hidden, values))
-    yield from weights(prefix, conv1d=(channels, 1, TAPS), **small)
+    yield from weights(prefix, conv1d=(channels, 1, TAPS))
+    yield from entries(prefix, small)
     yield from weights(prefix, exact, norm=DELTA_HEAD)
     yield from weights(prefix, exact, "", A_log=heads)
     yield from weights(prefix, last="", dt_bias=heads)
@@ -246,7 +256,7 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
         "gate_up_proj": (count, 2 * inner, row.hidden),
         "down_proj": (count, row.hidden, inner),
     }
-    yield from weights(f"{prefix}experts.", last="", **packed)
+    yield from entries(f"{prefix}experts.", packed, last="")
 
 
 def write_published(folder: Path, row: Release) -> Path:
@@ -256,7 +266,8 @@ def write_published(folder: Path, row: Release) -> Path:
         list(mtp_tensors(row)),
         [] if row.fused else list(vision_tensors(row)),
     ]
-    weight_map, shards = {}, [part for part in parts if part]
+    weight_map: dict[str, str] = {}
+    shards = [part for part in parts if part]
     for number, part in enumerate(shards, 1):
         shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_hollow(folder / shard, part)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.mtp_folders import Entry, attention, gated, weights, write_hollow
+from tests.recipes.mtp_folders import GATED, Entry, attention, entries, gated, weights, write_hollow
 
 Config = dict[str, Any]
 TWO = ("input_layernorm", "post_attention_layernorm")
@@ -22,7 +22,7 @@ DRAFTS = ("enorm", "hnorm")
 
 def norms(stem: str, hidden: int, names: tuple[str, ...] = TWO) -> Iterator[Entry]:
     """Vectors as long as the state."""
-    return weights(stem, **dict.fromkeys(names, hidden))
+    return entries(stem, dict.fromkeys(names, hidden))
 
 
 def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
@@ -75,7 +75,8 @@ def nemotron(c: Config) -> Iterator[Entry]:
 
 def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     """A layer of a kind; routed experts may stand between two projections."""
-    (hidden, *heads), own = heads_of(c), f"{stem}mixer."
+    hidden, heads, keys, size = heads_of(c)
+    own = f"{stem}mixer."
     yield from weights(stem, norm=hidden)
     if kind == "M":
         sizes = (
@@ -83,15 +84,15 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
         )
         yield from mamba(own, hidden, *sizes)
     elif kind == "*":
-        yield from attention(own, hidden, *heads)
+        yield from attention(own, hidden, heads, keys=keys, size=size)
     else:
-        blocks = {"": (c["intermediate_size"], hidden)}
+        blocks: dict[str, tuple[int, int]] = {"": (c["intermediate_size"], hidden)}
         if kind == "E":
             count, latent = c["n_routed_experts"], c.get("moe_latent_size")
             yield from weights(own, gate=(count, hidden))
             yield f"{own}gate.e_score_correction_bias", "F32", (count,)
-            sizes = c["moe_intermediate_size"], latent or hidden
-            blocks = {f"experts.{e}.": sizes for e in range(count)}
+            expert = c["moe_intermediate_size"], latent or hidden
+            blocks = {f"experts.{e}.": expert for e in range(count)}
             blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"], hidden
             if latent:
                 yield from weights(
@@ -150,12 +151,12 @@ NEMOTRON_ULTRA: Config = {
 
 
 def routed(
-    stem: str, c: Config, inner: int, count: int, *names: tuple[str, ...]
+    stem: str, c: Config, inner: int, count: int, names: tuple[str, ...] = GATED
 ) -> Iterator[Entry]:
     """A router and experts in FP8, below `gate.` and `experts.`."""
     yield from weights(stem, "F32", gate=(count, c["hidden_size"]))
     for e in range(count):
-        yield from gated(f"{stem}experts.{e}.", c["hidden_size"], inner, *names, make=fp8)
+        yield from gated(f"{stem}experts.{e}.", c["hidden_size"], inner, names, make=fp8)
 
 
 def minimax_m2(c: Config) -> Iterator[Entry]:
@@ -385,14 +386,16 @@ MIMO_V2: Config = {
 
 def gpt_oss(c: Config) -> Iterator[Entry]:
     """Experts in MXFP4, everything else in bfloat16."""
-    (hidden, *heads), inner, count = heads_of(c), c["intermediate_size"], c["num_local_experts"]
+    hidden, heads, keys, size = heads_of(c)
+    inner, count = c["intermediate_size"], c["num_local_experts"]
     yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
         stem, experts = f"model.layers.{layer}.", f"model.layers.{layer}.mlp.experts."
         yield from norms(stem, hidden)
         yield from weights(stem, mlp__router=(count, hidden))
-        yield from weights(stem, last="", self_attn__sinks=heads[0], mlp__router__bias=count)
-        for name, dtype, shape in attention(f"{stem}self_attn.", hidden, *heads):
+        yield from weights(stem, last="", self_attn__sinks=heads, mlp__router__bias=count)
+        projections = attention(f"{stem}self_attn.", hidden, heads, keys=keys, size=size)
+        for name, dtype, shape in projections:
             yield name, dtype, shape
             yield name.replace(".weight", ".bias"), dtype, shape[:1]
         for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):

@@ -10,8 +10,12 @@ import torch
 
 from tests.recipes.tiny import Json, drawn, generator_of, write_json, write_tensors
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
-NORMS += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
@@ -27,10 +31,15 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     for number, kind in enumerate(text["layer_types"]):
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
         width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
-        inside = {"self_attn.q_proj": (width, hidden), "self_attn.o_proj": (hidden, width)}
-        inside |= {"self_attn.q_norm": (size,), "mlp.gate_proj": (inner, hidden)}
-        inside |= {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-        inside |= dict.fromkeys(NORMS, (hidden,))
+        inside: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (width, hidden),
+            "self_attn.o_proj": (hidden, width),
+            "self_attn.q_norm": (size,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            **dict.fromkeys(NORMS, (hidden,)),
+        }
         shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()}
         shapes[f"{at}layer_scalar"] = (1,)
     return shapes
@@ -71,9 +80,14 @@ def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int 
         },
         "enable_moe_block": False,
     }
-    config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
-    config |= {"backbone_hidden_size": wide, "text_config": text}
-    config |= {"tie_word_embeddings": True, "dtype": "float32"}
+    config: dict[str, Any] = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": wide,
+        "text_config": text,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
     tensors = {}
     for name, shape in assistant_shapes(config).items():
         noise = drawn(f"0/{name}", shape, 1.0)

@@ -204,12 +204,17 @@ def _speculators(
 ) -> dict[str, Any]:
     """The head's layer as one key of several, beside how it was meant to be used."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
-    use = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
-    use |= {"proposal_methods": [{**greedy, "verifier_accept_k": 1}]}
-    use |= {"verifier": {"architectures": verifier["architectures"], "name_or_path": target.name}}
-    config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
-    config |= {"speculators_version": "0.2.0", "speculators_config": use}
-    return config | {
+    use = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{**greedy, "verifier_accept_k": 1}],
+        "verifier": {"architectures": verifier["architectures"], "name_or_path": target.name},
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "speculators_config": use,
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer},
         **flags,
     }

@@ -27,8 +27,9 @@ def glue(
     stem: str, *names: str | None, final: str = "final_layernorm", first: bool = False
 ) -> Glue:
     """Four names below a stem, which is the layer's prefix too where no fifth says another."""
-    *four, layer = (*names, *("enorm", "hnorm", "eh_proj", final, stem)[len(names) :])
-    return *(name and stem + name for name in four), layer, first
+    filled = [*names, *("enorm", "hnorm", "eh_proj", final, stem)[len(names) :]]
+    token, hidden, projection, last = (name and stem + name for name in filled[:4])
+    return token, hidden, projection, last, filled[4], first
 
 
 ERNIE = (f"mtp_{name}.{{i}}" for name in ("emb_norm", "hidden_norm", "linear_proj"))

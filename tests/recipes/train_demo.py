@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,8 +219,12 @@ def begin_record(folder: Path, corpus: Corpus) -> Json:
     return record | {"runs": record.get("runs", [])}
 
 
-STAGES = {"target": train_target, "mtp": partial(train_target, mtp_alone=True)}
-STAGES |= {"held_out": measure, "draft": train_draft}
+STAGES: dict[str, Callable[[Namespace, Corpus, Tokenizer], Json]] = {
+    "target": train_target,
+    "mtp": partial(train_target, mtp_alone=True),
+    "held_out": measure,
+    "draft": train_draft,
+}
 
 
 def main(arguments: Namespace) -> None:

@@ -76,6 +76,8 @@ class MidLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """Reads three residual streams of the target and drafts from a part of its vocabulary, `kept`."""
 
+    kept: Tensor
+
     def __init__(self, shape: Eagle3Shape, kept: Tensor) -> None:
         super().__init__()
         self.shape = shape
@@ -90,7 +92,7 @@ class Eagle3Head(nn.Module):
         """Begin as the target's own head upon the last stream read."""
         with torch.no_grad():
             self.fc.weight.mul_(0.1)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
-            self.norm.weight.copy_(target.norm.weight)
+            self.norm.weight.copy_(target.norm.get_parameter("weight"))
             self.lm_head.weight.copy_(target.embed_tokens.weight[self.kept])
 
     def states(self, streams: Tensor, following: Tensor, depth: int) -> list[Tensor]:
@@ -100,7 +102,8 @@ class Eagle3Head(nn.Module):
         positions 1 on. Row P of step j has seen (streams P, token P + 1) and its own j states, at position
         P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
         """
-        length, steps, memory = streams.shape[1], [], []
+        length, steps = streams.shape[1], []
+        memory: Memory = []
         state = self.fc(streams)
         for step in range(depth):
             cos, sin = model.angles(length, self.shape.head_dim, self.shape.rope_theta, step)
