@@ -23,7 +23,7 @@ from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
-from tests.helpers import with_operations
+from tests.helpers import local_queue, with_operations
 
 
 def tensors_in(
@@ -126,8 +126,9 @@ class StandIn(CapturedRounds):
     """Captures by running once and noting everything; replays by running again and comparing."""
 
     def __init__(self, engine: Engine, tape: Tape) -> None:
-        super().__init__(engine._device.round, capture=self.capture_by_watching)
-        self.parts, self.tape = (vars(engine._device.round), engine._device.states), tape
+        queue = local_queue(engine)
+        super().__init__(queue.round, capture=self.capture_by_watching)
+        self.parts, self.tape = (vars(queue.round), queue.states), tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
         self.engine, self.order = engine, list[RoundShape]()
@@ -144,7 +145,7 @@ class StandIn(CapturedRounds):
             proposer = getattr(self.round.proposer, "model", self.round.proposer)  # beside lookup
             drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
             for runner in filter(None, (self.round.runner, *drafters)):
-                runner._present = lambda views: None  # type: ignore[method-assign]  # nor leaves a slot out
+                runner._present = lambda views: None  # nor leaves a slot out
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         self.views = views

@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.sampling import draft_verify, philox, sampling
 from spd.runtime.proposers.draft_model import DraftModelProposer
+from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
@@ -94,7 +95,7 @@ class RuleEnumeration(Enumeration):
         proposer = None
         if case.drawn:
             proposer = drafter(self, case.table(50) if case.drafter == "stranger" else table)
-            self.sampler.draft_laws = self.sampler.draft_laws.double()  # type: ignore[union-attr]
+            self.sampler.draft_laws = self.sampler.draft_laws.double()
         self.round = ruled(self, proposer, case.rule)
         if proposer is not None and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
@@ -156,10 +157,10 @@ class RuleEnumeration(Enumeration):
 
 def drafter(setting: Enumeration, table: Tensor) -> DraftModelProposer:
     """A draft model of this law, which keeps what it draws from."""
-    runner = RememberingRunner(setting.state, table, setting.script, head=False)
+    runner = cast(ModelRunner, RememberingRunner(setting.state, table, setting.script, head=False))
     setting.state.draft_limit.fill_(setting.state.max_len)
     setting.sampler.keep_draft_laws()
-    return DraftModelProposer(setting.sampler, [runner], setting.state.max_len)  # type: ignore[arg-type]
+    return DraftModelProposer(setting.sampler, [runner], setting.state.max_len)
 
 
 def ruled(setting: Enumeration, proposer: Any, rule: str) -> Round:

@@ -38,7 +38,8 @@ RECORDS = RoundState, round_window.RoundWindow, round_window.Places
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    return record._asdict() if isinstance(record, tuple) else vars(record)
+    as_dict = getattr(record, "_asdict", None)
+    return vars(record) if as_dict is None else as_dict()
 
 
 def opened(asked: dict[str, Any]) -> Arguments:

@@ -240,7 +240,7 @@ def wide_pair(
     return whole, {**assistant, "use_ordered_embeddings": False}
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "enable_moe_block": True,
     "num_experts": 128,
     "top_k_experts": 8,
@@ -279,5 +279,5 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     plan = outline(EngineConfig(model=target, spec="assistant"), CARD)
     assert plan.drafter.reason == "the model's own assistant, it-assistant"
     need = measure(plan.shape)
-    assert plan.shape.draft.head_kind == "assistant" and need.draft_cache == 0  # type: ignore[union-attr]
+    assert plan.shape.draft.head_kind == "assistant" and need.draft_cache == 0
     assert need.draft_weights == pytest.approx(2 * elements, rel=0.02)

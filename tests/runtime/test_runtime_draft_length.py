@@ -16,7 +16,7 @@ from spd.runtime.engine import draft_length as rules
 from spd.runtime.engine.draft_length import ENOUGH, PATIENCE, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import local_queue, make_engine, random_prompts, run_all
 
 
 def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
@@ -315,7 +315,7 @@ def test_the_demo_copies() -> None:
     )
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
     engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
-    assert engine._device.proposer.draws
+    assert local_queue(engine).proposer.draws
     run, drafts = run_all(engine, [prompt], [params])[0], engine.plan.shape.model_drafts
     assert run.output == plain.output
     assert run.rounds[0].k == 0 and len(run.rounds) > rules.WARM_UP_ROUNDS

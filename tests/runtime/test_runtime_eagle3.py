@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_pat
     without, plain = make_plan(EngineConfig(draft_model=pair[1], **wishes)), story(engine_of(pair))
     for same in (True, False):
         table = {"embed_tokens.weight": theirs if same else -theirs}
-        folder = altered(pair[1], tmp_path / f"{same}", lambda t, table=table: t.update(table))
+        folder = altered(pair[1], tmp_path / f"{same}", methodcaller("update", table))
         engine = engine_of(pair, folder)
         target, head = engine._device.runner.model, engine._device.proposer.runners[0].model  # type: ignore
         assert (head.embedding is target.embedding) == same == (story(engine) == plain)

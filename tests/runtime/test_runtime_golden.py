@@ -17,6 +17,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
+from spd.runtime.models.moe import Experts, MoeMlp
 from tests import helpers
 from tests.helpers import (
     make_engine,
@@ -160,11 +161,10 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     helpers.edit_config(wide, lambda config: config.pop("quantization_config"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
-    experts = engine._device.runner.model.layers[0].mlp.experts
-    assert (
-        isinstance(experts.weights.gate_up, GroupedWeight)
-        and engine.plan.shape.form.words == "e2m1"
-    )
+    mlp = engine._device.runner.model.layers[0].mlp
+    assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, Experts)
+    assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)
+    assert engine.plan.shape.form.words == "e2m1"
     run = speaks_as(reference, engine, prompt, 24)
     engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=3)
     (drafted,) = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True)])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampling_params import SamplerClass
-from tests.helpers import quick_engine, random_prompts, run_requests
+from tests.helpers import local_queue, quick_engine, random_prompts, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
 from tests.runtime.target_law import number_of
@@ -209,6 +210,19 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
     return seen, at, seen[at]
 
 
+def lengths_at_masks(queue: LocalRoundQueue) -> list[int]:
+    """Return a list that gets a slot's length whenever its masks arrive."""
+    lengths: list[int] = []
+    allow = queue.allow
+
+    def noted(slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        lengths.append(int(queue.state.length[slot]))
+        allow(slot, rows, drafts, legal)
+
+    queue.allow = noted  # type: ignore[method-assign]
+    return lengths
+
+
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     """Also where that token is a draft in an accepted run; rounds before it wait for no masks."""
     seen, at, end = thinking(target)
@@ -218,10 +232,7 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     runs = []
     for wishes in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
         engine = quick_engine(target, **wishes)
-        allow, state, lengths = engine._device.allow, engine._device.state, list[int]()
-        engine._device.allow = lambda slot, *rest, allow=allow, state=state, lengths=lengths: (  # type: ignore
-            lengths.append(int(state.length[slot])) or allow(slot, *rest)
-        )
+        lengths = lengths_at_masks(local_queue(engine))
         runs += run_requests(engine, [request])
         assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts

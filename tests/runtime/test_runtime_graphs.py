@@ -32,6 +32,7 @@ from tests.helpers import (
     INTERPRETED,
     Damped,
     Run,
+    local_queue,
     make_engine,
     random_prompts,
     run_all,
@@ -59,7 +60,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         with monkeypatch.context() as patch:
             patch.setattr(assembly, "load_kernels", lambda *args: tape.wrap(load_kernels(*args)))
             engine = two_slots(model, **wishes)
-        engine._device.captured = stand_in = StandIn(engine, tape)
+        stand_in = StandIn(engine, tape)
+        local_queue(engine).captured = stand_in
         return engine, stand_in
 
     yield make
@@ -183,7 +185,8 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     assert len(engine._scheduler.in_flight) == 2
     before = {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
     views = captured.views
-    row = int(engine._device.state.counter) % RING_DEPTH
+    state = local_queue(engine).state
+    row = int(state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
     fresh, count = SamplerClass(True, True, True, False, True), len(views)
@@ -193,7 +196,7 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     ):
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
-    assert int(engine._device.state.active.sum()) == 2
+    assert int(state.active.sum()) == 2
     for path, tensor in tensors_in(engine._device):
         if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
@@ -217,7 +220,12 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
 def keep_one_a_reading(engine: Any) -> None:
     """Where the host reads a round, in what no object holds."""
     honest, kept = engine._read_oldest, list[Tensor]()
-    engine._read_oldest = lambda: kept.append(torch.zeros(1)) or honest()
+
+    def read_oldest() -> Any:
+        kept.append(torch.zeros(1))
+        return honest()
+
+    engine._read_oldest = read_oldest
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
@@ -283,7 +291,7 @@ STATE_READS: dict[str, Callable[[RoundState], object]] = {
     "aten.where": lambda state: torch.where(state.active),
     "__index__": lambda state: state.tokens[:, : state.length[0]],
     "torch.cuda.synchronize": lambda state: torch.cuda.synchronize(),
-    "Event.synchronize": lambda state: torch.cuda.Event.synchronize(None),  # type: ignore[arg-type]
+    "Event.synchronize": lambda state: torch.cuda.Event.synchronize(None),
 }
 
 
@@ -292,8 +300,9 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
     target, wishes = asked(pairs, "ngram")
     engine = two_slots(target, **wishes)
-    honest, state = engine._device.round._commit, engine._device.state
-    engine._device.round._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
+    round_ = local_queue(engine).round
+    honest, state = round_._commit, round_.state
+    round_._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
     with pytest.raises(
         AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"
     ):
@@ -411,8 +420,10 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     prompts, (target, wishes) = random_prompts(2, 9, 256), asked(pairs, "ngram")
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
     engine = make_engine(target, slots=2, **wishes)
-    state, queue = engine._device.state, engine._device
-    queue.captured = captured = CapturedRounds(queue.round, failing_after(2))
+    queue = local_queue(engine)
+    state = queue.state
+    captured = CapturedRounds(queue.round, failing_after(2))
+    queue.captured = captured
     captured.pool = object()
     assert engine.capture_ahead([GREEDY]) == 2
     assert captured.captured == {} and captured.pool is None
@@ -477,7 +488,8 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, me
     target, wishes = asked(pairs, method)
     engine = make_engine(target, **wishes, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
-    whole, part = engine._device.round, narrowed(engine._device.round, 4)
+    whole = local_queue(engine).round
+    part = narrowed(whole, 4)
     kept, held = ({path: t for path, t in tensors_in(each) if t.numel()} for each in (whole, part))
     assert held.keys() == kept.keys() and len(held) > 30
     cut = {path for path, tensor in kept.items() if tensor.shape[:1] == (SLOTS,)}

@@ -26,6 +26,7 @@ from tests import helpers
 from tests.helpers import (
     Run,
     assert_same,
+    local_queue,
     make_engine,
     next_turn,
     random_prompts,
@@ -258,7 +259,7 @@ def same(found: list[Run], fresh: list[Run]) -> None:
 
 def poison(engine: Engine) -> None:
     """Leave no numbers in any slot of an idle engine: nothing of a former owner may be read."""
-    proposer = engine._device.proposer
+    proposer = local_queue(engine).proposer
     for runner in (engine._device.runner, *getattr(proposer, "runners", ())):
         for layer, paged in zip(runner.cache.layers, runner.cache.paged, strict=True):
             for pool in () if paged else layer.pools:
@@ -324,7 +325,7 @@ def test_a_chat_writes_what_is_new_and_no_more(
     same(runs[-1:], run_requests(unshared, [request]))
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     assert [run.metrics.cached_tokens for run in runs] == held[:-1]
-    store, plan = engine._device.states, engine.plan
+    store, plan = local_queue(engine).states, engine.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == checkpoint_bytes(plan.shape)
@@ -335,7 +336,7 @@ def test_a_chat_writes_what_is_new_and_no_more(
 def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
     engine, params = engine_of(pairs, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
-    store, where = engine._device.states, set[int]()
+    store, where = local_queue(engine).states, set[int]()
     assert (
         engine.plan.shape.checkpoints == 5
     )  # two a slot; and each text keeps two, one of them of its reply
@@ -422,7 +423,12 @@ def test_preempted_texts_go_on(
     alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts, load = list[int](), StateStore.load
-    monkeypatch.setattr(StateStore, "load", lambda *given: starts.append(given[3]) or load(*given))
+
+    def noted(*operands: Any) -> None:
+        starts.append(operands[3])
+        load(*operands)
+
+    monkeypatch.setattr(StateStore, "load", noted)
     engine = engine_of(
         pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes
     )

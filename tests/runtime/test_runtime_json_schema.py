@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
-from spd.runtime.engine.json_schema import _Closing, close_objects
+from spd.runtime.engine.json_schema import JsonObject, _Closing, close_objects
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.engine.schema_text import MOST_OPTIONAL
 from spd.runtime.round.limits import mask_width
@@ -196,8 +196,8 @@ def test_an_object_is_closed_over_what_its_schemas_list(case: str) -> None:
 
 def test_a_schema_with_inner_bases_is_left_as_it_is() -> None:
     """There a reference means another place than its pointer says."""
-    inner = {"$id": "http://example.com/a", **keys("a", type="object")}
-    schema = {"type": "object", "properties": {"x": inner}}
+    inner: JsonObject = {"$id": "http://example.com/a", **keys("a", type="object")}
+    schema: JsonObject = {"type": "object", "properties": {"x": inner}}
     assert close_objects(schema).schema == schema
     many = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
     long: Any = {"$ref": "#/$defs/d0", "$defs": {**many, "d3000": keys("a", type="object")}}

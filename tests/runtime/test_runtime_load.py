@@ -160,7 +160,8 @@ def held(
         if way == "threaded":
             fill = partial(read_tensors, checkpoint, advance=meter.advance)
         at_once = way == "threaded"
-        model = loader.build_model(
+        # Any: which blocks its layers have is in no type.
+        model: Any = loader.build_model(
             config, loader.decoder_part(config), builder, fill, 64, at_once=at_once, meter=meter
         )
     found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}

@@ -25,14 +25,15 @@ from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import WeightForm, expected_tensors
 from spd.runtime.plan import machine, memory
+from spd.runtime.plan.config import show_size
 from spd.runtime.plan.memory import (
     EngineShape,
     at_context,
     measure,
     refusal,
-    show_size,
     tensor_bytes,
 )
+from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
@@ -43,6 +44,7 @@ from spd.runtime.round.round import Round
 from tests.helpers import (
     Patch,
     Tiny,
+    local_queue,
     make_engine,
     outputs,
     random_prompts,
@@ -123,7 +125,9 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
         tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500
     )
     runner = engine._device.runner
-    caches = [runner.cache, engine._device.proposer.runners[0].cache]  # type: ignore[union-attr]
+    proposer = local_queue(engine).proposer
+    assert isinstance(proposer, DraftModelProposer)
+    caches = [runner.cache, proposer.runners[0].cache]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == held
     assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_a_slot(500)
@@ -136,14 +140,16 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     """To the byte: its tensors, its cache, and its states, one a page and a ring of them a slot."""
-    target, wishes = tmp_path / "target", {"spec": method, "slots": 3, "ctx": 500}
+    target = tmp_path / "target"
+    wishes: dict[str, Any] = {"spec": method, "slots": 3, "ctx": 500}
     if method == "mtp":
         write_tiny_mtp(target, modules=2)
     else:
-        options = {"hidden_size": 96, "norm_before_fc": True}
-        wishes["draft_model"] = write_tiny_pair(target, tmp_path / "head", **options)
+        wishes["draft_model"] = write_tiny_pair(
+            target, tmp_path / "head", hidden_size=96, norm_before_fc=True
+        )
     engine = make_engine(target, **wishes)
-    proposer, plan = engine._device.proposer, engine.plan
+    proposer, plan = local_queue(engine).proposer, engine.plan
     assert isinstance(proposer, HeadProposer)
     caches = [runner.cache for runner in (engine._device.runner, *proposer.runners)]
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
@@ -167,7 +173,7 @@ def test_the_largest_that_fits_is_found() -> None:
     for step, most, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
         sizes = [*range(step, most, step), most]
         expected = max((size for size in sizes if size <= bound), default=0)
-        assert memory.largest(lambda size, bound=bound: size <= bound, most, step) == expected
+        assert memory.largest(bound.__ge__, most, step) == expected
 
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
@@ -240,10 +246,11 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 @pytest.mark.parametrize("free", [17, 20, 24, 30, 40])
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
+    forms = {"int8": WeightForm("int8"), "int4": WeightForm("int4")}
     for remedy in memory.remedies(shape, free * GIB, draft_flag=True):
         wish = remedy.partition("  ")[0]
         flag, value = wish.split(",")[0].rsplit(" ", 1)
-        form = WeightForm(value) if flag == "--quantize" else None
+        form = forms[value] if flag == "--quantize" else None
         changes: dict[str, dict[str, Any]] = {
             "--dtype": {"dtype": value},
             "--graphs": {"graphs": False},
@@ -339,16 +346,14 @@ def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_no_memory_while_capturing(tiny: Tiny) -> None:
-    engine, capture = (
-        make_engine(tiny("qwen3"), spec="off", ctx=128),
-        Mock(side_effect=NO_MEMORY[0]),
-    )
-    engine._device.captured = CapturedRounds(engine._device.round, capture)
+    engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
+    queue = local_queue(engine)
+    queue.captured = CapturedRounds(queue.round, Mock(side_effect=NO_MEMORY[0]))
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
     with pytest.raises(ResourceError, match="out of memory on cpu while running"):
         engine.step()
     assert [(e.request_id, e.finish_reason) for e in engine.step()] == [("a", "error")]
-    engine._device.captured = None
+    queue.captured = None
     assert_still_right(engine, tiny("qwen3"), ctx=128)
 
 

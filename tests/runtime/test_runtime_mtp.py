@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,17 @@ import pytest
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder, HeadModel
 from spd.runtime.proposers.head import HeadProposer
-from tests.helpers import Patch, Run, Tiny, make_engine, quick_engine, random_prompts, run_all
+from tests.helpers import (
+    Patch,
+    Run,
+    Tiny,
+    local_queue,
+    make_engine,
+    quick_engine,
+    random_prompts,
+    run_all,
+    with_operations,
+)
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, PlainMtp
 
@@ -114,7 +123,7 @@ def ruled(**rules: Any) -> Fault:
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
-    honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm  # type: ignore[attr-defined]
+    honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm
     kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
     monkeypatch.setattr(HeadProposer, "_keep", kept)
 
@@ -128,8 +137,7 @@ def shifted(engine: Engine, monkeypatch: Patch) -> None:
             positions = batch.positions + (batch.states.depth > 1)
             return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
 
-        module.kernels = copy(module.kernels)
-        module.kernels.head_input = later
+        module.kernels = with_operations(module.kernels, head_input=later)
 
 
 def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
@@ -149,7 +157,7 @@ def stale(engine: Engine, monkeypatch: Patch) -> None:
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:
-    proposer = engine._device.proposer
+    proposer = local_queue(engine).proposer
     assert isinstance(proposer, HeadProposer) and isinstance(engine._device.runner.model, Decoder)
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 

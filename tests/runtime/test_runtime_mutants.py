@@ -15,6 +15,7 @@ from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
+from tests.prompt_lookup import search
 from tests.recipes.tiny import write_tiny
 from tests.runtime import round_law
 from tests.runtime import seeded_faults as fault
@@ -28,7 +29,6 @@ from tests.runtime.round_law import (
     check_law,
 )
 from tests.runtime.target_law import DRAFT_LAWS
-from tests.runtime.test_runtime_ngram import search
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
 SHAPE: dict[str, Any] = {
@@ -79,7 +79,7 @@ def generate(
     engine = Engine(EngineConfig(model=models / "target", **wishes))
     engine.trace = trace
     if lengths:
-        engine._draft_length.choose = itertools.cycle(lengths).__next__
+        engine._draft_length.choose = itertools.cycle(lengths).__next__  # type: ignore[method-assign]
     requests = [Request(str(i), prompts[i], p) for i, p in enumerate(params)]
     for request in requests:
         engine.add(request)

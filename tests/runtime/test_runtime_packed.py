@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tests.recipes.packed_twin import WAYS, Stored, write_twins
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
-SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
+SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 UP = "model.layers.1.mlp.up_proj."
 
 
@@ -179,13 +180,16 @@ def test_schemes_that_do_not_fit_what_is_stored(tiny: Tiny, tmp_path: Path) -> N
     assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
 
 
+def excluding(pattern: str) -> Callable[[dict[str, Any]], object]:
+    """Return a change that leaves out the layers of a pattern, in the manner of GPTQModel."""
+    return lambda config: config["quantization_config"].update(dynamic={pattern: {}})
+
+
 def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path) -> None:
     kept = ("lm_head", "embed", "o_proj")
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", keep=kept)
-    for excluded in ({r"-:.*up_proj": {}}, {r"-:.*o_proj": {}}):
-        edit_config(
-            twin, lambda config, own=excluded: config["quantization_config"].update(dynamic=own)
-        )
+    for pattern in (r"-:.*up_proj", r"-:.*o_proj"):
+        edit_config(twin, excluding(pattern))
         assert spoken(twin) == spoken(plain)
 
 

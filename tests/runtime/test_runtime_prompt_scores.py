@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def of_whole_pass(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=["off", "mtp"])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    options = {"slots": 2, "ctx": 2048, "threads": 1, "dtype": "float32"}
+    options: dict[str, Any] = {"slots": 2, "ctx": 2048, "threads": 1, "dtype": "float32"}
     return Engine(EngineConfig(model=demo_folder(), spec=request.param, **options))
 
 

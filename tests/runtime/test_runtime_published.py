@@ -1,6 +1,7 @@
 """Published hybrids from their configurations and tensor lists: what is used, found, counted."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
 from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
-from tests.recipes.mtp_folders import SIZES
+from tests.recipes.mtp_folders import SIZES, Entry
 from tests.recipes.published_hybrids import (
     COUNTED,
     DELTA_HEAD,
@@ -83,13 +84,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return get
 
 
-def planned(folder: ModelFolder, **wishes: object) -> EnginePlan:
+def planned(folder: ModelFolder, **wishes: Any) -> EnginePlan:
     """The plan for a GPU of 80 GiB, but for what memory decides."""
     return outline(EngineConfig(model=folder, **wishes), CARD)
 
 
-def elements(entries: object) -> int:
-    return sum(torch.Size(shape).numel() for _, _, shape in entries)  # type: ignore[attr-defined]
+def elements(entries: Iterable[Entry]) -> int:
+    return sum(math.prod(shape) for _, _, shape in entries)
 
 
 @pytest.mark.covers(count=4)

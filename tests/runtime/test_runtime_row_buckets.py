@@ -1,6 +1,6 @@
 """Which row counts an engine admits: those that agree bit for bit."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
+from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.layers.linear import Linear
 from spd.runtime.round import arithmetic_probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets
@@ -74,7 +75,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
         w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
     ]
     assert shown == [], "in no result of these"
-    assert arithmetic_probe.summed_alike(product, widths) == tuple(
+    assert arithmetic_probe.summed_alike(cast(Linear, product), widths) == tuple(
         w for w in widths if w not in odd
     )
 
@@ -102,19 +103,25 @@ def test_rows_of_empty_slots_are_not_run(
 ) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
-    runner, seen = engine._device.runner, []
-    model, forward = runner.model, runner.model.forward
+    runner = engine._device.runner
+    model, forward, head = runner.model, runner.model.forward, runner.model.logits
+    seen: list[int] = []
+    scored: list[int] = []
 
-    def spy(batch: object, caches: object) -> Tensor:
-        if batch.chunk_start is None:  # type: ignore[attr-defined]
-            seen.append(batch.token_ids.shape[0])  # type: ignore[attr-defined]
-        return forward(batch, caches)  # type: ignore[arg-type]
+    def spy(batch: ForwardBatch, caches: Any) -> ModelOutput:
+        if batch.chunk_start is None:
+            seen.append(batch.token_ids.shape[0])
+        return forward(batch, caches)
+
+    def scoring(hidden: Tensor, tile: int) -> Tensor:
+        scored.append(len(hidden))
+        return head(hidden, tile)
 
     monkeypatch.setattr(model, "forward", spy)
-    head, scored = model.logits, []
-    monkeypatch.setattr(model, "logits", lambda h, tile: scored.append(len(h)) or head(h, tile))
+    monkeypatch.setattr(model, "logits", scoring)
     for count in (1, 3):
-        seen.clear(), scored.clear()
+        seen.clear()
+        scored.clear()
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         run_all(engine, [tuple(range(40 + i, 60 + i)) for i in range(count)], [params] * count)
         most = bucket_for(count * width, runner.buckets)

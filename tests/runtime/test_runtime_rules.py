@@ -8,9 +8,21 @@ import pytest
 from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
+from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.sampler import Sampler
 from tests import helpers
-from tests.helpers import Damped, Patch, Run, Tiny, accepted, drafts, make_engine, outputs, run_all
+from tests.helpers import (
+    Damped,
+    Patch,
+    Run,
+    Tiny,
+    accepted,
+    drafts,
+    local_queue,
+    make_engine,
+    outputs,
+    run_all,
+)
 from tests.runtime import seeded_faults as fault
 
 RULES = ["rejection", "block"]
@@ -129,12 +141,14 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     ]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
-    runner = engine._device.runner if who == "runner" else engine._device.proposer.runners[0]  # type: ignore[union-attr]
+    queue = local_queue(engine)
+    assert isinstance(queue.proposer, DraftModelProposer)
+    runner = queue.runner if who == "runner" else queue.proposer.runners[0]
     honest = runner.logits
 
     def poisoned(hidden: Tensor, views: Any = ()) -> Tensor:
         logits = honest(hidden, views)
-        if engine._device.state.length[1] > len(PROMPTS[1]) + 6:
+        if queue.state.length[1] > len(PROMPTS[1]) + 6:
             logits[1] = float("nan")
         return logits
 

@@ -25,13 +25,15 @@ FALSE_ALARM = (
 )
 Slots = Sequence[tuple[Sequence[int], SamplingParams]]
 token = st.integers(0, VOCAB - 1)
-CHOICES = {
+CHOICES: dict[str, list[float]] = {
     "temperature": [0.0, 0.3, 0.9, 1.0, 1.7],
     "top_k": [0, 1, 3, 20, 100],
     "min_p": [0.0, 0.02, 0.3],
+    "top_p": [0.05, 0.5, 0.9, 1.0],
+    "repetition_penalty": [1.0, 0.7, 1.3],
+    "presence_penalty": [0.0, 0.6, -1.1],
+    "frequency_penalty": [0.0, 0.35, -0.2],
 }
-CHOICES |= {"top_p": [0.05, 0.5, 0.9, 1.0], "repetition_penalty": [1.0, 0.7, 1.3]}
-CHOICES |= {"presence_penalty": [0.0, 0.6, -1.1], "frequency_penalty": [0.0, 0.35, -0.2]}
 parameters = st.builds(
     SamplingParams,
     **{name: st.sampled_from(values) for name, values in CHOICES.items()},

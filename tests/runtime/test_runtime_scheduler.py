@@ -36,8 +36,11 @@ class SchedulerModel(RuleBasedStateMachine):
     """Drives a scheduler as the engine does, with rounds that accept what hypothesis likes."""
 
     @initialize(
-        **{"slots": st.integers(1, 4), "spare": st.integers(0, 12), "lag": st.integers(0, 2)},
-        **{"sharing": st.booleans(), "places": st.integers(0, 5)},
+        slots=st.integers(1, 4),
+        spare=st.integers(0, 12),
+        lag=st.integers(0, 2),
+        sharing=st.booleans(),
+        places=st.integers(0, 5),
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)

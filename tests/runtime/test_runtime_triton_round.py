@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spd import kernels
+from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime import SamplingParams
 from spd.runtime.plan import memory
 from tests import helpers
@@ -72,8 +73,12 @@ def target(tiny: Tiny) -> Path:
 @pytest.fixture(scope="module")
 def methods(tiny: Tiny) -> Methods:
     draft = {"draft_model": tiny("qwen3", layers=1, residual_gain=damped, **SHAPE), "draft_max": 3}
-    more = {"off": {}, "ngram": {"ngram_min": 1, "draft_max": 3}, "draft": draft}
-    more |= {"draft+ngram": {**draft, "ngram_min": 1}}
+    more: Methods = {
+        "off": {},
+        "ngram": {"ngram_min": 1, "draft_max": 3},
+        "draft": draft,
+        "draft+ngram": {**draft, "ngram_min": 1},
+    }
     return {spec: {"spec": spec, **wishes} for spec, wishes in more.items()}
 
 
@@ -90,7 +95,7 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    small = {name: facts._replace(chunk=16) for name, facts in memory.CAPABILITIES.items()}
+    small = {name: facts._replace(chunk=16) for name, facts in CAPABILITIES.items()}
     monkeypatch.setattr(memory, "CAPABILITIES", small)
     helpers.few_programs(monkeypatch)
 
@@ -175,8 +180,14 @@ def mtp(folder: Path, **options: Any) -> Made:
 
 
 def hybrid(folder: Path) -> Made:
-    sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
-    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "num_attention_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 16,
+    }
     return write_tiny_hybrid(folder, mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
 
 
@@ -250,8 +261,12 @@ def test_an_eagle3_head(
     """Greedy and drawn side by side, by a head that draws itself: of some of the ids, or of all."""
     from spd.kernels.linear import skinny_linear_triton
 
-    honest, drawn = skinny_linear_triton._head, []
-    watched = lambda *given: drawn.append(given[4][-2] is not None) or honest(*given)  # noqa: E731
+    honest, drawn = skinny_linear_triton._head, list[bool]()
+
+    def watched(*operands: Any) -> Any:
+        drawn.append(operands[4][-2] is not None)
+        return honest(*operands)
+
     monkeypatch.setattr(skinny_linear_triton, "_head", watched)
     options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
     head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **options)

@@ -146,7 +146,11 @@ class LateBuffer(Buffer):
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
     views, buffers = destinations(mixed), list[LateBuffer]()
-    make = lambda nbytes: buffers.append(LateBuffer(nbytes)) or buffers[-1]  # noqa: E731
+
+    def make(nbytes: int) -> LateBuffer:
+        buffers.append(LateBuffer(nbytes))
+        return buffers[-1]
+
     read_tensors(mixed, views, threads=threads, chunk_bytes=128, buffer=make)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
     assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)

@@ -79,7 +79,7 @@ STEP3 = {
     **{"mlp_layer_types": ["dense", "sparse", "sparse"]},
     **{"swiglu_limits": [0, 0.5, 0], "swiglu_limits_shared": [0.6, 0.4, None]},
 }
-GLIMMER = {
+GLIMMER: dict[str, Any] = {
     **{"model_type": "muse_glimmer_text", "sliding_window": 24, "num_hidden_layers": 5},
     **{"qk_scale_factor": 2.5, "output_multiplier": 1.7, "post_norm_eps": 1e-3},
 }
@@ -136,10 +136,16 @@ def shaken(model: Any) -> None:
 def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
     """The text's keys stand beside the others; the file of version 5 says the same."""
     outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    text = {**SMALL, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
-    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}
+    text = {
+        **SMALL,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+    }
+    configs: list[dict[str, Any]] = [{**outer, **text}, {**outer, "text_config": text}]
     found = []
-    for number, config in enumerate(({**outer, **text}, {**outer, "text_config": text})):
+    for number, config in enumerate(configs):
         folder = tmp_path / str(number)
         folder.mkdir()
         write_json(

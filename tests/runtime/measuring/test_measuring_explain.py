@@ -22,7 +22,7 @@ from spd.runtime.lab.explain import (
 )
 
 GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
-CASES = {
+CASES: dict[str, tuple[int, float, dict[str, Any], str, str]] = {
     "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
     "a poor drafter": (
         4,

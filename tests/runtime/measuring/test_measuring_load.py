@@ -4,14 +4,14 @@ import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
-from spd.runtime import EngineConfig
+from spd.runtime import Engine, EngineConfig
 from spd.runtime.engine.request import Event, Request
 from spd.runtime.lab.load import Load, Pass, Timeline, Work, compare_texts, run_pass, take_sample
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
@@ -56,7 +56,7 @@ def requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
     engine, ended = CountingEngine(), list[int]()
-    ran = run_pass(engine, requests(7), concurrency=concurrency, watch=ended.append)
+    ran = run_pass(cast(Engine, engine), requests(7), concurrency=concurrency, watch=ended.append)
     assert engine.most == min(concurrency, 7)
     assert [line.token_ids for line in ran.timelines] == [[1, 2] * 3] * 7
     assert all(line.finish_reason == "length" for line in ran.timelines)
@@ -66,12 +66,12 @@ def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
 def test_an_open_loop_admits_by_the_clock() -> None:
     """A request that is due while the engine is busy has arrived when it was due: waiting counts."""
     engine, arrivals = CountingEngine(), [0.0, 0.03, 0.06]
-    ran = run_pass(engine, requests(3), arrivals=arrivals)
+    ran = run_pass(cast(Engine, engine), requests(3), arrivals=arrivals)
     assert engine.most == 1, "each ended before the next one came"
     starts = [line.arrived - ran.timelines[0].arrived for line in ran.timelines]
     assert starts == pytest.approx(arrivals, abs=1e-6)
     assert all(line.chunks[0][0] >= line.arrived for line in ran.timelines) and ran.seconds >= 0.06
-    ran = run_pass(CountingEngine(0.02), requests(2), arrivals=[0.0, 0.001])
+    ran = run_pass(cast(Engine, CountingEngine(0.02)), requests(2), arrivals=[0.0, 0.001])
     first, second = ran.timelines
     assert second.arrived - first.arrived == pytest.approx(0.001, abs=1e-6)
     assert second.chunks[0][0] - second.arrived > 0.019
@@ -174,7 +174,11 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
 ) -> None:
     """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
     sizes, encode = list[int](), Tokenizer._encode
-    watched = lambda self, text, special: sizes.append(len(text)) or encode(self, text, special)  # noqa: E731
+
+    def watched(self: Tokenizer, text: str, special: bool) -> Any:
+        sizes.append(len(text))
+        return encode(self, text, special)
+
     monkeypatch.setattr(Tokenizer, "_encode", watched)
     folder, long, short = (
         tiny("qwen3"),
@@ -192,10 +196,9 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
 def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> None:
     """Sums are made in another order there: only speculation must not be seen."""
     folder = tiny("qwen3")
-    wishes = {"model": folder, "spec": "off"}
     configs = [
-        EngineConfig(**wishes),
-        EngineConfig(**wishes, tp=2),
+        EngineConfig(model=folder, spec="off"),
+        EngineConfig(model=folder, spec="off", tp=2),
         EngineConfig(model=folder, tp=2),
     ]
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
@@ -263,7 +266,8 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
 )
 def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: Any) -> None:
     plant(monkeypatch)  # in torch's form
-    result = replay_requests(*(replace(each, kernels="torch") for each in pair), asked())
+    plain, drafting = (replace(each, kernels="torch") for each in pair)
+    result = replay_requests(plain, drafting, asked())
     assert result.differences
     first = result.differences[0]
     assert first["expected"] != first["found"]

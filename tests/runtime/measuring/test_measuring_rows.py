@@ -1,6 +1,7 @@
 """Rows and comparisons from samples made by hand."""
 
 import random
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -56,11 +57,15 @@ def test_rates_by_position() -> None:
     assert per_position(records) == ([3, 2], [2, 1])  # drafted and accepted
 
 
-def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
+def result(speeds: Sequence[float], **settings: Any) -> dict[str, Any]:
     samples = [make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)]
-    made = {"rows": make_rows(samples, PLANS), "plans": [{"load": "auto", "dtype": "bfloat16"}]}
-    made |= {"settings": {"max_tokens": 64, "ignore_eos": False, **settings}}
-    return {**made, "model": "demo", "prompts": {"code/1": "abc"}}
+    return {
+        "rows": make_rows(samples, PLANS),
+        "plans": [{"load": "auto", "dtype": "bfloat16"}],
+        "settings": {"max_tokens": 64, "ignore_eos": False, **settings},
+        "model": "demo",
+        "prompts": {"code/1": "abc"},
+    }
 
 
 def change(
