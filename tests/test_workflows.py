@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests import type_errors
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -32,7 +30,6 @@ CHECKS = (
     ".venv/bin/ruff check .",
     ".venv/bin/ruff format --check .",
     ".venv/bin/mypy",
-    ".venv/bin/python -m tests.type_errors",
 )
 
 
@@ -82,7 +79,7 @@ def paths_and_modules(line: str) -> Iterator[Path]:
 
 def test_every_line_refers_to_files_that_are_there() -> None:
     seen = [path for _, step in steps() for path in paths_and_modules(step.get("run", ""))]
-    assert len(set(seen)) >= 6, "the test saw next to nothing"
+    assert len(set(seen)) >= 5, "the test saw next to nothing"
     assert [str(path) for path in seen if not (ROOT / path).exists()] == []
 
 
@@ -159,13 +156,3 @@ def test_an_issue_form_is_one(form: Path) -> None:
         assert field["type"] in ("input", "textarea")
         assert field["attributes"]["label"]
     assert any(field.get("validations", {}).get("required") for field in fields)
-
-
-def test_more_errors_of_types_are_seen() -> None:
-    output = (
-        "tests/a/b.py:3: error: Bad  [misc]\ntests/a/b.py:3: note: why\ntests/c.py:1: error: Bad\n"
-    )
-    assert type_errors.compare(output, {"tests/a": 1, "tests": 1}) == ([], [])
-    more, fewer = type_errors.compare(output, {"tests": 2})
-    assert more == ["tests/a/b.py:3: error: Bad  [misc]", "tests/a: 1 errors, more than 0"]
-    assert fewer == ["tests: 1 errors: lower its number, 2, in BASELINE"]
