@@ -17,6 +17,13 @@ BARE_KEY = rf"""{_EDGE}(?:[^\n:,{{}}\[\]"'<>]*{_EDGE})?"""
 """An expression of a key that Gemma's form can hold without marks."""
 
 
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What Python writes in place of JSON's words."""
+Literals = Literal["json", "words", "python"]
+"""How a chat template writes values that are no texts: as JSON, as JSON but for Python's `True`,
+`False` and `None` where such a word is the whole value, or as Python."""
+
+
 class Pairs(NamedTuple):
     """Arguments that are no JSON object: a text with KEY and VALUE for each."""
 
@@ -31,6 +38,7 @@ class Pairs(NamedTuple):
     """An expression of a KEY that no schema lists."""
     is_sorted: bool = False
     """True if the chat template writes keys in alphabetical order."""
+    literals: Literals = "json"
 
 
 class Form(NamedTuple):
@@ -89,7 +97,9 @@ INVOKE = (
     Pairs('<parameter name="KEY">VALUE</parameter>\n'),
 )
 TAGS, SEED = ("<tool_call>", "</tool_call>"), ("<seed:tool_call>", "</seed:tool_call>")
-CODER = "\n<function=NAME>\nARGUMENTS</function>\n", Pairs("<parameter=KEY>\nVALUE\n</parameter>\n")
+CODER_CALL = "\n<function=NAME>\nARGUMENTS</function>\n"
+CODER_PAIRS = Pairs("<parameter=KEY>\nVALUE\n</parameter>\n", literals="words")
+SEED_PAIRS = Pairs("<parameter=KEY>VALUE</parameter>\n", literals="python")
 GLM = "NAME\nARGUMENTS", Pairs("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n")
 LFM = (
     "<|tool_call_start|>",
@@ -119,8 +129,8 @@ FORMS = {
     ),
     "DeepSeek V3.1": Form(*SECTION, DEEPSEEK, head=DEEPSEEK_HEAD, between=""),
     "MiniMax M2": Form(*MINIMAX, *INVOKE, between=""),
-    "Seed-OSS": Form(*SEED, *CODER),
-    "Qwen3-Coder, Qwen3.5": Form(*TAGS, *CODER, signs=(*TAGS[:1], "<function=")),
+    "Seed-OSS": Form(*SEED, CODER_CALL, SEED_PAIRS),
+    "Qwen3-Coder, Qwen3.5": Form(*TAGS, CODER_CALL, CODER_PAIRS, signs=(*TAGS[:1], "<function=")),
     "GLM-4.5, GLM-4.7": Form(*TAGS, *GLM, signs=(*TAGS[:1], "<arg_key>")),
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(*LFM, signs=("List of tools: ",), between=", ", is_array=True),

@@ -12,7 +12,7 @@ from spd.cli.serve.call_forms import FORMS, GUESSED, NUMBER, Form
 from spd.cli.serve.gemma_grammar import GemmaGrammar
 from spd.cli.serve.grammar_rules import GAP, GrammarRules, marks
 from spd.cli.serve.pair_grammar import PairGrammar
-from spd.cli.serve.python_grammar import PythonGrammar
+from spd.cli.serve.python_grammar import PythonGrammar, PythonInTagsGrammar
 from spd.cli.text.channels import json_of, literal
 from spd.runtime import JsonObject, check_size, without_notes
 from spd.runtime.engine.request import JSON_STYLE, GrammarText
@@ -181,7 +181,10 @@ class _CallGrammar:
         if pairs is None:
             return json_of({**options, **schema})
         writers = {"tags": PairGrammar, "python": PythonGrammar, "gemma": GemmaGrammar}
-        return writers[pairs.style](pairs, tools.tokens, options, self._rules).arguments(schema)
+        writer = writers[pairs.style]
+        if pairs.style == "tags" and pairs.literals == "python":
+            writer = PythonInTagsGrammar
+        return writer(pairs, tools.tokens, options, self._rules).arguments(schema)
 
     def _messages(self, calls: str) -> str:
         """Return the expression of a reply of messages, of which the last one calls or answers."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from spd.cli.serve.call_forms import BARE_KEY, NAME, NUMBER, QUOTE, Form
+from spd.cli.serve.call_forms import BARE_KEY, NAME, NUMBER, PYTHON_WORDS, QUOTE, Form, Pairs
 from spd.cli.serve.schema_arguments import Arguments, as_json
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -23,8 +23,6 @@ Found = tuple[Calls, int]
 No calls for what cannot become one.
 """
 
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""What Python writes in place of JSON's words."""
 BLANK = r"[\s,;\[]*"
 
 
@@ -144,7 +142,8 @@ def _tagged(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found
     head = tags.head.match(text)
     if head is None:
         return False
-    edge = "\n" if form.pairs is not None and "\nVALUE\n" in form.pairs.text else ""
+    pairs = form.pairs or Pairs("")
+    edge = "\n" if "\nVALUE\n" in pairs.text else ""
     arguments = Arguments(schemas.get(head[1], {}))
     values: dict[str, str] = {}
     place = head.end()
@@ -161,7 +160,7 @@ def _tagged(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found
         value = text[key.end() : value_end]
         values[name] = value.removeprefix(edge).removesuffix(edge)
     written = (
-        f"{as_json(name)}: {arguments.argument(name).as_json(value)}"
+        f"{as_json(name)}: {arguments.argument(name).as_json(value, pairs.literals)}"
         for name, value in values.items()
     )
     return [(head[1], f"{{{', '.join(written)}}}")], end.end()

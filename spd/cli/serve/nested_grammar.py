@@ -43,15 +43,17 @@ class NestedGrammar(PairGrammar):
         in_json = argument.kinds & SCALARS
         if argument.is_irregular:
             in_json = argument.kinds - {"string"}
-        alternatives += [self.literal(self.written(value)) for value in argument.listed_containers]
         if in_json:
             alternatives.append(self.json(argument.of_kinds(in_json)))
-            alternatives += self.constants(argument)
-        if "array" in argument.kinds - in_json:
-            alternatives += [self._array(shape) for shape in argument.arrays]
-        if "object" in argument.kinds - in_json:
-            alternatives += self.objects_of(argument)
+            alternatives += self.literals(argument)
+        alternatives += self.containers(argument)
         return " | ".join(alternatives) or self.json(argument.schema)
+
+    def containers(self, argument: Argument) -> list[str]:
+        """Return the expressions of a value that is an object or a list."""
+        if argument.is_irregular:
+            return [self.literal(self.written(value)) for value in argument.listed_containers]
+        return [*map(self._array, argument.arrays), *self.objects_of(argument)]
 
     @property
     def item_comma(self) -> str:

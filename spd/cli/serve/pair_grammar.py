@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spd.cli.serve.call_forms import Pairs
@@ -78,7 +78,7 @@ class PairGrammar:
 
     def _free_pair(self, keys: FreeKeys, shape: ObjectShape) -> str:
         """Return the expression of a pair with a key that the schema does not list."""
-        expressions = [f"/{self.pairs.key}/"]
+        expressions: list[str] = []
         if keys.pattern is not None and (pattern := whole_pattern(keys.pattern)) is not None:
             expressions.append(regex(pattern))
         others = [] if keys.pattern is not None else [each.pattern for each in shape.free]
@@ -87,7 +87,11 @@ class PairGrammar:
         if shape.listed:
             names = "|".join(re.escape(name).replace("\\ ", " ") for name in shape.listed)
             expressions.append(f"~{regex(names)}")
-        return self._pair(self.rules.rule("T", " & ".join(expressions)), keys.argument)
+        return self._pair(self.free_key(expressions), keys.argument)
+
+    def free_key(self, expressions: Sequence[str]) -> str:
+        """Return the expression of a key that the schema does not list: all of these hold it."""
+        return self.rules.rule("T", " & ".join([f"/{self.pairs.key}/", *expressions]))
 
     def key(self, name: str) -> str:
         """Return the expression of a key that the schema lists."""
@@ -117,7 +121,7 @@ class PairGrammar:
                 return f"{opening} {self.text(TextShape(), end)}"  # its reading the schema says
         others = argument.others if texts else argument.schema
         if others is not False:
-            values = " | ".join([self.json(others), *self.constants(argument)])
+            values = " | ".join([self.json(others), *self.literals(argument)])
             texts.append(f"{begin} {edge} ({values}) {edge} {self.marks(behind.lstrip(chr(10)))}")
         return " | ".join(texts)
 
@@ -153,7 +157,7 @@ class PairGrammar:
             return f"{self.rules.rule('text', content)} {ending[token:]} {gap}"
         return f"{self.rules.rule('T', f'({content}) {ending[:token]}')} {ending[token:]} {gap}"
 
-    def constants(self, argument: Argument) -> list[str]:
+    def literals(self, argument: Argument) -> list[str]:
         """Return the expressions of Python's words for JSON's, which some templates write."""
         words = (("True", True), ("False", False), ("None", None))
         return [f'"{word}"' for word, value in words if argument.fits(value)]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spd.cli.serve.call_forms import Pairs
 from spd.cli.serve.nested_grammar import NestedGrammar
-from spd.cli.serve.pair_grammar import content_of
+from spd.cli.serve.pair_grammar import PairGrammar, content_of
 from spd.cli.serve.schema_arguments import Argument, as_json
 from spd.cli.serve.schema_reader import TextShape
 from spd.runtime import Json
 
-TEXT = r"""/'([^'\\]|\\['"\\nrt])*'/"""
+_HEX = "[0-9a-fA-F]"
+_LETTER = rf"u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|U00(?:0{_HEX}|10){_HEX}{{4}}"
+_ESCAPE = rf"""\\(?:['"\\nrt]|x{_HEX}{{2}}|{_LETTER})"""
+"""What Python's `repr` writes in place of a character; half of a pair of UTF-16 is none."""
+SINGLE = rf"([^'\\]|{_ESCAPE})*"
+DOUBLE = rf'([^"\\]|{_ESCAPE})*'
+"""What stands between quotes of either kind."""
 WITHIN = Pairs("KEY:\nVALUE", "python", None, ",\n")
 """How an object within an argument is written."""
 
@@ -41,17 +48,18 @@ class PythonGrammar(NestedGrammar):
         if shape.values is not None:
             return [as_json(repr(value)) for value in shape.possible_values]
         if shape.is_free:
-            return [TEXT]
+            return [f"/'{SINGLE}'/", f'/"{DOUBLE}"/']
         content = self.rules.rule("T", f"{content_of(shape)} & /[^'\\\\]*/")
         return [f'"\'" {content} "\'"']
 
     def objects_of(self, argument: Argument) -> list[str]:
-        """Return the expressions of a value that is an object, in JSON where keys are not listed."""
-        shapes = argument.objects
-        if any(shape.free for shape in shapes):
-            return [self.json(argument.of_kinds(frozenset(["object"])))]
+        """Return the expressions of a value that is an object."""
         within = _WithinPython(WITHIN, self.tokens, self.options, self.rules)
-        return [f'"{{" {within.object(shape)} "}}"' for shape in shapes]
+        shapes = argument.objects
+        objects = [f'"{{" {within.object(shape)} "}}"' for shape in shapes]
+        if any(shape.free for shape in shapes):
+            objects.append(self.json(argument.of_kinds(frozenset(["object"]))))
+        return objects
 
 
 @dataclass(frozen=True)
@@ -61,3 +69,19 @@ class _WithinPython(PythonGrammar):
     def key(self, name: str) -> str:
         """Return the expression of a key between quotes of either kind."""
         return f"({as_json(repr(name))} | {as_json(as_json(name))})"
+
+    def free_key(self, expressions: Sequence[str]) -> str:
+        """Return the expression of such a key that the schema does not list."""
+        single = self.rules.rule("T", " & ".join([f"/{SINGLE}/", *expressions]))
+        double = self.rules.rule("T", " & ".join([f"/{DOUBLE}/", *expressions]))
+        return self.rules.rule("T", f'"\'" {single} "\'" | "\\"" {double} "\\""')
+
+
+@dataclass(frozen=True)
+class PythonInTagsGrammar(PairGrammar):
+    """Writes expressions of arguments between tags of which objects and lists may be Python's."""
+
+    def literals(self, argument: Argument) -> list[str]:
+        """Return the expressions of values that are Python's."""
+        within = _WithinPython(WITHIN, self.tokens, self.options, self.rules)
+        return [*super().literals(argument), *within.containers(argument)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
 
+from spd.cli.serve.call_forms import PYTHON_WORDS, Literals
 from spd.cli.serve.schema_reader import (
     KINDS,
     Members,
@@ -111,11 +112,12 @@ class Argument:
         """True if a value is of a type and among the values that the schema names."""
         return self.reader.fits(self.node, value)
 
-    def as_json(self, text: str) -> str:
+    def as_json(self, text: str, literals: Literals = "json") -> str:
         """Return what was written as JSON of a type that the schema has, where it has one.
 
-        JSON that is no text comes first, so `null` for an optional text is null. Python's words and
-        objects count where a text may not stand, or anything may.
+        JSON that is no text comes first, so `null` for an optional text is null. So do the words and
+        objects of Python where the form writes such `literals`. Where it does not, they count where a
+        text may not stand, and objects where anything may.
         """
         value = _parsed(text)
         is_json = value is not _NO_JSON
@@ -124,11 +126,12 @@ class Argument:
         is_any = self.kinds == KINDS
         if is_json and isinstance(value, str) and (is_any or "string" not in self.kinds):
             return text
-        is_text = self.fits(text)
-        if not is_json and (is_any or not is_text):
-            literal = _python_value(text)
+        literal = text if is_json else _python_value(text)
+        if not isinstance(literal, str) and self.fits(literal):
             is_container = isinstance(literal, dict | list)
-            if self.fits(literal) and (is_container or not is_text):
+            is_word = text in PYTHON_WORDS and literals != "json"
+            is_written = is_word or (is_container and (is_any or literals == "python"))
+            if is_written or not self.fits(text):
                 return as_json(literal)
         if "string" in self.kinds:
             return as_json(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spd.cli.serve.call_forms import Literals
 from spd.cli.serve.forms import FORMS, QUOTE, Arguments, Tools
 from spd.errors import UsageError
 from spd.runtime.engine.json_schema import Json, JsonObject
@@ -17,6 +18,7 @@ from tests.every_template import found
 TEXT = {"type": "string"}
 INTEGER = {"type": "integer"}
 NULL = {"type": "null"}
+OPTIONAL = {"anyOf": [TEXT, NULL]}
 PAIRS = [name for name, form in FORMS.items() if form.pairs is not None]
 TAGS = [name for name in PAIRS if FORMS[name].pairs.style == "tags"]
 Values = list[dict[str, Any]]
@@ -90,7 +92,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
     ),
     "required, not listed": ({**keys(a=TEXT), "required": ["k"]}, [{"a": "4", "k": 4}], [{}]),
     "a tree": (TREE, [{"v": 1, "kids": [{"v": 2}]}], [{"v": "x"}, {"z": 1}]),
-    "optional text": (one({"anyOf": [TEXT, NULL]}), each(*TEXTS, None), []),
+    "optional text": (one(OPTIONAL), each(*TEXTS, None), []),
     "list of types": (one({"type": ["string", "null"]}), each(*TEXTS, None), []),
     "$ref to a text": (one({"$ref": "#/$defs/S"}, **DEFS), each(*TEXTS, "null"), []),
     "text or number": (one({"type": ["string", "number"]}), each("x", 4, 4.5, '{"k": 1}'), []),
@@ -225,6 +227,24 @@ def test_arguments_are_held_and_read_as_their_schema_says(form: str, case: str) 
 def test_arguments_at_every_cut_in_every_form(form: str) -> None:
     """Together more than 1,000 replies."""
     assert not [fault for case in SCHEMAS for fault in faults(form, case, pieces=True)]
+
+
+@pytest.mark.parametrize(
+    ("literals", "schema", "text", "value"),
+    [
+        ("words", OPTIONAL, "None", None),
+        ("words", OPTIONAL, " None", " None"),
+        ("words", {"anyOf": [TEXT, {"type": "array"}]}, "['x']", "['x']"),
+        ("python", {"anyOf": [TEXT, {"type": "array"}]}, "['x']", ["x"]),
+        ("python", {"anyOf": [TEXT, INTEGER]}, "0x10", "0x10"),
+        ("python", TEXT, "['x']", "['x']"),
+    ],
+)
+def test_what_a_form_writes_as_python_does_is_no_text(
+    literals: Literals, schema: Any, text: str, value: Any
+) -> None:
+    read = json.loads(Arguments(one(schema)).argument("a").as_json(text, literals))
+    assert (type(read), read) == (type(value), value)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +387,61 @@ TEMPLATES: list[tuple[str, Any, str, dict[str, Any]]] = [
         "<function=f><parameter=a>True</parameter></function>",
         {"a": True},
     ),
+    ("Seed-OSS", OPTIONAL, "<function=f><parameter=a>None</parameter></function>", {"a": None}),
+    (
+        "Seed-OSS",
+        {"type": "array", "items": TEXT},
+        "<function=f><parameter=a>['b', \"it's\", 'ä\\n\\x07\\u200b']</parameter></function>",
+        {"a": ["b", "it's", "ä\n\x07\u200b"]},
+    ),
+    (
+        "Seed-OSS",
+        {"type": "object"},
+        """<function=f><parameter=a>{'b': {"it's": [1, None, True]}, 'c': ''}</parameter></function>""",
+        {"a": {"b": {"it's": [1, None, True]}, "c": ""}},
+    ),
+    (
+        "Seed-OSS",
+        {"anyOf": [TEXT, {"type": "array", "items": INTEGER}]},
+        "<function=f><parameter=a>[1, 2]</parameter></function>",
+        {"a": [1, 2]},
+    ),
+    (
+        "Seed-OSS",
+        {"const": {"b": ["x"]}},
+        "<function=f><parameter=a>{'b': ['x']}</parameter></function>",
+        {"a": {"b": ["x"]}},
+    ),
+    (
+        "Qwen3-Coder, Qwen3.5",
+        OPTIONAL,
+        "<function=f><parameter=a>\nNone\n</parameter></function>",
+        {"a": None},
+    ),
+    (
+        "Qwen3-Coder, Qwen3.5",
+        {"anyOf": [{**TEXT, "pattern": "^[a-z]$"}, NULL]},
+        "<function=f><parameter=a>\nNone\n</parameter></function>",
+        {"a": None},
+    ),
+    (
+        "Qwen3-Coder, Qwen3.5",
+        {},
+        "<function=f><parameter=a>\nTrue\n</parameter></function>",
+        {"a": True},
+    ),
+    (
+        "Qwen3-Coder, Qwen3.5",
+        TEXT,
+        "<function=f><parameter=a>\nNone\n</parameter></function>",
+        {"a": "None"},
+    ),
+    (
+        "GLM-4.5, GLM-4.7",
+        OPTIONAL,
+        "f<arg_key>a</arg_key><arg_value>None</arg_value>",
+        {"a": "None"},
+    ),
     (
         "Seed-OSS",
         {**TEXT, "maxLength": 2},
@@ -428,3 +503,23 @@ def test_what_published_templates_write_is_held(
     assert takes(tools.grammar, text)
     said, calls = replies(tools, list(text))
     assert not said.strip() and [json.loads(call) for _, call in calls] == [arguments]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "array", "items": INTEGER}, "['x']"),
+        (keys(k=INTEGER), "{'k': 'x'}"),
+        (keys(k=INTEGER), "{'j': 1}"),
+        ({"type": "object", "additionalProperties": INTEGER}, "{'j': 'x'}"),
+        ({**keys(k=TEXT), "additionalProperties": INTEGER}, "{'j': 1, 'k': 2}"),
+        ({"type": "array"}, "['x'"),
+        ({"type": "array"}, "['\\ud800']"),
+    ],
+)
+def test_values_of_python_are_held_to_their_schemas(schema: Any, value: str) -> None:
+    """A grammar that lets any literal through would hold nothing."""
+    text = (
+        f"<seed:tool_call><function=f><parameter=a>{value}</parameter></function></seed:tool_call>"
+    )
+    assert not takes(Tools({"f": one(schema)}, FORMS["Seed-OSS"], required=True).grammar, text)

@@ -42,6 +42,7 @@ OBJECT, NOW = f'{{"name": "get_weather", "arguments": {ARGS}}}', '{"name":"now",
 REVERSED = f'{{"arguments": {ARGS}, "name": "get_weather"}}'
 LLAMA, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text in (OBJECT, NOW))
 CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
+SEED_KEYS = '<parameter=city>Pa"ris}{ \\</parameter>\n<parameter=days>3</parameter>\n'
 KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
 LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
@@ -243,8 +244,13 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         [("get_weather", {"city": "<parameter=x>"})],
     ),
     "Seed: without its mark": (
-        f"<function=get_weather>\n{CITY}{DAYS}</function>\n</seed:tool_call>",
+        f"<function=get_weather>\n{SEED_KEYS}</function>\n</seed:tool_call>",
         ONE,
+    ),
+    "Seed: blanks of a value's own": (
+        "<seed:tool_call>\n<function=now>\n<parameter=a>\n</parameter>\n"
+        "<parameter=b>\n x\n</parameter>\n</function>\n</seed:tool_call>",
+        now(a="\n", b="\n x\n"),
     ),
     "GLM: without its mark": (f"get_weather\n{KEYS}\n</tool_call>", ONE),
     "GLM: an end is missing": (

@@ -44,7 +44,8 @@ CALLS = {
     "{{- '<｜tool▁sep｜>' + c['function']['arguments'] + '<｜tool▁call▁end｜>' }}«done»<｜tool▁calls▁end｜>",
     "MiniMax M2": "{{ '<minimax:tool_call>\\n' }}«each»{{- '<invoke name=\"' + c.function.name + '\">\\n' }}"
     '«pairs»<parameter name="«key»">«value»</parameter>\n{% endfor %}</invoke>\n«done»</minimax:tool_call>',
-    "Seed-OSS": "«each»<seed:tool_call>\n«coder»</seed:tool_call>«done»",
+    "Seed-OSS": "«each»<seed:tool_call>\n<function=«name»>\n«pairs»"
+    "<parameter=«key»>{{ value | string }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>«done»",
     "Qwen3-Coder, Qwen3.5": "«each»<tool_call>\n«coder»</tool_call>\n«done»",
     "GLM-4.5, GLM-4.7": "«each»<tool_call>«name»\n«pairs»<arg_key>«key»</arg_key>\n<arg_value>«value»"
     "</arg_value>\n{% endfor %}</tool_call>«done»",
