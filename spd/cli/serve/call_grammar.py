@@ -10,19 +10,17 @@ from functools import lru_cache
 
 from spd.cli.serve.call_forms import FORMS, GUESSED, NUMBER, Form
 from spd.cli.serve.gemma_grammar import GemmaGrammar
-from spd.cli.serve.grammar_rules import GAP, GrammarRules, marks
+from spd.cli.serve.grammar_rules import GAP, GrammarRules, marks, styled
 from spd.cli.serve.pair_grammar import PairGrammar
 from spd.cli.serve.python_grammar import PythonGrammar, PythonInTagsGrammar
 from spd.cli.text.channels import json_of, literal
 from spd.runtime import JsonObject, check_size, without_notes
-from spd.runtime.engine.request import JSON_STYLE, GrammarText
+from spd.runtime.engine.request import GrammarText
 
 Schemas = Mapping[str, JsonObject]
 """JSON schemas of functions' arguments, by name."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
-LOOSELY: JsonObject = {"x-guidance": {**JSON_STYLE, "lenient": True, "coerce_one_of": True}}
-"""In a schema: what no grammar can hold of it is passed over."""
 TEXT = "TEXT: /(.|\\n)*/"
 KEPT = 16
 """Grammars that are kept for the next request with the same tools."""
@@ -177,14 +175,14 @@ class _CallGrammar:
         """Return the expression of a function's arguments."""
         tools = self._tools
         pairs = self._form.pairs
-        options = {} if tools.required or tools.strict else LOOSELY
+        is_loose = not (tools.required or tools.strict)
         if pairs is None:
-            return json_of({**options, **schema})
+            return json_of(styled(schema, is_loose=is_loose))
         writers = {"tags": PairGrammar, "python": PythonGrammar, "gemma": GemmaGrammar}
         writer = writers[pairs.style]
         if pairs.style == "tags" and pairs.literals == "python":
             writer = PythonInTagsGrammar
-        return writer(pairs, tools.tokens, options, self._rules).arguments(schema)
+        return writer(pairs, tools.tokens, is_loose, self._rules).arguments(schema)
 
     def _messages(self, calls: str) -> str:
         """Return the expression of a reply of messages, of which the last one calls or answers."""

@@ -6,9 +6,21 @@ import re
 from collections.abc import Callable, Mapping
 
 from spd.cli.text.channels import literal
+from spd.runtime import JsonObject
+from spd.runtime.engine.request import JSON_STYLE
 
 GAP = "GAP: /[ \\n]{0,9}/"
 """The rule of blanks between marks, of which some templates of one form write more than others."""
+
+STYLE: JsonObject = {**JSON_STYLE, "json_allow_general_unicode_escapes": True}
+"""How values in JSON are written: some templates write letters as `\\u00e4`."""
+LOOSE_STYLE: JsonObject = {**STYLE, "lenient": True, "coerce_one_of": True}
+"""The same where what no grammar can hold of a schema is passed over."""
+
+
+def styled(schema: JsonObject, *, is_loose: bool) -> JsonObject:
+    """Return a schema that says how its value is written, unless it does so itself."""
+    return {"x-guidance": LOOSE_STYLE if is_loose else STYLE, **schema}
 
 
 class GrammarRules:

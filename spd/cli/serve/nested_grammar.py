@@ -22,7 +22,7 @@ class NestedGrammar(PairGrammar):
 
     def arguments(self, schema: JsonObject) -> str:
         """Return the expression of a function's arguments: see `PairGrammar.arguments`."""
-        if not self.options:
+        if not self.is_loose:
             usable_schema(schema)  # refuses what a grammar cannot hold
         return super().arguments(schema)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spd.cli.serve.call_forms import Pairs
-from spd.cli.serve.grammar_rules import GrammarRules, marks, regex
+from spd.cli.serve.grammar_rules import GrammarRules, marks, regex, styled
 from spd.cli.serve.schema_arguments import (
     Argument,
     Arguments,
@@ -30,20 +30,20 @@ class PairGrammar:
     pairs: Pairs
     tokens: Mapping[str, int]
     """The ids of marks that are tokens."""
-    options: JsonObject
-    """What is put into each schema of a value in JSON."""
+    is_loose: bool
+    """True if what no grammar can hold of a schema is passed over."""
     rules: GrammarRules
 
     def arguments(self, schema: JsonObject) -> str:
         """Return the expression of a function's arguments.
 
-        Raises UsageError where none fit the schema, unless the options pass that over.
+        Raises UsageError where none fit the schema, unless that is passed over.
         """
         if any(True for _ in references(schema)):
-            closed = closed_schema({**self.options, **schema})
+            closed = closed_schema(styled(schema, is_loose=self.is_loose))
             schema = closed if isinstance(closed, dict) else schema
         shapes = Arguments(schema).shapes
-        if not shapes and self.options:
+        if not shapes and self.is_loose:
             shapes = Arguments({"type": "object"}).shapes
         if not shapes:  # the grammar is refused for this schema
             return self.json(schema)
@@ -164,8 +164,9 @@ class PairGrammar:
 
     def json(self, schema: Json) -> str:
         """Return the rule of a value in JSON."""
-        written = json_of({**self.options, **schema} if isinstance(schema, dict) else schema)
-        return self.rules.rule("json", written)
+        if isinstance(schema, dict):
+            schema = styled(schema, is_loose=self.is_loose)
+        return self.rules.rule("json", json_of(schema))
 
     def marks(self, text: str) -> str:
         """Return the expression of marks, with any few blanks where there are line breaks."""

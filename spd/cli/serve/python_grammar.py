@@ -54,7 +54,7 @@ class PythonGrammar(NestedGrammar):
 
     def objects_of(self, argument: Argument) -> list[str]:
         """Return the expressions of a value that is an object."""
-        within = _WithinPython(WITHIN, self.tokens, self.options, self.rules)
+        within = _WithinPython(WITHIN, self.tokens, self.is_loose, self.rules)
         shapes = argument.objects
         objects = [f'"{{" {within.object(shape)} "}}"' for shape in shapes]
         if any(shape.free for shape in shapes):
@@ -83,5 +83,5 @@ class PythonInTagsGrammar(PairGrammar):
 
     def literals(self, argument: Argument) -> list[str]:
         """Return the expressions of values that are Python's."""
-        within = _WithinPython(WITHIN, self.tokens, self.options, self.rules)
+        within = _WithinPython(WITHIN, self.tokens, self.is_loose, self.rules)
         return [*super().literals(argument), *within.containers(argument)]

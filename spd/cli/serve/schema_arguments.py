@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,9 +166,14 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a pair of UTF-16, which no text in UTF-8 holds."""
+
+
 def as_json(value: object) -> str:
     """Return a value as JSON, with letters as they are."""
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 class FreeKeys(NamedTuple):

@@ -468,6 +468,13 @@ TEMPLATES: list[tuple[str, Any, str, dict[str, Any]]] = [
         '[{"name": "f", "arguments": {"a": 4}, "id": "call00000"}]',
         {"a": 4},
     ),
+    (
+        "Hermes, Qwen3",
+        {"type": "array", "items": {**TEXT, "maxLength": 3}},
+        r"""{"name": "f", "arguments": {"a": ["\u00e4", "\ud83d\ude42"]}}""",
+        {"a": ["ä", "🙂"]},
+    ),
+    ("LFM2", TEXT, r'[f(a="\u00e4")]', {"a": "ä"}),
     ("LFM2", TEXT, "[f(a='x\ny')]", {"a": "x\ny"}),
     ("LFM2", {**TEXT, "pattern": "^x"}, "[f(a='xy')]", {"a": "xy"}),
     (

@@ -326,6 +326,20 @@ def test_every_form_at_every_boundary(case: str) -> None:
         assert parse(form, pieces) == tuple(expected), pieces
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("Hermes, Qwen3", tag(r'{"name": "now", "arguments": {"a": "\ud800"}}')),
+        ("LFM2", rf"{LFM}[now(a='\ud800')]{LFM_END}"),
+        ("Gemma 4", gemma(r'now{a:"\ud800"}')),
+    ],
+)
+def test_half_a_pair_of_surrogates_can_be_sent(form: str, text: str) -> None:
+    """No text in UTF-8 holds one, so it stays escaped."""
+    (piece,) = found(tools_of(form), [text])
+    assert piece.text.encode() == rb'{"a": "\ud800"}'
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case_of(case)[3]])
 def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
     """What a length limit cut holds the first calls of what would have come; what is no call is text."""
