@@ -12,7 +12,8 @@ from spd.cli.serve.call_forms import FORMS, GUESSED, NUMBER, Form
 from spd.cli.serve.gemma_grammar import GemmaGrammar
 from spd.cli.serve.grammar_rules import GAP, GrammarRules, marks, styled
 from spd.cli.serve.pair_grammar import PairGrammar
-from spd.cli.serve.python_grammar import PythonGrammar, PythonInTagsGrammar
+from spd.cli.serve.python_calls import PythonCalls
+from spd.cli.serve.python_grammar import PythonInTagsGrammar
 from spd.cli.text.channels import json_of, literal
 from spd.runtime import JsonObject, check_size, without_notes
 from spd.runtime.engine.request import GrammarText
@@ -99,6 +100,7 @@ class _CallGrammar:
         self._form = tools.form
         self._schemas = schemas
         self._rules = GrammarRules()
+        self._is_loose = not (tools.required or tools.strict)
         self._has_several = tools.parallel and tools.named is None and tools.form.channels is None
 
     def grammar(self) -> GrammarText:
@@ -131,6 +133,10 @@ class _CallGrammar:
         form = self._form
         named = self._tools.named
         names = [*self._schemas] if named is None else [named]
+        if form.pairs is not None and form.pairs.style == "python":
+            schemas = {name: self._schemas[name] for name in names}
+            pairs = PairGrammar(form.pairs, self._tools.tokens, self._is_loose, self._rules)
+            return PythonCalls(form, schemas, pairs, several=self._has_several).expression()
         call = f"({' | '.join(self._rules.rule('call', self._call(name)) for name in names)})"
         opening = "" if form.is_bare and self._tools.required else form.opening
         closing = "" if form.channels is not None else self._literal(form.closing)
@@ -175,14 +181,14 @@ class _CallGrammar:
         """Return the expression of a function's arguments."""
         tools = self._tools
         pairs = self._form.pairs
-        is_loose = not (tools.required or tools.strict)
         if pairs is None:
-            return json_of(styled(schema, is_loose=is_loose))
-        writers = {"tags": PairGrammar, "python": PythonGrammar, "gemma": GemmaGrammar}
-        writer = writers[pairs.style]
-        if pairs.style == "tags" and pairs.literals == "python":
+            return json_of(styled(schema, is_loose=self._is_loose))
+        writer = PairGrammar
+        if pairs.style == "gemma":
+            writer = GemmaGrammar
+        elif pairs.literals == "python":
             writer = PythonInTagsGrammar
-        return writer(pairs, tools.tokens, is_loose, self._rules).arguments(schema)
+        return writer(pairs, tools.tokens, self._is_loose, self._rules).arguments(schema)
 
     def _messages(self, calls: str) -> str:
         """Return the expression of a reply of messages, of which the last one calls or answers."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from spd.cli.serve.call_forms import BARE_KEY, NAME, NUMBER, PYTHON_WORDS, QUOTE, Form, Pairs
+from spd.cli.serve.call_forms import BARE_KEY, NAME, NUMBER, PYTHON_WORDS, QUOTE, WORD, Form, Pairs
 from spd.cli.serve.schema_arguments import Arguments, as_json
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -194,8 +194,8 @@ _WORDS = re.compile(rf"{_TEXT}|{_NAMED}|{_PADDED}", re.DOTALL)
 """A text, the name of an argument, which may be a word that Python reserves, or zeros before a
 number, which Python does not take."""
 _QUOTED = re.compile(rf"({_NAMED}\s*=\s*)(?:{_TRIPLE}|(?P<quote>[\"']))", re.DOTALL)
-_BEHIND = r"(?=\s*(?:,\s*[\w$.-]+\s*=(?!=)|\)\s*(?:\]?\s*\Z|,\s*[\w$.-]+\()))"
-"""What follows a text that is a whole argument: the next one, or the call's end."""
+_NO_CALLS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""What Python's parser and `_called` raise."""
 _RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
 """What Python's texts do not hold as it is, though models write it."""
 
@@ -209,9 +209,12 @@ def _python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found
     for match in re.finditer(r"[\])](?=\s*(?:\Z|<))", text):
         source = text[: match.end()].strip(" ,;\n")
         is_whole = bool(form.closing) and text[match.end() :].lstrip().startswith(form.closing)
-        for each in (source, _with_inner_quotes(source)) if is_whole else (source,):
-            with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-                return _python_calls(each), match.end()
+        with suppress(*_NO_CALLS):
+            return _python_calls(source), match.end()
+        with suppress(*_NO_CALLS):
+            if is_whole:
+                end = _argument_end(schemas if is_exact else {})
+                return _python_calls(_with_inner_quotes(source, end)), match.end()
     return True
 
 
@@ -221,16 +224,35 @@ def _one_of_python(text: str) -> Found | bool:
     for part in re.finditer(rf"{_TEXT}|[()]", text, re.DOTALL):
         depth += (part[0] == "(") - (part[0] == ")")
         if part[0] == ")" and depth == 0:
-            with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            with suppress(*_NO_CALLS):
                 return _python_calls(text[: part.end()].strip(" ,;\n")), part.end()
             break
     return False
 
 
-def _with_inner_quotes(source: str) -> str:
+def _argument_end(schemas: Schemas) -> str:
+    """Return the expression of what follows a text that is a whole argument.
+
+    That is the next one, or the call's end. Functions without free keys have no other arguments than
+    their schemas list; without functions any word is a key or a name.
+    """
+    arguments = [Arguments(schema) for schema in schemas.values()]
+    names = {name for each in arguments for name in each.names}
+    is_open = any(shape.free for each in arguments for shape in each.shapes)
+    key = _any_of(names) if schemas and not is_open else WORD
+    function = _any_of(schemas) if schemas else WORD
+    return rf"(?=\s*(?:,\s*{key}\s*=(?!=)|\)\s*(?:\]?\s*\Z|,\s*{function}\()))"
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """Return the expression of one of these words; without any, of nothing that can be."""
+    return f"(?:{'|'.join(map(re.escape, words)) or '(?!)'})"
+
+
+def _with_inner_quotes(source: str, following: str) -> str:
     """Return calls with the quotes escaped that stand within a text between the same ones.
 
-    Such a text ends where the next argument or the call's end follows.
+    Such a text ends where an expression of what is `following` matches.
     """
     parts: list[str] = []
     place = 0
@@ -238,7 +260,7 @@ def _with_inner_quotes(source: str) -> str:
         parts.append(source[place : argument.end()])
         place = argument.end()
         quote = argument["quote"]
-        end = quote and re.compile(quote + _BEHIND).search(source, place)
+        end = quote and re.compile(quote + following).search(source, place)
         if end:
             inner = source[place : end.start()]
             words = re.finditer(rf"\\.|{quote}|[^\\{quote}]+|\\\Z", inner, re.DOTALL)

@@ -28,6 +28,7 @@ class GrammarRules:
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], str] = {}
+        self._pending: list[tuple[str, Callable[[], str]]] = []
         self.lines: list[str] = []
         """Each rule as Lark writes it."""
 
@@ -45,6 +46,24 @@ class GrammarRules:
             self._names[kind, key] = name
             self.lines.append(f"{name}{options}: {expression()}")
         return name
+
+    def pending(self, kind: str, key: str, expression: Callable[[], str]) -> str:
+        """Return the name of the rule with a key, whose expression `finish` writes.
+
+        Chains of such rules may be longer than Python's stack.
+        """
+        name = self._names.get((kind, key))
+        if name is None:
+            name = f"{kind}_{len(self._names)}"
+            self._names[kind, key] = name
+            self._pending.append((name, expression))
+        return name
+
+    def finish(self) -> None:
+        """Write the rules that are pending."""
+        while self._pending:
+            name, expression = self._pending.pop()
+            self.lines.append(f"{name}: {expression()}")
 
 
 def marks(text: str, tokens: Mapping[str, int]) -> str:

@@ -39,15 +39,18 @@ class NestedGrammar(PairGrammar):
 
     def alternatives(self, argument: Argument) -> str:
         """Return the expression of a value, with an alternative for each of its types."""
-        alternatives = self.texts_of(argument)
+        alternatives = [*self.texts_of(argument), *self.others_of(argument)]
+        return " | ".join(alternatives) or self.json(argument.schema)
+
+    def others_of(self, argument: Argument) -> list[str]:
+        """Return the expressions of a value that is no text."""
         in_json = argument.kinds & SCALARS
         if argument.is_irregular:
             in_json = argument.kinds - {"string"}
+        scalars: list[str] = []
         if in_json:
-            alternatives.append(self.json(argument.of_kinds(in_json)))
-            alternatives += self.literals(argument)
-        alternatives += self.containers(argument)
-        return " | ".join(alternatives) or self.json(argument.schema)
+            scalars = [self.json(argument.of_kinds(in_json)), *self.literals(argument)]
+        return [*scalars, *self.containers(argument)]
 
     def containers(self, argument: Argument) -> list[str]:
         """Return the expressions of a value that is an object or a list."""

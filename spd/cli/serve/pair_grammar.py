@@ -35,7 +35,14 @@ class PairGrammar:
     rules: GrammarRules
 
     def arguments(self, schema: JsonObject) -> str:
-        """Return the expression of a function's arguments.
+        """Return the expression of a function's arguments. Raises UsageError as `shapes` does."""
+        shapes = self.shapes(schema)
+        if not shapes:  # the grammar is refused for this schema
+            return self.json(schema)
+        return f"({' | '.join(self.object(shape) for shape in shapes)})"
+
+    def shapes(self, schema: JsonObject) -> list[ObjectShape]:
+        """Return the alternatives of a function's arguments.
 
         Raises UsageError where none fit the schema, unless that is passed over.
         """
@@ -43,11 +50,7 @@ class PairGrammar:
             closed = closed_schema(styled(schema, is_loose=self.is_loose))
             schema = closed if isinstance(closed, dict) else schema
         shapes = Arguments(schema).shapes
-        if not shapes and self.is_loose:
-            shapes = Arguments({"type": "object"}).shapes
-        if not shapes:  # the grammar is refused for this schema
-            return self.json(schema)
-        return f"({' | '.join(self.object(shape) for shape in shapes)})"
+        return shapes or (Arguments({"type": "object"}).shapes if self.is_loose else [])
 
     def object(self, shape: ObjectShape) -> str:
         """Return the expression of one alternative: its keys in their order, then others."""
@@ -55,7 +58,9 @@ class PairGrammar:
         first = ""
         more = ""  # what may come where a pair has come; before that the comma is missing
         if shape.free:
-            free = " | ".join(self._free_pair(keys, shape) for keys in shape.free)
+            free = " | ".join(
+                self._pair(self.other_key(keys, shape), keys.argument) for keys in shape.free
+            )
             other = self.rules.rule("other", free)
             more = f"({comma} {other})*"
             first = f"({other} {more})?"
@@ -76,8 +81,8 @@ class PairGrammar:
             return [*listed.items()]
         return sorted(listed.items(), key=lambda item: item[0].lower())
 
-    def _free_pair(self, keys: FreeKeys, shape: ObjectShape) -> str:
-        """Return the expression of a pair with a key that the schema does not list."""
+    def other_key(self, keys: FreeKeys, shape: ObjectShape) -> str:
+        """Return the expression of a key that the schema does not list."""
         expressions: list[str] = []
         if keys.pattern is not None and (pattern := whole_pattern(keys.pattern)) is not None:
             expressions.append(regex(pattern))
@@ -87,10 +92,10 @@ class PairGrammar:
         if shape.listed:
             names = "|".join(re.escape(name).replace("\\ ", " ") for name in shape.listed)
             expressions.append(f"~{regex(names)}")
-        return self._pair(self.free_key(expressions), keys.argument)
+        return self.free_key(expressions)
 
     def free_key(self, expressions: Sequence[str]) -> str:
-        """Return the expression of a key that the schema does not list: all of these hold it."""
+        """Return the expression of such a key which all of these expressions hold."""
         return self.rules.rule("T", " & ".join([f"/{self.pairs.key}/", *expressions]))
 
     def key(self, name: str) -> str:

@@ -27,6 +27,11 @@ WITHIN = Pairs("KEY:\nVALUE", "python", None, ",\n")
 class PythonGrammar(NestedGrammar):
     """Writes expressions of values that are Python's or JSON."""
 
+    @classmethod
+    def within(cls, outer: PairGrammar) -> PythonGrammar:
+        """Return what writes values within arguments that another grammar writes."""
+        return cls(WITHIN, outer.tokens, outer.is_loose, outer.rules)
+
     @property
     def item_comma(self) -> str:
         """The expression of what stands between a list's items."""
@@ -35,36 +40,6 @@ class PythonGrammar(NestedGrammar):
     def written(self, value: Json) -> str:
         """Return a value as the form writes it."""
         return repr(value)
-
-    def texts_of(self, argument: Argument) -> list[str]:
-        """Return the expressions of a value that is a text."""
-        texts = [text for shape in argument.texts for text in self._quoted(shape)]
-        if argument.texts:
-            texts.append(self.json(argument.of_kinds(frozenset(["string"]))))
-        return texts
-
-    def _quoted(self, shape: TextShape) -> list[str]:
-        """Return the expressions of texts between Python's quotes."""
-        if shape.values is not None:
-            return [as_json(repr(value)) for value in shape.possible_values]
-        if shape.is_free:
-            return [f"/'{SINGLE}'/", f'/"{DOUBLE}"/']
-        content = self.rules.rule("T", f"{content_of(shape)} & /[^'\\\\]*/")
-        return [f'"\'" {content} "\'"']
-
-    def objects_of(self, argument: Argument) -> list[str]:
-        """Return the expressions of a value that is an object."""
-        within = _WithinPython(WITHIN, self.tokens, self.is_loose, self.rules)
-        shapes = argument.objects
-        objects = [f'"{{" {within.object(shape)} "}}"' for shape in shapes]
-        if any(shape.free for shape in shapes):
-            objects.append(self.json(argument.of_kinds(frozenset(["object"]))))
-        return objects
-
-
-@dataclass(frozen=True)
-class _WithinPython(PythonGrammar):
-    """Writes expressions of values within others."""
 
     def key(self, name: str) -> str:
         """Return the expression of a key between quotes of either kind."""
@@ -76,6 +51,29 @@ class _WithinPython(PythonGrammar):
         double = self.rules.rule("T", " & ".join([f"/{DOUBLE}/", *expressions]))
         return self.rules.rule("T", f'"\'" {single} "\'" | "\\"" {double} "\\""')
 
+    def texts_of(self, argument: Argument) -> list[str]:
+        """Return the expressions of a value that is a text."""
+        texts = [text for shape in argument.texts for text in self.quoted(shape)]
+        if argument.texts:
+            texts.append(self.json(argument.of_kinds(frozenset(["string"]))))
+        return texts
+
+    def quoted(self, shape: TextShape) -> list[str]:
+        """Return the expressions of texts between Python's quotes."""
+        if shape.values is not None:
+            return [as_json(repr(value)) for value in shape.possible_values]
+        if shape.is_free:
+            return [f"/'{SINGLE}'/", f'/"{DOUBLE}"/']
+        content = self.rules.rule("T", f"{content_of(shape)} & /[^'\\\\]*/")
+        return [f'"\'" {content} "\'"']
+
+    def objects_of(self, argument: Argument) -> list[str]:
+        """Return the expressions of a value that is an object."""
+        objects = super().objects_of(argument)
+        if any(shape.free for shape in argument.objects):
+            objects.append(self.json(argument.of_kinds(frozenset(["object"]))))
+        return objects
+
 
 @dataclass(frozen=True)
 class PythonInTagsGrammar(PairGrammar):
@@ -83,5 +81,4 @@ class PythonInTagsGrammar(PairGrammar):
 
     def literals(self, argument: Argument) -> list[str]:
         """Return the expressions of values that are Python's."""
-        within = _WithinPython(WITHIN, self.tokens, self.is_loose, self.rules)
-        return [*super().literals(argument), *within.containers(argument)]
+        return [*super().literals(argument), *PythonGrammar.within(self).containers(argument)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ import pytest
 from spd.cli.serve.call_forms import Literals
 from spd.cli.serve.forms import FORMS, QUOTE, Arguments, Tools
 from spd.errors import UsageError
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import Json, JsonObject
+from tests.cli.conftest import SPECIALS, write_tokenizer
+from tests.cli.serve.conftest import is_allowed
 from tests.cli.serve.test_serve_calls import replies, takes
 from tests.every_template import found
 
@@ -477,6 +482,9 @@ TEMPLATES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("LFM2", TEXT, r'[f(a="\u00e4")]', {"a": "ä"}),
     ("LFM2", TEXT, "[f(a='x\ny')]", {"a": "x\ny"}),
     ("LFM2", {**TEXT, "pattern": "^x"}, "[f(a='xy')]", {"a": "xy"}),
+    ("LFM2", {**TEXT, "maxLength": 4}, "[f(a='it's')]", {"a": "it's"}),
+    ("LFM2", {"enum": ["it's", "d\ne"]}, "[f(a='it's')]", {"a": "it's"}),
+    ("LFM2", {"enum": ["it's", "d\ne"]}, "[f(a='d\ne')]", {"a": "d\ne"}),
     (
         "LFM2",
         keys(k={"type": "array", "items": TEXT}, n={"type": "boolean"}),
@@ -530,3 +538,56 @@ def test_values_of_python_are_held_to_their_schemas(schema: Any, value: str) -> 
         f"<seed:tool_call><function=f><parameter=a>{value}</parameter></function></seed:tool_call>"
     )
     assert not takes(Tools({"f": one(schema)}, FORMS["Seed-OSS"], required=True).grammar, text)
+
+
+CODE = {**keys(code=TEXT, n=INTEGER), "required": ["code"], "additionalProperties": False}
+RUN = {"run": CODE, "now": keys()}
+BARE: list[tuple[str, list[tuple[str, JsonObject]]]] = [
+    ("[run(code='it's')]", [("run", {"code": "it's"})]),
+    ("[run(code='print('x')', n=2)]", [("run", {"code": "print('x')", "n": 2})]),
+    ("[run(code='f('a', sep=' ')')]", [("run", {"code": "f('a', sep=' ')"})]),
+    (
+        "[run(code='a['b')]\n'), run(code='')]",
+        [("run", {"code": "a['b')]\n"}), ("run", {"code": ""})],
+    ),
+    (
+        "[run(code='x'y'), now(), run(code=\"'\")]",
+        [("run", {"code": "x'y"}), ("now", {}), ("run", {"code": "'"})],
+    ),
+    ("[now(), run(code='say \"hi')]", [("now", {}), ("run", {"code": 'say "hi'})]),
+]
+"""Calls whose texts hold quotes and lines as they are, as LFM2.5's template writes them."""
+
+
+@pytest.mark.parametrize(("text", "expected"), BARE)
+def test_texts_with_bare_quotes(text: str, expected: Any, model: Path) -> None:
+    """They end where another argument, a call or the end of all follows, for grammar and reader alike."""
+    form = FORMS["LFM2"]
+    reply = f"{form.opening}{text}{form.closing}"
+    held = Tools(RUN, form, required=True)
+    assert takes(held.grammar, reply), "marks are texts"
+    write_tokenizer(model, (*SPECIALS, form.opening, form.closing))
+    tokenizer = ModelFolder.of(model).tokenizer
+    tokens = {mark: tokenizer.token_to_id(mark) for mark in (form.opening, form.closing)}
+    by_tokens = Tools(RUN, form, required=True, tokens=tokens).grammar
+    ids = tokenizer.encode(reply, parse_special=True)
+    assert is_allowed(GrammarCompiler(tokenizer, 320), by_tokens, ids), "marks are tokens"
+    for pieces in ([reply], list(reply)):
+        said, calls = replies(held, pieces)
+        assert not said and [(name, json.loads(call)) for name, call in calls] == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[run()]",
+        "[run(n='it's')]",
+        "[run(code='x', sep=1)]",
+        "[run(code='x', n='y')]",
+        "[run(code='x'), other()]",
+        "[run(code='x'y)]",
+    ],
+)
+def test_what_stands_behind_a_bare_text_is_held(text: str) -> None:
+    form = FORMS["LFM2"]
+    assert not takes(Tools(RUN, form, required=True).grammar, f"{form.opening}{text}{form.closing}")
