@@ -523,12 +523,14 @@ def compiling(say: Callable[[str], None]) -> Iterator[None]:
 
     logger, handler = logging.getLogger("spd.kernels.native.build.compiling"), logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager
