@@ -96,6 +96,10 @@ class Pattern:
             raise self._refused(str(error)) from None
         object.__setattr__(self, "_part", part)
 
+    def __reduce__(self) -> tuple[type[Pattern], tuple[str, str]]:
+        """Pickle the text alone: each rank of a plan parses it again."""
+        return Pattern, (self.text, self.where)
+
     def matches(self, subject: Subject) -> bool:
         """True if `re.match` would find it at the beginning. Raises CheckpointError without steps left."""
         try:
