@@ -36,7 +36,7 @@ REFUSED = "refused by name"
 REFUSAL = "required: refused: "
 CUTS = 24
 """Places at which a template's reply is cut; the form's own is cut at every place, with `auto`."""
-UNKNOWN = ("MiniMax-M3", "meetkai-functionary-medium-v3.2", "unsloth-Apriel-1.5")
+UNKNOWN = ("MiniMax-M3", "meetkai-functionary-medium-v3.2")
 """Templates with a form of their own that looks like one that spd knows."""
 BY_TEMPLATE = 3
 """Arguments of a schema, or one more, that each template writes; the forms' own marks write all."""

@@ -132,6 +132,13 @@ FORMS = {
     "Seed-OSS": Form(*SEED, CODER_CALL, SEED_PAIRS),
     "Qwen3-Coder, Qwen3.5": Form(*TAGS, CODER_CALL, CODER_PAIRS, signs=(*TAGS[:1], "<function=")),
     "GLM-4.5, GLM-4.7": Form(*TAGS, *GLM, signs=(*TAGS[:1], "<arg_key>")),
+    "Apriel": Form(
+        *("<tool_calls>", "</tool_calls>"),
+        signs=("<tool_calls>[",),
+        between=", ",
+        is_array=True,
+        id_behind=', "id": "#"',
+    ),
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(*LFM, signs=("List of tools: ",), between=", ", is_array=True),
     "GigaChat 3.1": Form("<|function_call|>", "", between=", "),

@@ -201,6 +201,11 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         now(),
         '[{"name": "bad", "arguments": {"name": }}, ',
     ),
+    "Apriel: two, with ids": (
+        f'So.\n<tool_calls>[{OBJECT[:-1]}, "id": "a1"}}, {NOW}]</tool_calls>',
+        BOTH,
+        "So.",
+    ),
     "Nemotron: broken, with a person in it": (
         '<TOOLCALL>[{"name": "bad", "arguments": {"a": {"name": "now x"}, }}]</TOOLCALL>',
         [],

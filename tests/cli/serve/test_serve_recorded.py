@@ -49,6 +49,8 @@ CALLS = {
     "Qwen3-Coder, Qwen3.5": "«each»<tool_call>\n«coder»</tool_call>\n«done»",
     "GLM-4.5, GLM-4.7": "«each»<tool_call>«name»\n«pairs»<arg_key>«key»</arg_key>\n<arg_value>«value»"
     "</arg_value>\n{% endfor %}</tool_call>«done»",
+    "Apriel": "{# <tool_call> #}\n<tool_calls>[«each»{{ '{\"name\": \"' + c.function.name }}"
+    "{{ '\", \"arguments\": ' }}«arguments»{{ ', \"id\": \"' + c.id + '\"}' }}«comma»«done»]</tool_calls>",
     "Hermes, Qwen3": "«each»\n<tool_call>\n«object»\n</tool_call>«done»",
     "LFM2": "{# List of tools: #}<|tool_call_start|>[«each»«python»«comma»«done»]<|tool_call_end|>",
     "GigaChat 3.1": "<|function_call|>«each»«object»«comma»«done»",
