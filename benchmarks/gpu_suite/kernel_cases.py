@@ -20,7 +20,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Window
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw, Norm
-from spd.runtime.layers.linear import SkinnyLinear, share_workspace
+from spd.runtime.layers.skinny_linear import SkinnyLinear, share_workspace
 
 PAGE = 64
 EPSILON = 1e-6

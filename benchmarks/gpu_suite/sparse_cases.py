@@ -21,7 +21,7 @@ from spd.kernels.experts.moe import ExpertWeights
 from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, int8_rows, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
-from spd.runtime.layers.linear import SkinnyLinear, share_workspace
+from spd.runtime.layers.skinny_linear import SkinnyLinear, share_workspace
 
 CACHE_BYTES = 50 << 20
 """The last level cache of an H100 or H200."""

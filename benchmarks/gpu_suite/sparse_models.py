@@ -246,7 +246,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     )  # torch's form fills rows up
     layers: Any = getattr(engine._device.runner.model, "layers")  # noqa: B009
     for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
-        honest = block._route
+        honest = block.router
 
         def noted(x: Any, tile: int, honest: Any = honest) -> Any:
             chosen = honest(x, tile)
@@ -254,7 +254,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
                 counts.append(int(chosen[0][:rows].unique().numel()))
             return chosen
 
-        setattr(block, "_route", noted)  # noqa: B010
+        setattr(block, "router", noted)  # noqa: B010
     measure_load(engine, Recorder.of(engine), load, vocab)
     return sum(counts) / len(counts) if counts else 0.0
 

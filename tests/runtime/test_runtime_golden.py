@@ -17,7 +17,8 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
-from spd.runtime.models.moe import Experts, MoeMlp
+from spd.runtime.models.expert_steps import SeparateSum
+from spd.runtime.models.moe import MoeMlp
 from tests import helpers
 from tests.helpers import (
     make_engine,
@@ -162,7 +163,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
     mlp = engine._device.runner.model.layers[0].mlp
-    assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, Experts)
+    assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, SeparateSum)
     assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)
     assert engine.plan.shape.form.words == "e2m1"
     run = speaks_as(reference, engine, prompt, 24)

@@ -16,6 +16,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import HEAD, ModelFolder
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime.layers.linear import FoldedNorm, RowNorm
 from spd.runtime.load import loader
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.load.weight_reader import read_tensors
@@ -174,11 +175,13 @@ def held(
             "down": mlp.down,
         }
         for name, linear in linears.items():
-            found |= {f"{i}.{name}": linear.weight, f"{i}.{name}.bias": linear.bias}
-        found |= {
-            f"{i}.input_norm": attention.qkv.around.norm,
-            f"{i}.post_norm": mlp.gate_up.around.norm,
-        }
+            product = linear.product
+            found |= {f"{i}.{name}": product.weight, f"{i}.{name}.bias": product.bias}
+        for name, projection in {"input_norm": attention.qkv, "post_norm": mlp.gate_up}.items():
+            (norm,) = projection.steps_before
+            assert isinstance(norm, FoldedNorm if fold else RowNorm)
+            if isinstance(norm, RowNorm):
+                found[f"{i}.{name}"] = norm.scales
         found[f"{i}.qk_norm"] = attention.rotate_and_store.scales
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -225,7 +228,10 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(
     way: str, tiny: Callable[..., Path]
 ) -> None:
     plain, folded = held(tiny("qwen3"), way), held(tiny("qwen3"), way, fold=True)
-    for name, tensor in plain.items():
+    norms = {name for name in plain if name.endswith(("input_norm", "post_norm"))}
+    assert norms and folded.keys() == plain.keys() - norms
+    for name in folded:
+        tensor = plain[name]
         layer, _, part = name.partition(".")
         norm = {"q+k+v": "input_norm", "gate+up": "post_norm"}.get(part)
         expected = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from spd.runtime.layers.base import ForwardBatch, ModelOutput
-from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.round import arithmetic_probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets
 from spd.runtime.round.model_runner import bucket_for
@@ -57,7 +57,7 @@ class Sums:
     def product(self, x: Tensor, tile: int) -> Tensor:
         return self.exact(x).bfloat16()
 
-    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
         return (self.exact(x) - y.float()).bfloat16()
 
     def example(self, count: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_products_say_what_rounding_took() -> None:
     product = Linear(plain, torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
     y = product.product(x, WIDEST)
-    lost = product.lost(x, y)
+    lost = product.rounding_error(x, y)
     if lost is None:
         pytest.skip("no bfloat16 products on this processor")
     exact = x.double() @ plain.double().T

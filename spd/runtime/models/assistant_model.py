@@ -62,9 +62,8 @@ class AssistantModel(Decoder):
         self.target, self.hidden_size = target, tables["pre_projection"].shape[0]
         self.state_size, self.caches = facts.target_hidden_size, target.caches
         self.varied_layers = len(target.caches)
-        self.before, self.behind = (
-            build.linear(tables[f"{at}_projection"]) for at in ("pre", "post")
-        )
+        self.before = build.residual_projection(tables["pre_projection"])
+        self.behind = build.projection(tables["post_projection"])
         if order is not None:
             squares = target.head.carries_squares
             self.head = OrderedHead(
@@ -86,11 +85,11 @@ class AssistantModel(Decoder):
         slots = (torch.arange(len(ids), device=ids.device) // batch.width).clamp(max=len(rings) - 1)
         pairs = torch.cat((table[ids] * scale, rings[slots, batch.positions % depth]), -1)
         stream = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
-        stream = self.before(Residual(pairs), batch, stream)
+        stream = self.before(pairs, batch, stream)
         rotary = self.rotary_rows(batch)
         for layer, source in zip(self.layers, self.reads, strict=True):
             assert source is not None
             stream = layer(stream, rotary, batch, caches[source])
         assert self.final_norm is not None
         hidden = self.normed(stream, self.final_norm)
-        return ModelOutput(hidden, self.behind(Residual(hidden), batch).x)
+        return ModelOutput(hidden, self.behind(Residual(hidden), batch))

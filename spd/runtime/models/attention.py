@@ -12,7 +12,7 @@ from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
+from spd.runtime.layers.linear import Projection, in_tiles, normed
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.attention_steps import (
@@ -84,7 +84,7 @@ class Attention:
         """
         angles = rotary_of(rotary, self.layout.rotation)
         rows = RotatedRows(angles.cos, angles.sin, angles.positions, batch.kv_slots)
-        qkv = self.qkv(stream, batch).x
+        qkv = self.qkv(stream, batch)
         gates: Tensor | None = None
         if self.gating is not None:
             qkv, gates = self.gating.split(qkv)
@@ -98,7 +98,7 @@ class Attention:
             mixed = self.narrow_values(mixed)
         if self.gating is not None:
             mixed = self.gating.apply(mixed, gates, stream, batch)
-        return self.output(Residual(mixed), batch, stream if onto is None else onto)
+        return self.output(mixed, batch, stream if onto is None else onto)
 
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """Return what queries [T, H, D] read of the pages: [T, H * D]."""
@@ -177,7 +177,7 @@ class LatentAttention:
             build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
         self.latent, self.layout, self.scale = latent, layout, layout.scale
         self.kernels, native = build.kernels, build.kernels.native
-        self.query: tuple[Tensor, AnyLinear] | None = None
+        self.query: tuple[Tensor, Projection] | None = None
         if "query" in tensors:
             self.query = tensors["query_norm"], build.matrix(tensors, "query")
         self.down, self.latent_norm = build.after_norm(tensors, "down"), tensors["latent_norm"]
@@ -220,18 +220,17 @@ class LatentAttention:
         values = in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile
         )
-        return self.output(Residual(values.flatten(1)), batch, stream)
+        return self.output(values.flatten(1), batch, stream)
 
     def _project(self, stream: Residual, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Queries [T, H, N + R], neither rotated nor absorbed, and what is to be kept [T, L + R]."""
         kept = self.latent.rank + self.latent.rope_dim
-        down = self.down(stream, batch).x
+        down = self.down(stream, batch)
         query, latent = down[:, :-kept], down[:, -kept:]
         if self.query is not None:
             norm, product = self.query
-            query = product(
-                Residual(normed(Residual(query), norm, LATENT_EPSILON, self.kernels)), batch
-            ).x
+            rows = normed(Residual(query), norm, LATENT_EPSILON, self.kernels)
+            query = product(Residual(rows), batch)
         return query.reshape(query.shape[0], self.layout.num_heads, -1), latent
 
 

@@ -7,12 +7,13 @@ from typing import Literal
 
 from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.destinations import (
+    ATTENTION_NORMS,
     WHOLE,
+    BlockNorms,
     Destination,
     Rows,
     Shape,
     Shard,
-    block_norms,
     fused,
 )
 
@@ -75,19 +76,6 @@ matrix, gates of a matrix of their own, or one gate for each whole head, of a ma
 
 
 @dataclass(frozen=True)
-class BlockNorms:
-    """The norms of the stream around the block; a name is None where there is no norm."""
-
-    before: str | None = "input_layernorm"
-    after: str | None = None
-    """The norm of the block's result, before it is added to the stream."""
-    after_epsilon: float | None = None
-    """Its epsilon where it differs from the others'."""
-    are_centred: bool = False
-    """True if the checkpoint stores scales as their distance from 1, those of heads too."""
-
-
-@dataclass(frozen=True)
 class GqaLayout:
     """Grouped-query attention: fused queries, keys and values, then the output."""
 
@@ -98,7 +86,7 @@ class GqaLayout:
     rotation: RotationLayout
     scores: ScoreLayout = field(default_factory=ScoreLayout)
     values: ValueLayout = field(default_factory=ValueLayout)
-    norms: BlockNorms = field(default_factory=BlockNorms)
+    norms: BlockNorms = ATTENTION_NORMS
     head_norms: HeadNorms | None = None
     gate: OutputGate | None = None
     qkv_bias: bool = False
@@ -139,8 +127,7 @@ class GqaLayout:
 
     def destinations(self) -> dict[str, Destination]:
         """Return where the checkpoint's tensors go, by the names that `Attention` reads."""
-        norms = self.norms
-        found = block_norms(norms.before, norms.after, self.hidden_size, norms.are_centred)
+        found = self.norms.destinations(self.hidden_size)
         width = self.hidden_size
         if self.reads_pairs:
             found["state_norm"] = Destination.of({"hidden_norm.weight": (width,)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.runtime.layers.base import Communicator, ForwardBatch, LayerCache, Residual
-from spd.runtime.layers.linear import AnyLinear, unscaled_norm
+from spd.runtime.layers.linear import Projection, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.attention_layout import GqaLayout, RotationLayout
 from spd.runtime.models.builder import LayerBuilder, Tensors
@@ -107,12 +108,12 @@ class JointHeadNorms:
         return torch.cat([*normed, value], 1)
 
 
+@dataclass(frozen=True, eq=False)
 class WidenValues:
     """Values as wide as keys: narrower ones are filled up with zeros, missing ones are the keys."""
 
-    def __init__(self, layout: GqaLayout, epsilon: float) -> None:
-        self.layout = layout
-        self.epsilon = epsilon
+    layout: GqaLayout
+    epsilon: float
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Return queries, keys and values [T, (H + 2 K) * D] of a projection [T, N]."""
@@ -130,16 +131,14 @@ class WidenValues:
         return torch.cat((qkv[:, :end_of_keys], wide.flatten(1)), 1)
 
 
+@dataclass(frozen=True, eq=False)
 class RotateAndStore:
     """Rotate queries and keys, and write keys and values to the layer's pools."""
 
-    def __init__(
-        self, kernels: Kernels, scales: Tensor | None, epsilon: float, num_heads: int
-    ) -> None:
-        self.kernels = kernels
-        self.scales = scales
-        self.epsilon = epsilon
-        self.num_heads = num_heads
+    kernels: Kernels
+    scales: Tensor | None
+    epsilon: float
+    num_heads: int
 
     def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
         """Return queries [T, H, D] of qkv [T, (H + 2 K) * D]; the pools are written in place."""
@@ -148,13 +147,13 @@ class RotateAndStore:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class RotateQueries:
     """Rotate queries alone: the layer reads the keys and values of another one."""
 
-    def __init__(self, scales: Tensor | None, epsilon: float, num_heads: int) -> None:
-        self.scales = scales
-        self.epsilon = epsilon
-        self.num_heads = num_heads
+    scales: Tensor | None
+    epsilon: float
+    num_heads: int
 
     def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
         """Return queries [T, H, D] of a projection [T, H * D], normed and rotated."""
@@ -175,12 +174,12 @@ class RotatedNormScales:
         return query * self.factor
 
 
+@dataclass(frozen=True, eq=False)
 class QueryGrowth:
     """Queries that grow with their position, for long contexts."""
 
-    def __init__(self, slope: float, period: int) -> None:
-        self.slope = slope
-        self.period = period
+    slope: float
+    period: int
 
     def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
         """Return query [T, H, D] times 1 + slope * ln(1 + floor(position / period))."""
@@ -189,13 +188,13 @@ class QueryGrowth:
         return query * growth.to(query.dtype)[:, None, None]
 
 
+@dataclass(frozen=True, eq=False)
 class NarrowValues:
     """The elements that a value head has, of heads as wide as keys; multiplied by a number."""
 
-    def __init__(self, num_heads: int, dim: int, scale: float) -> None:
-        self.num_heads = num_heads
-        self.dim = dim
-        self.scale = scale
+    num_heads: int
+    dim: int
+    scale: float
 
     def __call__(self, mixed: Tensor) -> Tensor:
         """Return [T, H * dim] of mixed values [T, H * D]."""
@@ -222,11 +221,11 @@ class FusedGates:
         return mixed * gates.sigmoid()
 
 
+@dataclass(frozen=True, eq=False)
 class HeadGates:
     """One gate for each head, of a matrix of its own that reads the block's norm."""
 
-    def __init__(self, projection: AnyLinear) -> None:
-        self.projection = projection
+    projection: Projection
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the projection as it is: gates stand elsewhere."""
@@ -236,5 +235,5 @@ class HeadGates:
         self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
     ) -> Tensor:
         """Return the result [T, H * D], each head multiplied by the sigmoid of its gate."""
-        opened = self.projection(stream, batch).x.sigmoid()
+        opened = self.projection(stream, batch).sigmoid()
         return (mixed.view(*opened.shape, -1) * opened[..., None]).flatten(1)

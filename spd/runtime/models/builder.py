@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spd.errors import IncompatibleError
 from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.experts.moe import ExpertMatrices
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
@@ -24,8 +25,16 @@ from spd.kernels.linear.few_bits import (
     tiled,
 )
 from spd.runtime.layers import linear as products
+from spd.runtime.layers import skinny_linear as skinny
+from spd.runtime.layers import torch_linear as dense
 from spd.runtime.layers.base import Communicator
-from spd.runtime.layers.linear import ALONE, Around
+from spd.runtime.layers.linear import FoldedNorm, RowNorm
+from spd.runtime.layers.native_linear import (
+    NativeLinear,
+    NativeNormedProjection,
+    NativeProjection,
+    NativeResidualProjection,
+)
 from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
@@ -46,7 +55,7 @@ class Tensors(dict[str, Tensor]):
 
 
 Kept = Tensor | GroupedWeight
-Product = products.Linear | products.SkinnyLinear | products.NativeLinear
+Product = dense.Linear | skinny.SkinnyLinear | NativeLinear
 LayerTensors = tuple[Tensors, Tensors]  # one layer's: of its attention block, and of its MLP block
 
 
@@ -133,25 +142,59 @@ class LayerBuilder:
     """
 
     def __init__(self, place: Place, epsilon: float) -> None:
-        self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
-        self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
+        self.place = place
+        self.kernels = place.kernels
+        self.epsilon = epsilon
+        self.dtype = place.dtype
+        self.form = place.form
+        self.ranks = place.ranks
         self.fold_norms = place.kernels.capabilities.folds_norms
-        self.products: list[
-            Product
-        ] = []  # all but the heads', in the order in which they were made
+        self.sums = products.stream_sums(place.kernels)
+        self.products: list[Product] = []
+        """All products but those of heads, in the order in which they were made."""
 
-    def linear(self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE) -> Product:
-        """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
-        self.products.append(self._linear(weight, bias, around))
-        return self.products[-1]
+    def projection(
+        self,
+        weight: Kept,
+        bias: Tensor | None = None,
+        norm: RowNorm | FoldedNorm | None = None,
+        act: Activation | None = None,
+    ) -> products.Projection:
+        """Return a product by weight [N, K] that reads the stream, in this builder's form."""
+        product = self._product(weight, bias, gated=act is not None and act.gated)
+        self.products.append(product)
+        if isinstance(product, NativeLinear):
+            assert not isinstance(norm, FoldedNorm)
+            return NativeProjection(product, norm, act)
+        if isinstance(product, skinny.SkinnyLinear):
+            assert not isinstance(norm, RowNorm)
+            return skinny.SkinnyProjection(product, norm, act)
+        return dense.TorchProjection(product, norm, act)
 
-    def _linear(self, weight: Kept, bias: Tensor | None, around: Around) -> Product:
+    def residual_projection(
+        self, weight: Kept, bias: Tensor | None = None, post_norm: RowNorm | None = None
+    ) -> products.ResidualProjection:
+        """Return a product by weight [N, K] that is added to the stream, in this builder's form."""
+        product = self._product(weight, bias)
+        self.products.append(product)
+        if isinstance(product, NativeLinear):
+            if post_norm is None:
+                return NativeResidualProjection(product)
+            return NativeNormedProjection(product, post_norm)
+        if isinstance(product, skinny.SkinnyLinear):
+            if post_norm is None:
+                return skinny.SkinnyResidualProjection(product)
+            return skinny.SkinnyNormedProjection(product, post_norm)
+        return dense.TorchResidualProjection(product, post_norm)
+
+    def _product(self, weight: Kept, bias: Tensor | None, *, gated: bool = False) -> Product:
+        """Return a product in this builder's form; gated: the first half of its rows are gates."""
         if self.kernels.native is not None:
-            return products.NativeLinear(weight, bias, self.kernels.native, around)
+            return NativeLinear(weight, bias, self.kernels.native, gated=gated)
         if self.kernels.capabilities.folds_norms:
             laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
-            return products.SkinnyLinear(laid_out, bias, self.kernels, around)
-        return products.Linear(weight, self.dtype, bias, around)
+            return skinny.SkinnyLinear(laid_out, bias, self.kernels)
+        return dense.Linear(weight, self.dtype, bias)
 
     def embedding(self, table: Tensor, vocab_size: int) -> products.AnyEmbedding:
         """A table [V, H] of `vocab_size` ids, or of a rank's own."""
@@ -166,37 +209,60 @@ class LayerBuilder:
 
         ids: of a head of some of the `vocab_size` ids each row's, int64, ascending.
         """
-        inner = self._linear(table, None, ALONE)
+        inner = self._product(table, None)
         if self.ranks is None:
-            if isinstance(inner, products.SkinnyLinear):
+            if isinstance(inner, skinny.SkinnyLinear):
                 inner.ids = ids
             return inner
         return products.ShardedHead(inner, vocab_size if ids is None else len(ids), self.ranks)
 
     def share_workspace(self, rows: int) -> None:
         """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""
-        if skinny := [
-            product for product in self.products if isinstance(product, products.SkinnyLinear)
-        ]:
-            products.share_workspace(skinny, rows)
+        sharing = [product for product in self.products if isinstance(product, skinny.SkinnyLinear)]
+        if sharing:
+            skinny.share_workspace(sharing, rows)
 
     def after_norm(
         self, tensors: Tensors, name: str, act: Activation | None = None
-    ) -> products.AnyLinear:
-        """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
-        bias, norm, folds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.fold_norms
-        rounds = folds and self.form.kind == "int8"
-        if norm is not None and rounds:
-            tensors[name].mul_(norm)  # in float32 and rounded once, without a copy
-        kept = self._kept(tensors, name)
-        if norm is None:
-            return self.linear(kept, bias, Around(act=act))
-        if folds and not rounds:  # norms do not fold into codes
-            kept = kept.mul_(norm) if isinstance(kept, Tensor) else replace(kept, columns=norm)
-        return self.linear(kept, bias, Around(self.epsilon, norm, folds, act))
+    ) -> products.Projection:
+        """Return the fused matrix `name` that reads the block's norm, or the stream where there is none."""
+        bias = tensors.get(f"{name}_bias")
+        scales = tensors.get("norm")
+        if scales is None:
+            return self.projection(self._kept(tensors, name), bias, act=act)
+        norm: RowNorm | FoldedNorm = RowNorm(scales, self.epsilon)
+        if self.fold_norms:
+            norm = FoldedNorm(self.epsilon)
+            weight = self._folded(tensors, name, scales)
+        else:
+            weight = self._kept(tensors, name)
+        return self.projection(weight, bias, norm, act)
 
-    def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> products.AnyLinear:
-        return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
+    def _folded(self, tensors: Tensors, name: str, scales: Tensor) -> Kept:
+        """Return the matrix `name` times a norm's scales [K], in the form that weights are kept in."""
+        if self.form.kind == "int8":
+            # In float32 and rounded once, without a copy.
+            tensors[name].mul_(scales)
+            return self._kept(tensors, name)
+        weight = self._kept(tensors, name)
+        if isinstance(weight, Tensor):
+            return weight.mul_(scales)
+        # Norms do not fold into codes.
+        return replace(weight, columns=scales)
+
+    def matrix(self, tensors: Tensors, name: str) -> products.Projection:
+        """Return the matrix `name`, which reads what it is given without a norm."""
+        return self.projection(self._kept(tensors, name), tensors.get(f"{name}_bias"))
+
+    def part_of_sum(
+        self, tensors: Tensors, name: str, *, cut: bool = False
+    ) -> products.ResidualProjection:
+        """Return the matrix `name` at the end of a part of a block, which later sums over ranks.
+
+        cut: a rank has its own columns of it.
+        """
+        weight = self._kept(tensors, name, cut=cut)
+        return self.residual_projection(weight, tensors.get(f"{name}_bias"))
 
     def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> Kept:
         """A matrix [N, K] in the form that weights are kept in; a row that int4 groups do not divide is wide.
@@ -227,20 +293,22 @@ class LayerBuilder:
 
     def summed(
         self, tensors: Tensors, name: str, epsilon: float | None = None, *, centred: bool = False
-    ) -> products.AnyLinear:
-        """The matrix `name` at a block's end, of whose columns a rank has its own.
+    ) -> products.ResidualProjection:
+        """Return the matrix `name` at a block's end, of whose columns a rank has its own.
 
         epsilon: of the norm behind it, where it is another than elsewhere.
         centred: what it makes of any row has a mean of 0.
         """
         if centred:
             self._centre(tensors, name)
-        around = Around(epsilon or self.epsilon, post_norm=tensors.get("post_norm"))
+        scales = tensors.get("post_norm")
+        post_norm = None if scales is None else RowNorm(scales, epsilon or self.epsilon)
         bias = tensors.get(f"{name}_bias")
         weight = self._kept(tensors, name, cut=True)
         if self.ranks is None:
-            return self.linear(weight, bias, around)
-        return products.SummedLinear(self.linear(weight), bias, around, self.ranks, self.kernels)
+            return self.residual_projection(weight, bias, post_norm)
+        part = self.projection(weight)
+        return products.SummedLinear(part, bias, post_norm, self.ranks, self.sums)
 
     def _centre(self, tensors: Tensors, name: str) -> None:
         """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
@@ -253,12 +321,23 @@ class LayerBuilder:
                 wide = tensors[each].float()
                 tensors[each] = (wide - wide.mean(0)).to(tensors[each].dtype)
 
-    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> Kept:
-        """The experts' matrices [E, N, K] in the form that weights are kept in."""
+    def experts_matrix(
+        self, tensors: Tensors, name: str, count: int, *, cut: bool = False, gated: bool = False
+    ) -> ExpertMatrices:
+        """Return the experts' matrices [E, N, K] in the storage that this builder's kernels read.
+
+        cut: ranks have parts of their rows; gated: the first half of each one's rows are gates.
+        """
         kept = self._kept(tensors, name, cut=cut)
         if isinstance(kept, GroupedWeight):
-            return kept.stacked(count)
-        return kept.view(count, -1, kept.shape[1])
+            stacked: Kept = kept.stacked(count)
+        else:
+            stacked = kept.view(count, -1, kept.shape[1])
+        if self.kernels.native is not None:
+            return self.kernels.native.pack(stacked, gated=gated)
+        if isinstance(stacked, GroupedWeight) and self.kernels.capabilities.folds_norms:
+            return tiled(stacked)
+        return stacked
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:

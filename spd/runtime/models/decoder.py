@@ -20,6 +20,7 @@ from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers import linear as products
+from spd.runtime.layers import skinny_linear as skinny
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models import layouts
@@ -27,15 +28,16 @@ from spd.runtime.models.attention import Attention, LatentAttention
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
-from spd.runtime.models.moe import GatedMlp, LayerEmbeddings, MoeMlp, SideMlp
+from spd.runtime.models.mlp import GatedMlp
+from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
+from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 from spd.runtime.models.weights import HeadRules, ModelLayout
 
 AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = (
-    GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
-)  # a layer's second block: each row by itself
+MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
+"""A layer's second block: each row by itself."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,27 @@ class DecoderLayer:
 
     attention: AttentionBlock
     mlp: MlpBlock
-    layout: layouts.MixerLayout  # of the first: it says what the cache holds
-    parallel: bool = False  # both read the stream before the layer
+    layout: layouts.MixerLayout
+    """The layout of the first block: it says what the cache holds."""
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
-        """The stream [T, hidden] with both blocks added; writes the rows' cache entries."""
-        attended = self.attention(stream, rotary, batch, cache)
-        if self.parallel and isinstance(self.mlp, GatedMlp):
-            return self.mlp(stream, batch, attended)
-        return self.mlp(attended, batch)
+        """Return the stream [T, hidden] with both blocks added; the rows' cache entries are written."""
+        return self.mlp(self.attention(stream, rotary, batch, cache), batch)
+
+
+@dataclass(frozen=True)
+class ParallelLayer(DecoderLayer):
+    """A layer whose blocks both read the stream before it."""
+
+    mlp: GatedMlp
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """Return the stream [T, hidden] with both blocks added; the rows' cache entries are written."""
+        return self.mlp(stream, batch, self.attention(stream, rotary, batch, cache))
 
 
 BLOCKS: dict[type, Any] = {
@@ -74,12 +86,14 @@ BLOCKS: dict[type, Any] = {
 def build_layer(
     layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder
 ) -> DecoderLayer:
-    """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
+    """Return one layer. The tensors belong to it: they are changed, or packed and worthless."""
     if layout.parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
     attention = BLOCKS[type(layout.attention)](layout.attention, tensors[0], build)
     mlp = BLOCKS[type(layout.mlp)](layout.mlp, tensors[1], build)
-    return DecoderLayer(attention, mlp, layout.attention, layout.parallel)
+    if layout.parallel:
+        return ParallelLayer(attention, mlp, layout.attention)
+    return DecoderLayer(attention, mlp, layout.attention)
 
 
 class AuxStates:
@@ -97,7 +111,10 @@ class AuxStates:
         assert facts is not None
         self.layers, self.epsilon = facts.aux_layers(layers), config.rms_norm_eps
         self.norms = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
-        self.whole_norm, self.projection = tables.get("aux_norm"), build.linear(tables.pop("fuse"))
+        self.whole_norm, self.projection = (
+            tables.get("aux_norm"),
+            build.projection(tables.pop("fuse")),
+        )
 
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
         """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
@@ -108,7 +125,7 @@ class AuxStates:
         together = torch.cat(list(streams), dim=-1)
         if self.whole_norm is not None:
             together = rms_norm(together, self.whole_norm, self.epsilon)
-        return self.projection(Residual(together), batch).x
+        return self.projection(Residual(together), batch)
 
 
 @dataclass(frozen=True)
@@ -238,8 +255,8 @@ class Decoder:
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """What a head draws that can, see `SkinnyLinear`."""
-        assert isinstance(self.head, products.SkinnyLinear)
+        """Return what a head draws that can, see `SkinnyLinear`."""
+        assert isinstance(self.head, skinny.SkinnyLinear)
         return self.head.sample(self._shown(hidden), draw)
 
 
@@ -262,9 +279,9 @@ class HeadModel(Decoder):
         """
         super().__init__(parts, build)
         self.rules, self.ids, self.layer = rules, ids, self.layers[0]
-        self.projection: products.AnyLinear | None = None
+        self.projection: products.ResidualProjection | None = None
         if "projection" in parts.tables:
-            self.projection = build.linear(parts.tables["projection"])
+            self.projection = build.residual_projection(parts.tables["projection"])
             self.token_norm, self.state_norm = (
                 parts.tables["token_norm"],
                 parts.tables["state_norm"],
@@ -289,9 +306,7 @@ class HeadModel(Decoder):
         rotary = self.rotary_rows(batch)
         if projection is not None:
             nothing = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
-            stream = self.layer(
-                projection(Residual(pairs), batch, nothing), rotary, batch, caches[0]
-            )
+            stream = self.layer(projection(pairs, batch, nothing), rotary, batch, caches[0])
         else:
             if state is None:
                 state = pairs[:, self.hidden_size :].contiguous()

@@ -159,13 +159,28 @@ def fused(
     return found
 
 
-def block_norms(
-    before: str | None, after: str | None, hidden: int, is_centred: bool
-) -> dict[str, Destination]:
-    """Return the norms of the stream around a block, by their names in a layer; None: there is none."""
-    names = {"norm": before, "post_norm": after}
-    return {
-        key: Destination.of({f"{name}.weight": (hidden,)}, exact=is_centred)
-        for key, name in names.items()
-        if name
-    }
+@dataclass(frozen=True)
+class BlockNorms:
+    """The norms of the stream around a block; a name is None where there is no norm."""
+
+    before: str | None
+    after: str | None = None
+    """The norm of the block's result, before it is added to the stream."""
+    after_epsilon: float | None = None
+    """Its epsilon where it differs from the others'."""
+    are_centred: bool = False
+    """True if the checkpoint stores scales as their distance from 1, those of heads too."""
+
+    def destinations(self, hidden_size: int) -> dict[str, Destination]:
+        """Return where their scales [hidden_size] go."""
+        names = {"norm": self.before, "post_norm": self.after}
+        return {
+            key: Destination.of({f"{name}.weight": (hidden_size,)}, exact=self.are_centred)
+            for key, name in names.items()
+            if name
+        }
+
+
+ATTENTION_NORMS = BlockNorms(before="input_layernorm")
+MLP_NORMS = BlockNorms(before="post_attention_layernorm")
+"""The norms of a layer's two blocks, as most families have them."""

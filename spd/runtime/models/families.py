@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
@@ -14,13 +14,13 @@ from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.runtime.models import layouts as blocks
 from spd.runtime.models.attention_layout import (
-    BlockNorms,
     GqaLayout,
     HeadNorms,
     RotationLayout,
     ScoreLayout,
     ValueLayout,
 )
+from spd.runtime.models.destinations import ATTENTION_NORMS, MLP_NORMS
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import FINAL_NORM, ModelLayout
 
@@ -36,36 +36,51 @@ def usual_attention(config: ModelConfig) -> GqaLayout:
         RotationLayout(dims, query_growth=config.query_growth),
         ScoreLayout(scale=config.scales.scores, softcap=config.attention_softcap),
         ValueLayout(dim=config.value_dim, scale=config.scales.values),
-        BlockNorms(after_epsilon=config.post_norm_eps),
+        replace(ATTENTION_NORMS, after_epsilon=config.post_norm_eps),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
     )
 
 
 def usual_mlp(config: ModelConfig) -> blocks.MlpLayout:
-    """The gated MLP; biases follow the configuration."""
-    sizes = config.hidden_size, config.intermediate_size
-    return blocks.MlpLayout(*sizes, config.mlp_bias, post_epsilon=config.post_norm_eps)
+    """Return the gated MLP; biases follow the configuration."""
+    return blocks.MlpLayout(
+        config.hidden_size,
+        config.intermediate_size,
+        norms=replace(MLP_NORMS, after_epsilon=config.post_norm_eps),
+        bias=config.mlp_bias,
+    )
 
 
-def usual_experts(config: ModelConfig, **own: Any) -> blocks.MoeLayout:
-    """Routed experts as the configuration says."""
+def usual_experts(config: ModelConfig) -> blocks.MoeLayout:
+    """Return routed experts as the configuration says."""
     experts = config.experts
     assert experts is not None
-    act = shared = RELU2 if experts.plain else SILU
+    shared_act = RELU2 if experts.plain else SILU
+    act = shared_act
     if experts.clamped is not None:
-        act = Activation("swiglu", *experts.clamped)
-    return blocks.MoeLayout(config.hidden_size, experts, act=act, shared_act=shared, **own)
+        limit, alpha = experts.clamped
+        act = Activation("swiglu", limit, alpha)
+    return blocks.MoeLayout(
+        config.hidden_size,
+        experts,
+        act,
+        shared_act,
+        is_transposed=config.quantization is None,
+    )
 
 
 def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
-    """What stands in place of attention in layers of which the configuration says so."""
-    facts, hidden = config.recurrent, config.hidden_size
-    if facts is None:
+    """Return what stands in place of attention in layers of which the configuration says so."""
+    recurrent = config.recurrent
+    hidden = config.hidden_size
+    if recurrent is None:
         return None
-    if isinstance(facts, ConvConfig):
-        return ConvLayout(hidden, facts.kernel, hidden)
-    return (DeltaLayout if facts.corrects else ScanLayout)(hidden, facts, config.rms_norm_eps)
+    if isinstance(recurrent, ConvConfig):
+        return ConvLayout(hidden, recurrent.kernel, hidden)
+    if recurrent.corrects:
+        return DeltaLayout(hidden, recurrent, config.rms_norm_eps)
+    return ScanLayout(hidden, recurrent, config.rms_norm_eps)
 
 
 def layered(
@@ -80,36 +95,44 @@ def layered(
     dense: the MLP of the other layers, by default the configuration's. sinks_slide: layers that slide
     have sinks.
     """
-    dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
-    wide, other, layers = (
-        config.quantization is None,
-        usual_recurrent(config),
-        list[blocks.LayerLayout](),
-    )
     centred = isinstance(attention, GqaLayout) and attention.norms.are_centred
-    dense = replace(dense, centred_norms=centred)
-    sparse = usual_experts(config, centred_norms=centred, turned=wide) if experts else dense
+    fields = {"norms": {"are_centred": centred}}
+    dense = changed(dense or usual_mlp(config), fields)
+    sparse = None if config.experts is None else changed(usual_experts(config), fields)
+    recurrent = usual_recurrent(config)
+    layers: list[blocks.LayerLayout] = []
     for i in range(config.num_layers):
         mixer: blocks.MixerLayout = attention
-        if other is not None and recurrent is not None and recurrent.layers[i]:
-            mixer = other
+        if recurrent is not None and config.recurrent is not None and config.recurrent.layers[i]:
+            mixer = recurrent
         elif isinstance(attention, GqaLayout):
             mixer = _attention_at(config, attention, i, sinks_slide=sinks_slide)
-        mlp, limits = (
-            sparse if experts and experts.sparse_layers[i] else dense,
-            config.limits[i : i + 1],
-        )
-        for routed, beside in limits:
-            if isinstance(mlp, blocks.MoeLayout):
-                limited = mlp.shared_act._replace(limit=beside)
-                mlp = replace(mlp, act=mlp.act._replace(limit=routed), shared_act=limited)
-            else:
-                mlp = replace(mlp, act=mlp.act._replace(limit=beside))
+        mlp: blocks.MlpLayout | blocks.MoeLayout = dense
+        if sparse is not None and sparse.experts.sparse_layers[i]:
+            mlp = sparse
+        if config.limits:
+            mlp = _limited(mlp, config.limits[i])
         layers.append(blocks.LayerLayout(mixer, mlp))
     scales = config.scales
-    unit = scales.embedding / scales.residual
-    made = ModelLayout(tuple(layers), centred, embedding_scale=None if unit == 1.0 else unit)
-    return replace(made, residual_scale=scales.residual, logit_scale=scales.logits)
+    embedding_scale = scales.embedding / scales.residual
+    return ModelLayout(
+        tuple(layers),
+        centred,
+        embedding_scale=None if embedding_scale == 1.0 else embedding_scale,
+        residual_scale=scales.residual,
+        logit_scale=scales.logits,
+    )
+
+
+def _limited(
+    mlp: blocks.MlpLayout | blocks.MoeLayout, limits: tuple[float | None, float | None]
+) -> blocks.MlpLayout | blocks.MoeLayout:
+    """Return a layer's MLP with its limits of activations: of routed experts, and of all else."""
+    routed, dense = limits
+    if isinstance(mlp, blocks.MlpLayout):
+        return replace(mlp, act=mlp.act._replace(limit=dense))
+    shared_act = mlp.shared_act._replace(limit=dense)
+    return replace(mlp, act=mlp.act._replace(limit=routed), shared_act=shared_act)
 
 
 def _attention_at(
@@ -142,17 +165,20 @@ def varied(
     config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any
 ) -> ModelLayout:
     """Return Llama with other fields of its MLP's layout and of its attention's; see `changed`."""
-    changed_mlp = replace(usual_mlp(config), **(mlp or {}))
+    changed_mlp = changed(usual_mlp(config), mlp or {})
     return layered(config, changed(usual_attention(config), attention), changed_mlp)
 
 
-def changed(attention: GqaLayout, fields: Mapping[str, Any]) -> GqaLayout:
-    """Return attention with other fields; of a group of fields, a mapping names those that differ."""
+Block = TypeVar("Block", GqaLayout, blocks.MlpLayout, blocks.MoeLayout)
+
+
+def changed(layout: Block, fields: Mapping[str, Any]) -> Block:
+    """Return a block with other fields; of a group of fields, a mapping names those that differ."""
     values = {
-        name: replace(getattr(attention, name), **value) if isinstance(value, Mapping) else value
+        name: replace(getattr(layout, name), **value) if isinstance(value, Mapping) else value
         for name, value in fields.items()
     }
-    return replace(attention, **values)
+    return replace(layout, **values)
 
 
 def _family(
@@ -165,8 +191,6 @@ def _family(
 
 
 EACH_HEAD = HeadNorms("each")
-_PROJECTIONS = {"fused_gate_up": True}
-_BETWEEN = {"pre_norm": "pre_feedforward_layernorm", "post_norm": "post_feedforward_layernorm"}
 llama = _family(
     "Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured"
 )
@@ -185,7 +209,7 @@ lfm2 = _family(
 )
 granite_hybrid = _family(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
-    {**_PROJECTIONS, "block": "mlp.shared_mlp"},
+    {"names": {"block": "mlp.shared_mlp", "is_fused": True}},
 )
 arcee = _family("Arcee's AFM: no gates in the MLP", {"act": RELU2})
 gpt_oss = _family(
@@ -198,7 +222,7 @@ hunyuan = _family(
 )
 phi3 = _family(
     "Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too",
-    _PROJECTIONS,
+    {"names": {"is_fused": True}},
     is_fused=True,
 )
 qwen3_5 = _family(  # Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints
@@ -226,19 +250,23 @@ def glm4_moe(config: ModelConfig) -> ModelLayout:
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
     """Nemotron-H and Nano 2 and 3: a block a layer, Mamba-2, attention without positions, MLP or experts."""
-    facts, hidden, nothing = config.recurrent, config.hidden_size, blocks.NoLayout()
-    assert isinstance(facts, DeltaConfig)
-    scan = ScanLayout(hidden, facts, config.rms_norm_eps, pre_norm="norm")
-    fields = {"rotation": {"is_absent": True}, "norms": {"before": "norm"}}
+    recurrent = config.recurrent
+    assert isinstance(recurrent, DeltaConfig)
+    nothing = blocks.NoLayout()
+    norms = {"before": "norm"}
+    scan = ScanLayout(config.hidden_size, recurrent, config.rms_norm_eps, pre_norm="norm")
+    fields = {"rotation": {"is_absent": True}, "norms": norms}
     attention = changed(usual_attention(config), fields)
-    made = {
+    mlp = changed(usual_mlp(config), {"act": RELU2, "norms": norms})
+    layers = {
         "linear_attention": blocks.LayerLayout(scan, nothing),
         "full_attention": blocks.LayerLayout(attention, nothing),
-        "mlp": blocks.LayerLayout(nothing, replace(usual_mlp(config), act=RELU2, pre_norm="norm")),
+        "mlp": blocks.LayerLayout(nothing, mlp),
     }
     if config.experts is not None:
-        made["moe"] = blocks.LayerLayout(nothing, usual_experts(config, pre_norm="norm"))
-    return ModelLayout(tuple(made[kind] for kind in facts.single))
+        experts = changed(usual_experts(config), {"norms": norms})
+        layers["moe"] = blocks.LayerLayout(nothing, experts)
+    return ModelLayout(tuple(layers[kind] for kind in recurrent.single))
 
 
 def ernie4_5(config: ModelConfig) -> ModelLayout:
@@ -255,10 +283,12 @@ def _interleaved(config: ModelConfig) -> dict[str, RotaryDims]:
 def olmo3(config: ModelConfig) -> ModelLayout:
     """Olmo 2 and 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
     is_joint = config.architecture.startswith("Olmo")
-    mlp = {"pre_norm": None, "post_norm": "post_feedforward_layernorm"}
-    norms = {"before": None, "after": "post_attention_layernorm"}
-    head_norms = HeadNorms("joint") if is_joint else EACH_HEAD
-    return varied(config, mlp, head_norms=head_norms, norms=norms)
+    return varied(
+        config,
+        {"norms": {"before": None, "after": "post_feedforward_layernorm"}},
+        head_norms=HeadNorms("joint") if is_joint else EACH_HEAD,
+        norms={"before": None, "after": "post_attention_layernorm"},
+    )
 
 
 def mimo_v2(config: ModelConfig) -> ModelLayout:
@@ -268,14 +298,14 @@ def mimo_v2(config: ModelConfig) -> ModelLayout:
 
 def glm4(config: ModelConfig) -> ModelLayout:
     """GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms behind blocks too."""
-    behind = ("post_mlp_layernorm", "post_self_attn_layernorm")
-    mlp, norm = behind if config.architecture == "Glm4ForCausalLM" else (None, None)
+    has_norms = config.architecture == "Glm4ForCausalLM"
+    after_mlp = "post_mlp_layernorm" if has_norms else None
     return varied(
         config,
-        {**_PROJECTIONS, "post_norm": mlp},
+        {"names": {"is_fused": True}, "norms": {"after": after_mlp}},
         rotation=_interleaved(config),
         output_bias=False,
-        norms={"after": norm},
+        norms={"after": "post_self_attn_layernorm" if has_norms else None},
     )
 
 
@@ -285,10 +315,14 @@ def cohere2(config: ModelConfig) -> ModelLayout:
     The stream is kept without a mean, so that this is a root-mean-square norm. Layers that slide turn in
     interleaved pairs, those that see everything do not turn.
     """
-    mlp = {"pre_norm": None, "centred_output": True}
-    made = varied(config, mlp, rotation=_interleaved(config), centred_output=True)
-    layers = tuple(replace(layer, parallel=True) for layer in made.layers)
-    return replace(made, layers=layers, centred_stream=True)
+    model = varied(
+        config,
+        {"norms": {"before": None}, "centred_output": True},
+        rotation=_interleaved(config),
+        centred_output=True,
+    )
+    layers = tuple(replace(layer, parallel=True) for layer in model.layers)
+    return replace(model, layers=layers, centred_stream=True)
 
 
 def deepseek(config: ModelConfig) -> ModelLayout:
@@ -301,8 +335,8 @@ def deepseek(config: ModelConfig) -> ModelLayout:
     # YaRN's correction grows with the stretch of the context.
     correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
     scale = config.head_dim**-0.5 * correction**2
-    made = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale)
-    return layered(config, made)
+    attention = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale)
+    return layered(config, attention)
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
@@ -311,26 +345,39 @@ def gemma(config: ModelConfig) -> ModelLayout:
     Gemma 1 has none behind. Gemma 3 normalises queries and keys instead of capping scores; its sliding
     layers turn by their own base.
     """
-    first = config.architecture == "GemmaForCausalLM"
-    made = varied(
-        config,
-        {"act": GELU, **({} if first else _BETWEEN)},
-        head_norms=EACH_HEAD if config.architecture == "Gemma3ForCausalLM" else None,
-        norms={"are_centred": True, "after": None if first else "post_attention_layernorm"},
-    )
-    return replace(made, embedding_scale=math.sqrt(config.hidden_size))
+    if config.architecture == "GemmaForCausalLM":
+        model = varied(config, {"act": GELU}, norms={"are_centred": True})
+    else:
+        model = varied(
+            config,
+            {
+                "act": GELU,
+                "norms": {
+                    "before": "pre_feedforward_layernorm",
+                    "after": "post_feedforward_layernorm",
+                },
+            },
+            head_norms=EACH_HEAD if config.architecture == "Gemma3ForCausalLM" else None,
+            norms={"are_centred": True, "after": "post_attention_layernorm"},
+        )
+    return replace(model, embedding_scale=math.sqrt(config.hidden_size))
 
 
 def muse_glimmer(config: ModelConfig) -> ModelLayout:
     """Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales, still layers."""
-    made = varied(
+    model = varied(
         config,
-        _BETWEEN,
+        {
+            "norms": {
+                "before": "pre_feedforward_layernorm",
+                "after": "post_feedforward_layernorm",
+            }
+        },
         gate="own_matrix",
         head_norms=HeadNorms("unscaled"),
         norms={"are_centred": True, "after": "post_attention_layernorm"},
     )
-    return replace(made, plain_norm=FINAL_NORM, normed_embedding=True)
+    return replace(model, plain_norm=FINAL_NORM, normed_embedding=True)
 
 
 def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
@@ -360,10 +407,9 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
             "values": {"is_key": facts.key_is_value},
         },
     )
-    behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
-    mlp = replace(
-        usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind
-    )
+    after = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
+    norms = {"before": "pre_feedforward_layernorm", "after": after}
+    mlp = changed(usual_mlp(config), {"act": GELU, "norms": norms})
     experts = None if config.experts is None else replace(usual_experts(config), act=GELU)
     for i, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = i >= config.num_layers - facts.shared

@@ -43,10 +43,11 @@ class GatedDelta:
         """The stream [T, hidden] with this block added; writes the slots' rings and states."""
         assert batch.segments is not None
         ring, *memory = cache.pools
-        mixed, delta = self.inputs(stream, batch).x, self.layout.delta
+        mixed = self.inputs(stream, batch)
+        delta = self.layout.delta
         values = delta.value_heads * delta.value_dim
         behind = self.layout.channels + values
-        gates = mixed[:, behind:] if self.gates is None else self.gates(stream, batch).x
+        gates = mixed[:, behind:] if self.gates is None else self.gates(stream, batch)
         mixed, opening = mixed[:, : behind - values], mixed[:, behind - values : behind]
         convolved = self.kernels.short_conv(mixed, self.taps, self.bias, ring, batch.segments)
         apply = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
@@ -57,7 +58,7 @@ class GatedDelta:
         opened = self.kernels.gated_norm(
             read, opening, self.norm, self.layout.epsilon, not delta.corrects
         )
-        return self.output(Residual(opened), batch, stream)
+        return self.output(opened, batch, stream)
 
     def settle(self, cache: LayerCache, segments: Segments) -> None:
         """Apply what the rings hold before a segment of one row, of which nothing is known or stays."""
@@ -82,12 +83,12 @@ class ShortConv:
     ) -> Residual:
         """The stream [T, hidden] with this block added; writes the slots' rings."""
         assert batch.segments is not None
-        before, behind, x = self.inputs(stream, batch).x.chunk(3, 1)
+        before, behind, x = self.inputs(stream, batch).chunk(3, 1)
         (ring,) = cache.pools
         mixed = self.kernels.short_conv(
             before * x, self.taps, None, ring, batch.segments, silu=False
         )
-        return self.output(Residual((behind * mixed).to(x.dtype)), batch, stream)
+        return self.output((behind * mixed).to(x.dtype), batch, stream)
 
 
 def _by_use(layout: ScanLayout) -> tuple[list[int], list[int]]:

@@ -6,7 +6,7 @@ for every layer; `decoder.BLOCKS` says what runs them. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,7 +14,16 @@ from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.kernels.linear.activation import SILU, Activation
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard, block_norms, fused
+from spd.runtime.models.destinations import (
+    MLP_NORMS,
+    WHOLE,
+    BlockNorms,
+    Cut,
+    Destination,
+    Shape,
+    Shard,
+    fused,
+)
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
 
@@ -81,48 +90,62 @@ class LatentLayout:
 
 
 @dataclass(frozen=True)
+class MlpNames:
+    """What the checkpoint calls the projections of an MLP."""
+
+    block: str = "mlp"
+    """What stands before their names."""
+    is_fused: bool = False
+    """True if gate and up are one tensor in the checkpoint too."""
+
+
+@dataclass(frozen=True)
 class MlpLayout:
     """The MLP: gate and up fused, or up alone, then down."""
 
     hidden_size: int
     intermediate_size: int
-    bias: bool = False
-    block: str = "mlp"  # what stands before the projections' names
     act: Activation = SILU
-    centred_norms: bool = False  # scales of norms are stored as their distance from 1
-    pre_norm: str | None = (
-        "post_attention_layernorm"  # None: there is none, or attention's serves both
-    )
-    post_norm: str | None = None  # a norm behind the block, before the sum
-    post_epsilon: float | None = None  # this and the next as of `GqaLayout`
+    norms: BlockNorms = MLP_NORMS
+    names: MlpNames = MlpNames()
+    bias: bool = False
     centred_output: bool = False
-    fused_gate_up: bool = False  # gate and up are one tensor in the checkpoint too
-    shard: Shard = WHOLE  # the rank that has this part of the width
+    """True if the mean of what the block adds is removed, as `GqaLayout.centred_output`."""
+    shard: Shard = WHOLE
+    """The rank that has this part of the width."""
 
     def sharded(self, shard: Shard) -> MlpLayout:
-        """A rank's width. The last matrix reads its own columns, and makes a part of the sum."""
-        own = shard.share(self.intermediate_size, "elements of an MLP")
-        return replace(self, intermediate_size=own, shard=shard)
+        """Return a rank's width. The last matrix reads its own columns, and makes a part of the sum."""
+        width = shard.share(self.intermediate_size, "elements of an MLP")
+        return replace(self, intermediate_size=width, shard=shard)
 
     def destinations(self) -> dict[str, Destination]:
-        norms = block_norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
-        return norms | self.matrices()
+        """Return where the checkpoint's tensors go, by the names that `GatedMlp` reads."""
+        return self.norms.destinations(self.hidden_size) | self.matrices()
 
     def matrices(self) -> dict[str, Destination]:
-        """The destinations without the norm before them."""
-        block, hidden, inner, of = self.block, self.hidden_size, self.intermediate_size, self.shard
-        rows = dict.fromkeys(
-            ("gate_proj", "up_proj") if self.act.gated else ("up_proj",), of.rows(inner)
+        """Return the destinations without norms."""
+        inner = self.intermediate_size
+        if self.names.is_fused:
+            rows = {"gate_up_proj": self.shard.rows(inner, inner)}
+        elif self.act.gated:
+            rows = {"gate_proj": self.shard.rows(inner), "up_proj": self.shard.rows(inner)}
+        else:
+            rows = {"up_proj": self.shard.rows(inner)}
+        block = self.names.block
+        found = fused("gate_up", block, rows, self.hidden_size, biased=self.bias)
+        return found | fused(
+            "down",
+            block,
+            {"down_proj": self.hidden_size},
+            inner,
+            biased=self.bias,
+            cut=self.shard.columns(inner),
         )
-        if self.fused_gate_up:
-            rows = {"gate_up_proj": of.rows(inner, inner)}
-        found = fused("gate_up", block, rows, hidden, biased=self.bias)
-        down = {"down_proj": hidden}
-        return found | fused("down", block, down, inner, biased=self.bias, cut=of.columns(inner))
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results: gate, up, and their product."""
+        """Return the elements a row of the intermediate results: gate, up, and their product."""
         return 3 * self.intermediate_size
 
 
@@ -132,95 +155,117 @@ class MoeLayout:
 
     hidden_size: int
     experts: ExpertsConfig
-    centred_norms: bool = False  # scales of norms are stored as their distance from 1
-    pre_norm: str = "post_attention_layernorm"
-    act: Activation = SILU  # of routed experts
+    act: Activation = SILU
+    """What routed experts apply."""
     shared_act: Activation = SILU
-    turned: bool = (
-        True  # experts with biases stand inputs before outputs, as `transformers` writes them
-    )
-    shard: Shard = WHOLE  # the rank that has this part of every expert's width
+    """What the shared expert applies."""
+    norms: BlockNorms = MLP_NORMS
+    is_transposed: bool = True
+    """True if experts with biases stand inputs before outputs, as `transformers` writes them."""
+    shard: Shard = WHOLE
+    """The rank that has this part of every expert's width."""
 
     def sharded(self, shard: Shard) -> MoeLayout:
-        """A rank's width of every expert, the shared one too; every rank routes all rows by itself."""
-        own = shard.share(self.experts.intermediate_size, "elements of an expert")
+        """Return a rank's width of every expert, the shared one too; each rank routes all rows by itself."""
+        width = shard.share(self.experts.intermediate_size, "elements of an expert")
         shared = shard.share(self.experts.shared_size, "elements of a shared expert")
-        experts = replace(self.experts, intermediate_size=own, shared_size=shared)
+        experts = replace(self.experts, intermediate_size=width, shared_size=shared)
         return replace(self, experts=experts, shard=shard)
 
     @property
     def shared(self) -> MlpLayout | None:
-        """The expert that every row goes through."""
-        size, name = self.experts.shared_size, self.experts.shared_name
+        """Return the expert that every row goes through, if there is one."""
+        size = self.experts.shared_size
+        name = self.experts.shared_name
         if not size:
             return None
-        made = MlpLayout(
-            self.hidden_size, size, block=f"mlp.{name}", fused_gate_up=name == "shared_mlp"
-        )
-        return replace(made, act=self.shared_act, shard=self.shard)
+        names = MlpNames(f"mlp.{name}", is_fused=name == "shared_mlp")
+        return MlpLayout(self.hidden_size, size, act=self.shared_act, names=names, shard=self.shard)
+
+    @property
+    def has_biases(self) -> bool:
+        """True if experts have biases; gates and inputs then stand in one matrix, in turn."""
+        return self.experts.clamped is not None
 
     def destinations(self) -> dict[str, Destination]:
-        hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
-        count, biased, read = (
-            experts.num_experts,
-            experts.clamped is not None,
-            experts.latent or hidden,
-        )
-        parts = ("up",) if not self.act.gated else ("gate_up",) if biased else ("gate", "up")
-        rows = 2 * inner if biased else inner
-        shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, read)), "down": (read, inner)}
-        cuts = {"gate_up": self.shard.rows(rows).cut, "down": self.shard.columns(inner)}
-        turned = biased and self.turned
-        if (
-            turned
-        ):  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
-            shapes = {
-                "gate": (hidden // 2, rows),
-                "up": (hidden // 2, rows),
-                "down": (inner, hidden),
-            }
-            cuts = {"gate_up": self.shard.columns(rows), "down": self.shard.rows(inner).cut}
-        exact: dict[str, tuple[str, Shape]] = {"router": ("gate.weight", (count, hidden))}
-        if biased:
-            exact["router_bias"] = ("gate.bias", (count,))
-        if experts.router.corrected:
-            shape = (1, count) if experts.correction.startswith("moe_statics") else (count,)
-            exact["correction"] = (experts.correction, shape)
-        if experts.shared_gated and experts.shared_size:
-            exact["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, hidden))
-        found = block_norms(self.pre_norm, None, hidden, self.centred_norms)
-        found |= {
-            key: Destination.of({f"mlp.{name}": own}, exact=True)
-            for key, (name, own) in exact.items()
-        }
-        stems = [f"mlp.experts.{number}." for number in range(count)]
-        for name, width in (("gate_up", rows), ("down", hidden)):
-            own = {
-                part: shape
-                for part, shape in shapes.items()
-                if (part == "down") == (name == "down")
-            }
-            names = {
-                f"{stem}{part}_proj.weight": shape for stem in stems for part, shape in own.items()
-            }
-            found[f"experts_{name}"] = Destination.of(names, cut=cuts.get(name))
-            if biased:
-                cut = self.shard.columns(width) if name == "gate_up" else None
-                bias = {f"mlp.experts.{name}_proj_bias": (count, width)}
-                found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
-        if experts.latent is not None:
-            found |= fused("latent_in", "mlp", {"fc1_latent_proj": read}, hidden)
-            found |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, read)
+        """Return where the checkpoint's tensors go, by the names that `MoeMlp` reads."""
+        hidden = self.hidden_size
+        latent = self.experts.latent
+        found = self.norms.destinations(hidden) | self._router() | self.matrices()
+        if latent is not None:
+            found |= fused("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
+            found |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, latent)
         return found | (self.shared.matrices() if self.shared else {})
+
+    def _router(self) -> dict[str, Destination]:
+        """Return the destinations of what chooses experts and weighs the shared one."""
+        experts = self.experts
+        count = experts.num_experts
+        shapes: dict[str, tuple[str, Shape]] = {
+            "router": ("gate.weight", (count, self.hidden_size))
+        }
+        if self.has_biases:
+            shapes["router_bias"] = ("gate.bias", (count,))
+        if experts.router.corrected:
+            is_row = experts.correction.startswith("moe_statics")
+            shapes["correction"] = (experts.correction, (1, count) if is_row else (count,))
+        if experts.shared_gated and experts.shared_size:
+            shapes["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, self.hidden_size))
+        return {
+            key: Destination.of({f"mlp.{name}": shape}, exact=True)
+            for key, (name, shape) in shapes.items()
+        }
+
+    def matrices(self, block: str = "mlp.") -> dict[str, Destination]:
+        """Return the destinations of the experts' matrices and biases; block stands before their names."""
+        hidden = self.hidden_size
+        width = self.experts.intermediate_size
+        columns = self.experts.latent or hidden
+        rows = 2 * width if self.has_biases else width
+        gate_up: dict[str, Shape] = {"up": (rows, columns)}
+        if self.has_biases:
+            gate_up = {"gate_up": (rows, columns)}
+        elif self.act.gated:
+            gate_up = {"gate": (rows, columns), "up": (rows, columns)}
+        down: Shape = (columns, width)
+        gate_up_cut = self.shard.rows(rows).cut
+        down_cut = self.shard.columns(width)
+        if self.has_biases and self.is_transposed:
+            # What a checkpoint packs is named as if it were gate and up: here halves of the rows.
+            gate_up = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows)}
+            down = (width, hidden)
+            gate_up_cut = self.shard.columns(rows)
+            down_cut = self.shard.rows(width).cut
+        found = {
+            "experts_gate_up": self._stacked(block, gate_up, gate_up_cut),
+            "experts_down": self._stacked(block, {"down": down}, down_cut),
+        }
+        if self.has_biases:
+            count = self.experts.num_experts
+            for name, size, cut in (
+                ("gate_up", rows, self.shard.columns(rows)),
+                ("down", hidden, None),
+            ):
+                bias = {f"{block}experts.{name}_proj_bias": (count, size)}
+                found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
+        return found
+
+    def _stacked(self, block: str, shapes: Mapping[str, Shape], cut: Cut | None) -> Destination:
+        """Return the destination of all experts' matrices of these shapes, one expert after the other."""
+        names = {
+            f"{block}experts.{number}.{part}_proj.weight": shape
+            for number in range(self.experts.num_experts)
+            for part, shape in shapes.items()
+        }
+        return Destination.of(names, cut=cut)
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results: of the shared and of chosen experts, in float32."""
+        """Return the elements a row of the intermediate results: of shared and chosen experts, in float32."""
         experts = self.experts
-        each = 3 * experts.intermediate_size + 2 * self.hidden_size
-        return 3 * experts.shared_size + 2 * each * min(
-            experts.num_experts, 4 * experts.router.per_token
-        )
+        width = 3 * experts.intermediate_size + 2 * self.hidden_size
+        chosen = min(experts.num_experts, 4 * experts.router.per_token)
+        return 3 * experts.shared_size + 2 * width * chosen
 
 
 @dataclass(frozen=True)
@@ -252,12 +297,7 @@ class SideLayout:
             found["side_norm"] = Destination.of({"post_per_layer_input_norm.weight": (hidden,)})
         if self.experts is None:
             return found
-        routed = self.experts.destinations()
-        for name in ("experts_gate_up", "experts_down"):
-            parts = [
-                part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts
-            ]
-            found[name] = replace(routed[name], parts=tuple(parts))
+        found |= self.experts.matrices(block="")
         count = self.experts.experts.num_experts
         exact: dict[str, tuple[str, Shape]] = {
             "router_scale": ("router.scale", (hidden,)),

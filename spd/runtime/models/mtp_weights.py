@@ -15,7 +15,7 @@ from spd.formats.quantized import UNUSED
 from spd.kernels.linear.activation import SILU
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
+from spd.runtime.models.destinations import MLP_NORMS, WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
 from spd.runtime.models.layouts import LayerLayout, MlpLayout, MoeLayout, NoLayout
 
@@ -26,9 +26,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
     layers = [layer for layer in every if layer.attention.cache]
     if isinstance(layers[-1].mlp, NoLayout):  # a block a layer: the module has one of each
         experts = [layer.mlp for layer in every if isinstance(layer.mlp, MoeLayout)]
-        mlp = (
-            replace(experts[-1], pre_norm="post_attention_layernorm") if experts else layers[-1].mlp
-        )
+        mlp = replace(experts[-1], norms=MLP_NORMS) if experts else layers[-1].mlp
         layers = [replace(layer, mlp=mlp) for layer in layers]
     if family.slides:
         dense = next(

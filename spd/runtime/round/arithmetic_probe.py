@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.torch_linear import Linear
 
 WIDEST = 32
 CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
@@ -52,14 +52,14 @@ def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
     """
     x = product.example(WIDEST)
     whole = product.product(x, WIDEST)
-    lost = product.lost(x, whole)
-    if lost is None:
+    errors = product.rounding_error(x, whole)
+    if errors is None:
         return tuple(widths)
 
     def alike(width: int) -> bool:
         for rows in (slice(width), slice(WIDEST - width, WIDEST)):
-            own = product.lost(x[rows], whole[rows])
-            if own is None or not torch.equal(own, lost[rows]):
+            part = product.rounding_error(x[rows], whole[rows])
+            if part is None or not torch.equal(part, errors[rows]):
                 return False
         return True
 

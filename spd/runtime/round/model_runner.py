@@ -20,7 +20,8 @@ from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import SegmentRow, Segments
 from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
-from spd.runtime.layers.linear import Linear, SkinnyLinear
+from spd.runtime.layers.skinny_linear import SkinnyLinear
+from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round import arithmetic_probe as probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST

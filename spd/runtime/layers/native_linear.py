@@ -1,0 +1,96 @@
+"""Linear layers in C, by packed weights: norms before and sums after are a part of the product.
+
+A row's bits do not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spd.kernels.linear.activation import Activation
+from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.native.library import FLOAT32, ROUNDED, ending_of
+from spd.kernels.native.packed import PackedProducts
+from spd.runtime.layers.base import ForwardBatch, Residual
+from spd.runtime.layers.linear import AnyHead, RowNorm
+
+
+def _plain_floats(vector: Tensor) -> Tensor:
+    """Return a vector as C reads it."""
+    return vector.float().contiguous()
+
+
+class NativeLinear(AnyHead):
+    """C's product."""
+
+    def __init__(
+        self,
+        weight: Tensor | GroupedWeight,
+        bias: Tensor | None,
+        kernels: PackedProducts,
+        *,
+        gated: bool = False,
+    ) -> None:
+        """gated: the first half of the weight's rows are gates."""
+        self.kernels = kernels
+        self.weight = kernels.pack(weight, gated=gated)
+        self.bias = None if bias is None else _plain_floats(bias)
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Return float32 logits [T, V] of hidden [T, hidden]."""
+        return self.kernels.packed_linear(hidden, self.weight, self.bias, FLOAT32)
+
+
+class NativeProjection:
+    """See `Projection`."""
+
+    def __init__(self, product: NativeLinear, norm: RowNorm | None, act: Activation | None) -> None:
+        self.product = product
+        self.norm_scales = None if norm is None else _plain_floats(norm.scales)
+        self.epsilon = 0.0 if norm is None else norm.epsilon
+        self.ending = ROUNDED if act is None else ending_of(act)
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
+        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
+        product = self.product
+        return product.kernels.packed_linear(
+            stream.x,
+            product.weight,
+            product.bias,
+            self.ending,
+            norm=self.norm_scales,
+            epsilon=self.epsilon,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class NativeResidualProjection:
+    """See `ResidualProjection`."""
+
+    product: NativeLinear
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the product of x [T, K]."""
+        product = self.product
+        return Residual(
+            product.kernels.packed_linear(
+                x, product.weight, product.bias, ROUNDED, residual=stream.x
+            )
+        )
+
+
+class NativeNormedProjection:
+    """The same with a norm of the product."""
+
+    def __init__(self, product: NativeLinear, post_norm: RowNorm) -> None:
+        self.product = product
+        self.scales = _plain_floats(post_norm.scales)
+        self.epsilon = post_norm.epsilon
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the norm of the product of x [T, K]."""
+        product = self.product
+        y = product.kernels.packed_linear(x, product.weight, product.bias, ROUNDED)
+        return Residual(product.kernels.norm(y, self.scales, self.epsilon, stream.x))

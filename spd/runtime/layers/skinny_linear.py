@@ -1,0 +1,209 @@
+"""Linear layers by Triton, for the few rows of windows.
+
+The arithmetic does not depend on the number of rows by construction. Whole chunks of a prompt are one program
+with one size, which has steps of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.interface import Kernels
+from spd.kernels.launch import device_facts
+from spd.kernels.linear.activation import Activation
+from spd.kernels.linear.skinny_config import config_for, workspace_sizes
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
+from spd.runtime.layers.base import ForwardBatch, Residual
+from spd.runtime.layers.linear import AnyHead, FoldedNorm, RowNorm, RowStep, activation_steps
+
+
+def _chunk_of_codes(x: Tensor, kernels: Kernels, weight: AnyWeight, bias: Tensor | None) -> Tensor:
+    """Return x [T, K] Wᵀ + bias of a whole chunk of a prompt, by a weight in codes."""
+    return kernels.linear(x.contiguous(), weight, bias, chunk=True)[0]
+
+
+class SkinnyLinear(AnyHead):
+    """Triton's product. A norm before it is folded into W at load: only its row scale is applied here."""
+
+    carries_squares = True
+
+    def __init__(self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels) -> None:
+        self.weight = weight.contiguous() if isinstance(weight, Tensor) else weight
+        self.bias = bias
+        self.kernels = kernels
+        self.ids: Tensor | None = None
+        """The token that each row of a head of some ids stands for, int64 and ascending."""
+        self.workspace: LinearWorkspace | None = None
+        """Shared by all of a model's products, since they run in turn."""
+        self.chunk: RowStep = partial(
+            _chunk_of_codes, kernels=kernels, weight=self.weight, bias=bias
+        )
+        """The product of a whole chunk of a prompt."""
+        if isinstance(self.weight, Tensor):
+            self.chunk = partial(F.linear, weight=self.weight, bias=bias)
+
+    def window(
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `Kernels.linear` of rows x [T, K] of windows."""
+        return self.kernels.linear(
+            x, self.weight, self.bias, self.workspace, norm=norm, residual=residual
+        )
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Return float32 logits [T, V] of hidden [T, hidden]."""
+        return self.kernels.head_logits(hidden, self.weight)
+
+    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] of hidden [T, hidden], and whether each is finite: product and draw are fused."""
+        return self.kernels.head_sample(hidden, self.weight, draw, self.ids)
+
+
+class WindowStep(Protocol):
+    """The product of a projection in windows, with what is fused with it."""
+
+    def __call__(self, stream: Residual) -> Tensor:
+        """Return [T, N] of the stream [T, K]."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PlainWindow:
+    """The product of the stream itself."""
+
+    product: SkinnyLinear
+
+    def __call__(self, stream: Residual) -> Tensor:
+        """Return [T, N] of the stream [T, K]."""
+        return self.product.window(stream.x)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class NormedWindow:
+    """The product of the norm of the stream, by its squares."""
+
+    product: SkinnyLinear
+    epsilon: float
+
+    def __call__(self, stream: Residual) -> Tensor:
+        """Return [T, N] of the stream [T, K]."""
+        return self.product.window(stream.x, self.norm(stream))[0]
+
+    def norm(self, stream: Residual) -> Norm:
+        """Return what a product needs of the norm before it."""
+        assert stream.squares is not None
+        return Norm(stream.squares, self.epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedWindow(NormedWindow):
+    """The same, with gates in the product's kernel."""
+
+    act: Activation
+
+    def __call__(self, stream: Residual) -> Tensor:
+        """Return [T, N / 2] of the stream [T, K]."""
+        product = self.product
+        return product.kernels.norm_gate_up(
+            stream.x,
+            product.weight,
+            product.bias,
+            product.workspace,
+            norm=self.norm(stream),
+            act=self.act,
+        )
+
+
+class SkinnyProjection:
+    """See `Projection`: windows and whole chunks of a prompt have steps of their own."""
+
+    def __init__(
+        self, product: SkinnyLinear, norm: FoldedNorm | None, act: Activation | None
+    ) -> None:
+        self.product = product
+        self.steps_before_chunk: tuple[RowStep, ...] = () if norm is None else (norm,)
+        self.steps_after_chunk = activation_steps(act)
+        self.steps_after_window = self.steps_after_chunk
+        self.window: WindowStep = PlainWindow(product)
+        if norm is not None:
+            self.window = NormedWindow(product, norm.epsilon)
+        if norm is not None and act is not None and act.gated:
+            self.window = GatedWindow(product, norm.epsilon, act)
+            self.steps_after_window = ()
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
+        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
+        if batch.chunk_start is not None:
+            return self._chunk(stream.x)
+        y = self.window(stream)
+        for step in self.steps_after_window:
+            y = step(y)
+        return y
+
+    def _chunk(self, x: Tensor) -> Tensor:
+        """Return [T, N] of the rows [T, K] of a whole chunk of a prompt."""
+        for step in self.steps_before_chunk:
+            x = step(x)
+        y = self.product.chunk(x)
+        for step in self.steps_after_chunk:
+            y = step(y)
+        return y
+
+
+@dataclass(frozen=True, eq=False)
+class SkinnyResidualProjection:
+    """See `ResidualProjection`: in windows the sum is a part of the product's kernel."""
+
+    product: SkinnyLinear
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the product of x [T, K]."""
+        if batch.chunk_start is not None:
+            return Residual(stream.x + self.product.chunk(x))
+        total, squares = self.product.window(x, residual=stream.x)
+        return Residual(total, squares)
+
+
+@dataclass(frozen=True, eq=False)
+class SkinnyNormedProjection:
+    """The same with a norm of the product, which is added by a kernel of its own."""
+
+    product: SkinnyLinear
+    post_norm: RowNorm
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the norm of the product of x [T, K]."""
+        norm = self.post_norm
+        if batch.chunk_start is not None:
+            return Residual(stream.x + norm(self.product.chunk(x)))
+        y = self.product.window(x)[0]
+        kernels = self.product.kernels
+        total, squares = kernels.norm_residual(y, norm.scales, norm.epsilon, stream.x)
+        return Residual(total, squares)
+
+
+def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
+    """Give products that run in turn one workspace, for up to `rows` rows."""
+    partials = 0
+    counters = 0
+    for weight in (product.weight for product in products):
+        n, k = weight.shape
+        itemsize = weight.element_size() if isinstance(weight, Tensor) else 1
+        config = config_for(n, k, itemsize, device_facts(weight.device), step_of(weight))
+        sizes = workspace_sizes(n, rows, config)
+        partials = max(partials, sizes[0])
+        counters = max(counters, sizes[1])
+    device = products[0].weight.device
+    workspace = LinearWorkspace(
+        torch.zeros(partials, dtype=torch.float32, device=device),
+        torch.zeros(counters, dtype=torch.int32, device=device),
+    )
+    for product in products:
+        product.workspace = workspace

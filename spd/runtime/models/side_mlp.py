@@ -1,0 +1,122 @@
+"""Gemma 4's second block, and the embeddings of its layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spd.kernels.linear.activation import GELU
+from spd.kernels.linear.norm_gate import activate, rms_norm
+from spd.runtime.layers.base import ForwardBatch, Residual
+from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.expert_steps import Router, RouterLogits
+from spd.runtime.models.layouts import MoeLayout, SideLayout
+from spd.runtime.models.mlp import GatedMlp
+from spd.runtime.models.moe import alone, expert_weights
+
+
+class LayerEmbeddings:
+    """What every layer adds of a token: a row of its own table, and a part of a product of the embedding."""
+
+    def __init__(self, tables: Tensors, build: LayerBuilder, layers: int) -> None:
+        self.table = tables.pop("embed_tokens_per_layer")
+        self.norm = tables.pop("per_layer_projection_norm")
+        self.projection = build.projection(tables.pop("per_layer_model_projection"))
+        self.layers = layers
+        self.width = self.norm.shape[0]
+        self.epsilon = build.epsilon
+        self.scale = float(torch.tensor(self.width**0.5, dtype=build.dtype))
+
+    def __call__(self, ids: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return [T, layers, P] of ids int64 [T] and the stream x [T, hidden] before the first layer."""
+        projected = self.projection(Residual(x), batch) * x.shape[1] ** -0.5
+        projected = projected.view(-1, self.layers, self.width)
+        projected = rms_norm(projected, self.norm, self.epsilon)
+        both: Tensor = projected + self.table[ids].view(projected.shape) * self.scale
+        return both * math.sqrt(0.5)
+
+
+class SideExperts:
+    """Routed experts of the stream before the block, with norms and a router of their own."""
+
+    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.epsilon = build.epsilon
+        self.ranks = build.ranks
+        self.experts = alone(expert_weights(layout, tensors, build), build)
+        logits = RouterLogits(tensors["router"], build.kernels)
+        self.router = Router(logits, None, layout.experts.router, build.kernels)
+        self.expert_scale = tensors["expert_scale"]
+        self.router_norm = tensors["router_scale"] * layout.hidden_size**-0.5
+        self.before_norm = tensors["before_norm"]
+        self.after_norm = tensors["behind_norm"]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return [T, hidden] of the stream x [T, hidden], normed."""
+        ids, weights = self.router(rms_norm(x, self.router_norm, self.epsilon), batch.tile)
+        chosen = (ids, weights * self.expert_scale[ids])
+        rows = rms_norm(x, self.before_norm, self.epsilon)
+        y = self.experts(rows, chosen, batch, Residual(torch.zeros_like(x))).x
+        if self.ranks is not None:
+            y = self.ranks.sum(y)
+        return rms_norm(y, self.after_norm, self.epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class MlpBesideExperts:
+    """stream + norm(MLP of the stream + experts of the stream)."""
+
+    mlp: GatedMlp
+    experts: SideExperts
+    joint_norm: Tensor
+    epsilon: float
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """Return the stream [T, hidden] with both added."""
+        from_experts = self.experts(stream.x, batch)
+        y = self.mlp(stream, batch, Residual(torch.zeros_like(stream.x))).x + from_experts
+        return Residual(stream.x + rms_norm(y, self.joint_norm, self.epsilon))
+
+
+class LayerEmbedding:
+    """What one layer adds of a token's embedding of its own, behind gates."""
+
+    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.index = layout.index
+        self.epsilon = build.epsilon
+        self.gate = build.matrix(tensors, "per_layer_input_gate")
+        self.projection = build.matrix(tensors, "per_layer_projection")
+        self.norm = tensors["side_norm"]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the stream x [T, hidden] with the layer's embedding added."""
+        assert batch.per_layer is not None
+        gates = self.gate(Residual(x), batch)
+        gated = activate(torch.cat((gates, batch.per_layer[:, self.index]), 1), GELU)
+        y = self.projection(Residual(gated), batch)
+        return x + rms_norm(y, self.norm, self.epsilon)
+
+
+class SideMlp:
+    """(stream + MLP and experts + what the layer's embedding gives) * a number."""
+
+    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.sums = build.sums
+        self.scalar = float(tensors["scalar"])
+        mlp = GatedMlp(layout.mlp, tensors, build)
+        self.mlp: GatedMlp | MlpBesideExperts = mlp
+        if layout.experts is not None:
+            experts = SideExperts(layout.experts, tensors, build)
+            self.mlp = MlpBesideExperts(mlp, experts, tensors["joined_norm"], build.epsilon)
+        self.embedding: LayerEmbedding | None = None
+        if layout.per_layer:
+            self.embedding = LayerEmbedding(layout, tensors, build)
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """Return the stream [T, hidden] with this block added."""
+        x = self.mlp(stream, batch).x
+        if self.embedding is not None:
+            x = self.embedding(x, batch)
+        return self.sums.scale(Residual(x, stream.squares), self.scalar)
