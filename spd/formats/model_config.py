@@ -8,10 +8,9 @@ of Hugging Face transformers, versions 4 and 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from spd.formats.assistant import AssistantConfig, read_assistant
 from spd.formats.block_config import MAX_POSITIONS, MAX_WIDTH
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
+from spd.formats.family_keys import CAUSAL, FamilyKeys
 from spd.formats.json_file import Fields, keyed, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
 from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
@@ -94,195 +94,43 @@ class ModelConfig:
         )
 
 
-@dataclass(frozen=True)
-class _Family:
-    model_type: str
-    absent: Mapping[str, object] = field(default_factory=dict)
-    """What an absent key counts as, where there are files without it. A family that knows windows, the
-    rotation of a part or shared caches has its key."""
-    experts: blocks.ExpertsConfig | None = None  # what no key says of experts
-    spelled: Callable[[Fields], Mapping[str, object]] | None = (
-        None  # what keys say in a way of its own
-    )
-    only: Mapping[str, object] = field(default_factory=dict)  # as `_SUPPORTED`, of one value each
-    switch: str | None = None  # a key without which there are no experts
-    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = (
-        None  # what reads of layers that recur
-    )
-    latent: bool = False
-    local_base: str | None = (
-        None  # the key of the base of layers that slide, where these turn in another way
-    )
-    global_still: bool = False  # where layers slide, those that see everything do not turn
-    also: tuple[str, ...] = ()  # other model types of the same text
-
-
-_COMMON: dict[str, object] = {"rope_theta": 10_000.0}
-_COMMON |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
-_NESTED = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
-"""Every file of its own says these; the text's part of another may leave them out."""
-_SLIDES, _LOCAL, _SWA = {"sliding_window": 4096}, "rope_local_base_freq", "swa_rope_theta"
-_SWITCHED = {**_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
-_FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
-_GELU, _TIED = "gelu_pytorch_tanh", {"tie_word_embeddings": True}
-_GEMMA = {"hidden_activation": _GELU, "query_pre_attn_scalar": 256, **_TIED}
-_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GEMMA3 = {
-    **_GEMMA,
-    **dict.fromkeys(_CAPS),
-    **_NESTED,
-    "rope_theta": 1e6,
-    "sliding_window_pattern": 6,
+_COMMON: Mapping[str, object] = {
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
-_GEMMA3 |= {_LOCAL: 1e4, "head_dim": 256}
-_UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
-_MULTIPLIERS = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
+"""What an absent key counts as in every family whose row says nothing else."""
+_FAMILIES = {f"{name}ForCausalLM": family for name, family in CAUSAL.items()}
+_ROW_KEYS = frozenset(
+    [
+        "attention_multiplier",
+        "attention_value_scale",
+        "attn_logit_softcapping",
+        "embedding_multiplier",
+        "final_logit_softcapping",
+        "first_k_dense_replace",
+        "hidden_activation",
+        "logit_scale",
+        "logits_scaling",
+        "max_window_layers",
+        "n_group",
+        "no_rope_layer_interval",
+        "no_rope_layers",
+        "norm_topk_prob",
+        "query_pre_attn_scalar",
+        "residual_multiplier",
+        "routed_scaling_factor",
+        "shared_expert_intermediate_size",
+        "sliding_window_pattern",
+        "swa_num_attention_heads",
+        "swa_num_key_value_heads",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+        "topk_group",
+    ]
 )
-_GRANITE = dict.fromkeys(_MULTIPLIERS, 1.0)
-_COHERE: dict[str, object] = {**_TIED, "logit_scale": 0.0625}
-_SILU = {"hidden_activation": "silu", "attention_bias": False}
-_MUSE: dict[str, object] = {**_NESTED, **_FOURTH, **_SILU, "head_dim": 128, "sliding_window": 2048}
-_MUSE |= {
-    "post_norm_eps": 1e-8,
-    "final_logit_softcapping": 20.0,
-    "logit_scale": 0.19611613513818404,
-}
-_STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
-_SHARED = "shared_expert_intermediate_size"
-_RAW = {"norm_topk_prob": False}
-_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-_DENSE, _PARTLY = "first_k_dense_replace", "partial_rotary_factor"
-_DEEPSEEK2 = {**_GROUPS, **_RAW, "topk_method": "greedy", _DENSE: 0}
-_GLM4: dict[str, object] = {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}
-_GLM4_LITE = {**_GROUPS, _DENSE: 1, "routed_scaling_factor": 1.8}
-_LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, **_TIED}
-_OSS: dict[str, object] = {"attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64}
-_OSS |= {"sliding_window": 128, "sliding_window_pattern": 2}
-_MIMO_V2: dict[str, object] = {**_GROUPS, "rope_theta": 5e6, _SWA: 1e4, "head_dim": 192}
-_MIMO_V2 |= {"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6, _PARTLY: 0.334}
-_MIMO_V2 |= {"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)}
-_STEP: dict[str, object] = {**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5}
-_STEP |= {
-    "head_dim": 128,
-    _PARTLY: 1.0,
-    "sliding_window": 512,
-    "sliding_window_pattern": 4,
-    _SHARED: 1280,
-}
-_STEP |= dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar"))
-_HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
-_HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
-_read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
-_read_fused, _read_scan = (
-    partial(_read_delta, interleaved=True),
-    partial(_read_delta, corrects=False),
-)
-_read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
-_read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
-_lfm2 = partial(_Family, spelled=blocks.lfm2_keys, recurrent=_read_conv)
-_HUNYUAN = {"alpha": None, "num_experts_per_tok": 1, _SHARED: None}
-_QK, _BARE, _LATENT = {"use_qk_norm": True}, {"mlp_bias": False}, {"attention_bias": False}
-_MINIMAX = {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0}
-_GRANITE4 = {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024}
-_NEMOTRON = {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True}
-_MINI = {
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "head_dim": 128,
-}
-_QWEN2_MOE = {**_SWITCHED, **_RAW, "attention_bias": True, _SHARED: 5632}
-_GEMMA4 = _Family(
-    "gemma4_text", {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0}, blocks.ROUTED
-)
-_GEMMA4 = replace(
-    _GEMMA4, switch="enable_moe_block", local_base=_LOCAL, also=("gemma4_unified_text",)
-)
-_CAUSAL = {
-    "Llama": _Family("llama"),
-    "Mistral": _Family("mistral", {**_NESTED, **_SLIDES}),
-    "Phi3": _Family("phi3", {_PARTLY: 1.0, "sliding_window": None}),
-    "Qwen2": _Family("qwen2", _SWITCHED, also=("qwen2_5_vl", "qwen2_5_vl_text")),
-    "Qwen3": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
-    "Qwen3Moe": _Family("qwen3_moe", _RAW, blocks.ROUTED),
-    "Arcee": _Family("arcee", {"hidden_act": "relu2"}, only={"hidden_act": "relu2"}),
-    "Gemma": _Family(
-        "gemma", {"hidden_act": _GELU, "head_dim": 256, **_TIED}, only={"hidden_act": _GELU}
-    ),
-    "Gemma2": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
-    "Gemma3": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
-    "DeepseekV2": _Family(
-        "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={**_RAW, **_LATENT}
-    ),
-    "DeepseekV3": _Family(
-        "deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True, only=_LATENT
-    ),
-    "Glm4Moe": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
-    "Glm4MoeLite": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True, only=_LATENT),
-    "MiMo": _Family("mimo"),
-    "Lfm2": _lfm2("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": True}),
-    "Lfm2Moe": _lfm2("lfm2_moe", {**_LFM2, **_GROUPS, _DENSE: 2}, blocks.LFM2),
-    "Qwen3Next": _Family("qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=_read_fused),
-    "Qwen3_5": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
-    "Qwen3_5Moe": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
-    "Ernie4_5": _Family("ernie4_5", {"rope_theta": 5e5}),
-    "Ernie4_5_Moe": _Family("ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE),
-    "SmolLM3": _Family("smollm3", {**_STILL, **_TIED, "rope_theta": 2e6}),
-    "Olmo2": _Family("olmo2"),
-    "Olmo3": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
-    "Granite": _Family("granite", _GRANITE),
-    "GraniteMoe": _Family("granitemoe", _GRANITE, blocks.ROUTED),
-    "GraniteMoeHybrid": _Family(
-        "granitemoehybrid",
-        _GRANITE4,
-        blocks.GRANITE,
-        blocks.granite_keys,
-        {},
-        "num_experts",
-        _read_scan,
-    ),
-    "NemotronH": _Family(
-        "nemotron_h",
-        _NEMOTRON,
-        blocks.NEMOTRON,
-        blocks.nemotron_keys,
-        _BARE,
-        "num_experts",
-        _read_single,
-    ),
-    "SeedOss": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
-    "Ministral": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
-    "Ministral3": _Family("ministral3", _MINI),
-    "Glm": _Family("glm", _GLM4),
-    "Glm4": _Family("glm4", _GLM4),
-    "Exaone4": _Family("exaone4", _FOURTH, global_still=True),
-    "Cohere": _Family("cohere", {**_COHERE, "rope_theta": 5e5}, only={"use_qk_norm": False}),
-    "Cohere2": _Family("cohere2", {**_COHERE, **_FOURTH}, global_still=True),
-    "Gemma4": _GEMMA4,
-    "Gemma4Unified": _GEMMA4,
-    "MuseGlimmer": _Family("muse_glimmer_text", _MUSE, None, blocks.muse_keys, _SILU),
-    "GptOss": _Family("gpt_oss", _OSS, blocks.GPT_OSS),
-    "HunYuanDenseV1": _Family("hunyuan_v1_dense", {"alpha": None}),
-    "HunYuanMoEV1": _Family("hunyuan_v1_moe", _HUNYUAN, blocks.ROUTED, blocks.hunyuan_keys, _QK),
-    "Mixtral": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
-    "MiniMaxM2": _Family(
-        "minimax_m2", _MINIMAX, blocks.MINIMAX, blocks.minimax_keys, {**_QK, _SHARED: 0}
-    ),
-    "MiMoV2Flash": _Family(
-        "mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, blocks.mimo_keys, local_base=_SWA
-    ),
-    "Step3p5": _Family("step3p5", _STEP, blocks.SIGMOID, blocks.step_keys, local_base="rope_theta"),
-    "Qwen2Moe": _Family("qwen2_moe", _QWEN2_MOE, blocks.SHARED, only={"qkv_bias": True}),
-}
-_FAMILIES = {f"{name}ForCausalLM": family for name, family in _CAUSAL.items()}
-_OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
-_OWN |= {"sliding_window_pattern", "max_window_layers", _DENSE, "attention_value_scale"}
-_OWN |= {*blocks.SLIDING_HEADS, *blocks.LIMITS}
-"""Keys that only the code of families reads in whose table they are."""
+"""Keys that only the code of families reads in whose rows they are."""
 _OTHER_NAMES = {
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
     "num_key_value_heads": ("num_attention_groups",),
@@ -290,12 +138,12 @@ _OTHER_NAMES = {
     "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k", "moe_topk"),
     "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
-    _SHARED: (
+    "shared_expert_intermediate_size": (
         "shared_intermediate_size",
         "moe_shared_expert_intermediate_size",
         "share_expert_dim",
     ),
-    _DENSE: ("num_dense_layers", "moe_layer_start_index"),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
     "decoder_sparse_step": ("moe_layer_interval",),
     "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
     "linear_num_key_heads": ("mamba_n_groups", "n_groups"),
@@ -333,7 +181,12 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("compression_config", "mamba_dt_limit"), ()),
 }
 """What keys that change the forward pass may say, whatever the family is."""
-_NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
+_NULL_IS_NONE = (
+    "sliding_window",
+    "attention_value_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 """Keys of which null says that there is none; elsewhere it counts as absent."""
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
@@ -351,7 +204,9 @@ WRAPPERS = {
 """Architectures that see images too, their model types, and what their `text_config` is of where its own
 model type says nothing else."""
 _TEXTS = {
-    kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)
+    kind: each
+    for each, own in reversed(_FAMILIES.items())
+    for kind in (own.model_type, *own.other_types)
 }
 """Architectures by the model types of texts."""
 _FLAT = ("qwen2_5_vl",)  # those that were published with the text's keys beside the others
@@ -448,7 +303,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     )
     head_dim = latent and latent.nope_dim + latent.rope_dim
     head_dim = head_dim or fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
-    base, partly = family.local_base, _PARTLY in family.absent
+    base = family.local_base
+    partly = "partial_rotary_factor" in family.absent
     turning = rope_fields(fields, by_kind=base is not None)
     fixed = "alpha" not in turning or "alpha" in family.absent
     turning.require(fixed, "'alpha'", "is not a known rope parameter")
@@ -463,7 +319,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
             blocks.SLIDING_HEADS[1],
         )
         others = local, _key_heads(fields, key, local, num_kv_heads)
-    still = tuple(window is None for window in sliding) if family.global_still else ()
+    still = tuple(window is None for window in sliding) if family.global_no_rope else ()
     scales = fields.facts(blocks.Scales)
     if "query_pre_attn_scalar" in fields:
         scales = replace(scales, scores=fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5)
@@ -502,10 +358,10 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     )
 
 
-def _spelled(fields: Fields, family: _Family) -> Fields:
+def _spelled(fields: Fields, family: FamilyKeys) -> Fields:
     """What a configuration says, in the keys that are read here, with what absent ones count as."""
     fields = fields.renamed(_OTHER_NAMES)
-    read = fields.values.keys() - (_OWN - family.absent.keys())
+    read = fields.values.keys() - (_ROW_KEYS - family.absent.keys())
     said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.called)
     return fields.having(family.spelled(fields)) if family.spelled else fields
@@ -523,7 +379,7 @@ def _architecture(fields: Fields) -> str:
         error.reason = tuple(_lacks(fields, name))
         raise error
     family = _FAMILIES[name]
-    fields.choice("model_type", (family.model_type, *family.also), family.model_type)
+    fields.choice("model_type", (family.model_type, *family.other_types), family.model_type)
     return name
 
 
