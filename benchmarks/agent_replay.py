@@ -188,7 +188,8 @@ class Replay:
         system = {"role": "system", "content": f"You edit code.\n{clock}\nBe exact."}
         body = {"messages": [system, *messages], "tools": TOOLS, "max_tokens": OWN}
         wish = read_chat({**body, "temperature": 0.8, "seed": number}, self.service)
-        ((request, _),) = self.service.prepare(without_lines(wish, (CLOCK,)) if rule else wish)
+        prepared = self.service.prepare(without_lines(wish, (CLOCK,)) if rule else wish)
+        ((request, _),) = prepared[1]
         return request
 
     def run(self, request: Request) -> tuple[tuple[int, ...], Any, int]:

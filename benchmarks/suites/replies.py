@@ -20,6 +20,7 @@ from benchmarks.suites.folders import END, VOCABULARY, write_tokenizer
 from benchmarks.suites.reply_schemas import CASES, Case
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.templates import template_files
+from spd.cli.serve.call_check import form_of
 from spd.cli.serve.call_forms import FORMS, GUESSED, MARKS, Form, call_form
 from spd.cli.serve.call_grammar import Tools
 from spd.errors import SpdError
@@ -36,8 +37,6 @@ REFUSED = "refused by name"
 REFUSAL = "required: refused: "
 CUTS = 24
 """Places at which a template's reply is cut; the form's own is cut at every place, with `auto`."""
-UNKNOWN = ("MiniMax-M3", "meetkai-functionary-medium-v3.2")
-"""Templates with a form of their own that looks like one that spd knows."""
 BY_TEMPLATE = 3
 """Arguments of a schema, or one more, that each template writes; the forms' own marks write all."""
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -261,8 +260,8 @@ def run(llama: Path | None) -> Report:
             _count(report, checker, one, None)
         print(report.text(), flush=True)
         for path in template_files(llama) if llama else ():
-            form = call_form(path.read_text(encoding="utf-8"))
-            if form is GUESSED or path.stem in UNKNOWN:
+            source = path.read_text(encoding="utf-8")
+            if form_of(ChatTemplate("", {"default": source}, SPECIAL)) is GUESSED:
                 report.reasons[path.stem] = "a form of calls that spd does not know"
                 continue
             for one in template_replies(path):

@@ -81,6 +81,16 @@ class ChatTemplate:
             raise CheckpointError(f"{where}: {why}")
         return cls(where, templates, special)
 
+    @property
+    def for_tools(self) -> str:
+        """The text that is rendered where tools are given."""
+        return self.tool_use or self.default
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if the template has a place for tools."""
+        return "tools" in self.for_tools
+
     @cached_property
     def switch(self) -> str | None:
         """The variable that switches thinking; None where the template reads none."""

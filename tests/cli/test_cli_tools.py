@@ -17,6 +17,7 @@ import pytest
 
 from spd.cli.chat import tools
 from spd.cli.chat.tools import ChatTools, consents, run
+from spd.cli.serve.forms import UNKNOWN_FORM
 from spd.cli.signals import SignalGuard
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
@@ -41,6 +42,13 @@ def read(model: Path, loaded: Any) -> ChatTools:
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     """A call in a message."""
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(("mark", "notes"), [("<tool_call>", []), ("<call>", [UNKNOWN_FORM])])
+def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, notes: list) -> None:
+    (file := model / "tools.json").write_text(json.dumps([SHOW]))
+    edit(model / "tokenizer_config.json", chat_template=TEMPLATE.replace("<tool_call>", mark))
+    assert ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model))).notes == notes
 
 
 WRONG = [

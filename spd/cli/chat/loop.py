@@ -52,6 +52,8 @@ class ChatModel:
 
             tools = ChatTools(options.tools, settings.vocabulary)
             variables["tools"] = tools.shown
+            for note in tools.notes:
+                self._console.note(note)
         self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
         self.options, self.folder, self.settings, self.name = (
             options,

@@ -26,7 +26,7 @@ from typing import Any
 
 from spd.cli.chat.conversation import Turn
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
-from spd.cli.serve.forms import Arguments
+from spd.cli.serve.forms import GUESSED, UNKNOWN_FORM, Arguments, form_of
 from spd.cli.serve.replies import Choice
 from spd.cli.serve.wishes import function, name_of, past_arguments, tools_of
 from spd.cli.signals import SignalGuard
@@ -59,12 +59,12 @@ class ChatTools:
 
     def __init__(self, file: str, vocabulary: Vocabulary) -> None:
         template = vocabulary.need_template()
-        self._template, self._tokenizer = (
-            template.tool_use or template.default,
-            vocabulary.need_tokenizer(),
-        )
+        self._template = template.for_tools
+        self._tokenizer = vocabulary.need_tokenizer()
+        self.notes = [UNKNOWN_FORM] if form_of(template) is GUESSED else []
+        """What the user may not expect of them."""
         self._marks = vocabulary.marks
-        if "tools" not in self._template:
+        if not template.takes_tools:
             words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
             fix = ["a model that knows tools", "leave --tools out"]
             raise IncompatibleError(words, fix=fix, code="no_tools")
@@ -75,7 +75,7 @@ class ChatTools:
             }
             self.shown = [function(tool) for tool in found]
             """As chat templates are told of them."""
-            self._tools = tools_of({"tools": self.shown}, self._template, self._tokenizer)
+            self._tools = tools_of({"tools": self.shown}, template, self._tokenizer)
         except ApiError as error:
             raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
 

@@ -23,6 +23,7 @@ from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, without_lines
 from spd.cli.text.job import check_ids, encode_asked
+from spd.cli.text.output import tell
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
 
@@ -72,6 +73,7 @@ class Service:
         self.clients = set[asyncio.StreamWriter]()
         """Connections of the command line: a server that has some is not idle."""
         self.draining = False
+        self._said: set[str] = set()
         self.used_at = time.monotonic()
 
     def admit(self, wanted: int) -> None:
@@ -88,17 +90,29 @@ class Service:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
             raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
 
-    def prepare(self, wish: Wish) -> list[Prepared]:
-        """The requests of a call. Raises what encoding and compiling a grammar raise."""
+    def prepare(self, wish: Wish) -> tuple[Wish, list[Prepared]]:
+        """Return a call, with a note where no grammar can hold its tools, and its requests.
+
+        Raises what encoding and compiling a grammar raise.
+        """
         tools = wish.tools
         if tools is None:
-            return self._prepared(wish, wish.grammar)
+            return wish, self._prepared(wish, wish.grammar)
         try:
-            return self._prepared(wish, tools.grammar)
-        except UsageError:
+            return wish, self._prepared(wish, tools.grammar)
+        except UsageError as error:
             if tools.held:
                 raise
-            return self._prepared(wish, None)  # no grammar can hold these schemas
+            free = self._prepared(wish, None)
+            note = f"calls of tools are not held to their schemas: {api_error(error).message}"
+        self._say_once(note)
+        return dataclasses.replace(wish, notes=(*wish.notes, note)), free
+
+    def _say_once(self, note: str) -> None:
+        """Write a note to standard error, unless it or too many others have been written."""
+        if note not in self._said and len(self._said) < MOST_NOTES:
+            self._said.add(note)
+            tell(f"note: {note}")
 
     def _prepared(self, wish: Wish, grammar: GrammarText | None) -> list[Prepared]:
         """Return the requests of a call, which a grammar holds. Raises what `prepare` raises."""
@@ -159,6 +173,8 @@ class Service:
         return "\n".join([*lines, ""])
 
 
+MOST_NOTES = 64
+"""Notes about requests that a server writes to standard error: requests make up what they say."""
 MOST_OF_A_CALL = 1024
 """Replies to one call: prompts times `n`. The counters of each are kept until its answer is whole."""
 BODY_LIMIT = 16 << 20
@@ -296,7 +312,7 @@ class App:
     async def _complete(self, read: Reader, request: HttpRequest) -> ASGIApp:
         service, wish = self._service, await self._wish(read, request)
         service.admit(len(wish.prompts) * wish.body.get("n", 1))
-        prepared = await asyncio.to_thread(service.prepare, wish)
+        wish, prepared = await asyncio.to_thread(service.prepare, wish)
         service.admit(len(prepared))
         return wish.reply(service, wish, prepared)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.serve.body import ApiError, api_error
-from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
+from spd.cli.serve.forms import GUESSED, MARKS, UNKNOWN_FORM, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import UNANSWERED
 from spd.cli.text.thinking import MarkedText, ThinkingCount
@@ -72,7 +72,10 @@ class Choice:
         tools: Tools | None,
         tokenizer: Tokenizer,
         marks: ThinkingMarks = KNOWN,
+        notes: Sequence[str] = (),
     ) -> None:
+        """notes: what is said of how the reply was made."""
+        self._notes = notes
         self.index, self._tools = index, tools
         self.stop: str | None = None
         """The stop string that ended it, if one did."""
@@ -156,7 +159,10 @@ class Choice:
     @property
     def noted(self) -> dict[str, Any]:
         """Return what is said of an ended reply beside its text; nothing where all is well."""
-        notes = [*self.malformed, *[UNANSWERED] * self._unanswered]
+        tools = self._tools
+        is_guessed = tools is not None and tools.form is GUESSED and not tools.required
+        notes = [*self._notes, *self.malformed, *[UNANSWERED] * self._unanswered]
+        notes += [UNKNOWN_FORM] * (is_guessed and not self.calls)
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
@@ -229,7 +235,7 @@ class Reply:
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         vocabulary = service.settings.vocabulary
-        made_of = wish.tools, vocabulary.need_tokenizer(), vocabulary.marks
+        made_of = wish.tools, vocabulary.need_tokenizer(), vocabulary.marks, wish.notes
         self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
         self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())

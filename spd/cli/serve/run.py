@@ -21,6 +21,7 @@ import uvicorn
 
 from spd.cli.commands.models import ensure_models
 from spd.cli.options import GenerateOptions
+from spd.cli.serve.forms import GUESSED, UNKNOWN_FORM, form_of
 from spd.cli.serve.http import App, Service
 from spd.cli.serve.local import LINE_LIMIT, identity, read_request, runtime_folder
 from spd.cli.serve.replies import Call
@@ -75,6 +76,9 @@ def run(session: Session, options: ServeOptions) -> int:
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
             if not session.console.quiet:
                 tell(f"serving {options.model} at {url} ({what})")
+            template = settings.vocabulary.template
+            if template is not None and template.takes_tools and form_of(template) is GUESSED:
+                session.console.note(UNKNOWN_FORM)
             server = Server(service, options, WarmFront(service, solo, made_of, url, path))
             asyncio.run(server.serve([listener]))
         finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, some, whole
 from spd.cli.serve.chat_reply import ChatReply
-from spd.cli.serve.forms import MARKS, Tools, call_form
+from spd.cli.serve.forms import MARKS, Tools, form_of
 from spd.cli.serve.replies import Reply
 from spd.cli.text.messages import (
     ROLES,
@@ -30,6 +30,7 @@ from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MA
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
     from spd.cli.text.job import Settings
+    from spd.formats.chat_template import ChatTemplate
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import SamplingParams
 
@@ -181,6 +182,8 @@ class Wish:
     tools: Tools | None = None
     prompt_logprobs: int | None = None
     """How many likeliest tokens to score at each place of the prompts; None: they are not scored."""
+    notes: tuple[str, ...] = ()
+    """What each reply says of how it was made."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
@@ -208,10 +211,10 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wi
     vocabulary = service.settings.vocabulary
     template = vocabulary.need_template()
     variables = _variables(body, service)
-    source = template.tool_use or template.default
-    tools = tools_of(body, source, vocabulary.need_tokenizer())
+    source = template.for_tools
+    tools = tools_of(body, template, vocabulary.need_tokenizer())
     grammar = response_format(body) if tools is None else None
-    if tools is not None and "tools" in source:
+    if tools is not None and template.takes_tools:
         variables["tools"] = list(body["tools"])
     messages = body.get("messages", ())
     if not messages:
@@ -325,7 +328,7 @@ def function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in FUNCTION if name in tool}}
 
 
-def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> Tools | None:
+def tools_of(body: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer) -> Tools | None:
     """The tools of a chat request without their `strict`, and their choice; None where none may be called."""
     choice, functions, strict = body.get("tool_choice", "auto"), dict[str, Any](), False
     for number_, tool in enumerate(body.get("tools", ())):
@@ -350,7 +353,7 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or not functions:
         return None
-    if choice == "auto" and "tools" not in template:
+    if choice == "auto" and not template.takes_tools:
         why = (
             "this model's chat template has no place for tools, so the model cannot be told of them"
         )
@@ -360,7 +363,7 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     required, parallel = choice == "required", body.get("parallel_tool_calls", True)
     answer = response_format(body)
-    return Tools(functions, call_form(template), named, required, parallel, strict, tokens, answer)
+    return Tools(functions, form_of(template), named, required, parallel, strict, tokens, answer)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spd.cli.serve import replies
-from spd.cli.serve.forms import FORMS, Tools
+from spd.cli.serve.forms import FORMS, UNKNOWN_FORM, Tools
 from spd.cli.serve.http import CHANGING
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
@@ -207,6 +207,46 @@ def test_a_malformed_call_is_text_with_a_note(served, path, text, reason) -> Non
     assert told == text and "notes" not in fine and last["notes"] == [note]
     assert note.startswith("what follows <tool_call> is no whole call")
     assert served.service.counters["malformed_calls_total"] >= 2
+
+
+CHAT = "/v1/chat/completions"
+UNKNOWN = TEMPLATE.replace(
+    "<tool_call>{{ c.function | tojson }}", "<tool_call>-[{{ c.function.name }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "choice", "expected"),
+    [
+        ("Well", UNKNOWN, "auto", [UNKNOWN_FORM]),
+        (SAID, UNKNOWN, "auto", []),
+        ("{}", UNKNOWN, "required", []),
+        ("Well", UNKNOWN, "none", []),
+        ("Well", TEMPLATE, "auto", []),
+    ],
+)
+def test_a_form_that_is_not_known_is_noted(served, text, template, choice, expected) -> None:
+    """Where calls of such a form would stay text, though the template shows a mark of another form."""
+    with scripted(served, text, template=template):
+        whole = served.ask(CHAT, {**calm(CHAT), "tool_choice": choice})
+    assert whole["choices"][0].get("notes", []) == expected
+
+
+def test_calls_that_no_grammar_holds_are_noted(served: Served, monkeypatch, capsys) -> None:
+    """In the reply, and once on standard error."""
+    monkeypatch.setattr("spd.runtime.engine.schema_text.MAX_BYTES", 1024)
+    tokenizer = served.service.settings.vocabulary.need_tokenizer()
+    known = {"<tool_call>": tokenizer.special_tokens["<|im_start|>"]}
+    monkeypatch.setattr(tokenizer, "token_to_id", known.get)
+    wide = {"type": "object", "properties": {f"property {at}": {} for at in range(100)}}
+    tool = {"type": "function", "function": {"name": "read", "parameters": wide}}
+    with scripted(served, SAID, SAID):
+        replies = [served.ask(CHAT, {**calm(CHAT), "tools": [tool]}) for _ in range(2)]
+    note = "calls of tools are not held to their schemas: "
+    note += "the grammar of the tools or the format cannot be used: it is longer than 1 KiB"
+    assert [reply["choices"][0]["notes"] for reply in replies] == [[note], [note]]
+    assert replies[0]["choices"][0]["message"]["tool_calls"]
+    assert "".join(capsys.readouterr().err.split()) == "".join(f"note: {note}".split())
 
 
 def test_the_demo_answers_both(served: Served) -> None:
@@ -438,7 +478,8 @@ def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -
                 with pytest.raises(UsageError, match="cannot be used"):
                     served.service.prepare(wish)
                 continue
-            ((request, inside),) = served.service.prepare(wish)
+            prepared, ((request, inside),) = served.service.prepare(wish)
+        assert bool(prepared.notes) == (held is False)
         found = request.grammar and dataclasses.replace(request.grammar, thinking=None)
         assert inside and found == (wish.tools.grammar if held else None)
 

@@ -12,6 +12,7 @@ import pytest
 
 from spd.cli.serve import wishes
 from spd.cli.serve.forms import FORMS, MARKS, QUOTE, CallParser, Form, Tools, call_form
+from spd.formats.chat_template import ChatTemplate
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import JsonObject
@@ -412,9 +413,9 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.of(model).tokenizer
     body = {"tools": [wishes.function({"name": "get_weather", "parameters": WEATHER})]}
-    tools = wishes.tools_of(
-        body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer
-    )
+    shown = f"tools {' '.join(written.signs or (written.opening,))}"
+    template = ChatTemplate("", {"default": shown}, {})
+    tools = wishes.tools_of(body, template, tokenizer)
     grammar, compiler = tools.grammar, GrammarCompiler(tokenizer, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
     fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")

@@ -9,8 +9,9 @@ import re
 
 import pytest
 
-from spd.cli.serve.forms import FORMS, call_form
-from tests.every_template import cells, read_back
+from spd.cli.serve.forms import FORMS, GUESSED, call_form, form_of
+from spd.formats.chat_template import ChatTemplate
+from tests.every_template import SPECIAL, cells, read_back
 
 WORDS = {
     "each": "{%- for c in m['tool_calls'] %}",
@@ -49,8 +50,8 @@ CALLS = {
     "Qwen3-Coder, Qwen3.5": "«each»<tool_call>\n«coder»</tool_call>\n«done»",
     "GLM-4.5, GLM-4.7": "«each»<tool_call>«name»\n«pairs»<arg_key>«key»</arg_key>\n<arg_value>«value»"
     "</arg_value>\n{% endfor %}</tool_call>«done»",
-    "Apriel": "{# <tool_call> #}\n<tool_calls>[«each»{{ '{\"name\": \"' + c.function.name }}"
-    "{{ '\", \"arguments\": ' }}«arguments»{{ ', \"id\": \"' + c.id + '\"}' }}«comma»«done»]</tool_calls>",
+    "Apriel": '{# <tool_call> #}\n<tool_calls>[«each»{{ \'{"name": "\' + c.function.name }}'
+    '{{ \'", "arguments": \' }}«arguments»{{ \', "id": "\' + c.id + \'"}\' }}«comma»«done»]</tool_calls>',
     "Hermes, Qwen3": "«each»\n<tool_call>\n«object»\n</tool_call>«done»",
     "LFM2": "{# List of tools: #}<|tool_call_start|>[«each»«python»«comma»«done»]<|tool_call_end|>",
     "GigaChat 3.1": "<|function_call|>«each»«object»«comma»«done»",
@@ -97,11 +98,11 @@ TEMPLATE = """{{ bos_token }}
 """
 
 
-def template_of(form: str) -> str:
-    """A template in the style of a form's families."""
+def template_of(form: str, calls: str = "") -> str:
+    """A template in the style of a form's families, with calls as they write them or as `calls`."""
     begin, end = FRAMES.get(form, ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n"))
-    words, text = {**WORDS, "begin": begin, "end": end, "calls": CALLS[form]}, TEMPLATE
-    if form == "Llama 3":  # a call stands where the text would
+    words, text = {**WORDS, "begin": begin, "end": end, "calls": calls or CALLS[form]}, TEMPLATE
+    if form == "Llama 3" and not calls:  # a call stands where the text would
         text = text.replace("{{- m.content }}", "{{- m.content if not m.get('tool_calls') }}")
     while "«" in text:
         text = re.sub("«([a-z]+)»", lambda word: words[word[1]], text)
@@ -113,6 +114,27 @@ def test_prompts_are_transformers_own_and_calls_are_read(form: str) -> None:
     """With tools and without; replies as the template writes them, cut at every place."""
     template = template_of(form)
     assert call_form(template) is FORMS[form]
+    assert form_of(ChatTemplate("", {"default": template}, SPECIAL)) is FORMS[form]
     for name, what, mine, theirs in cells(template):
         assert mine is not None and mine in theirs, (name, what)
     assert read_back(template) == ("1 calls read" if form == "Llama 3" else "2 calls read")
+
+
+LOOK_ALIKES = {
+    "a mark before each tag": (
+        "Hermes, Qwen3",
+        '«each»]<]x[>[<tool_call>\n]<]x[>[<invoke name="«name»">«pairs»]<]x[>[<«key»>«value»]<]x[>[</«key»>'
+        "{% endfor %}]<]x[>[</invoke>\n]<]x[>[</tool_call>«done»",
+    ),
+    "a recipient on a line of its own": ("Llama 3", "«each»>>>«name»\n«arguments»«done»"),
+    "a tag with its name": ("Llama 3", "«each»<function=«name»>«arguments»</function>«done»"),
+}
+"""A form, and how calls are written in a template that shows the signs of that form."""
+
+
+@pytest.mark.parametrize("case", LOOK_ALIKES)
+def test_a_template_whose_own_calls_are_not_read_has_no_known_form(case: str) -> None:
+    form, calls = LOOK_ALIKES[case]
+    template = template_of(form, calls)
+    assert call_form(template) is FORMS[form]
+    assert form_of(ChatTemplate("", {"default": template}, SPECIAL)) is GUESSED

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from spd.cli.serve.forms import UNKNOWN_FORM
 from spd.cli.serve.run import listen
 from spd.errors import UsageError
+from spd.formats.demo import demo_folder
 from tests.cli.conftest import until
-from tests.cli.serve.conftest import MESSAGES, QUESTION
+from tests.cli.serve.conftest import MESSAGES, QUESTION, TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
@@ -300,3 +303,20 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     refused, told = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
     assert refused.returncode == 3 and (told.returncode, told.stderr) == (3, refused.stderr)
     assert not list((tmp_path / "spd").iterdir())
+
+
+def test_a_form_of_calls_that_is_not_known_is_noted(tmp_path: Path) -> None:
+    """Once, when the server begins."""
+    model = tmp_path / "model"
+    shutil.copytree(demo_folder(), model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE.replace("<tool_call>", "<call>")
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    process = begin(tmp_path, "serve", str(model), "--port", "0", "--threads", "1")
+    until((tmp_path / "spd" / f"{process.pid}.sock").exists)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    lines = said.splitlines()
+    assert process.returncode == 0 and lines[0].startswith("serving ")
+    assert lines[1] == f"note: {UNKNOWN_FORM}" and said.count(UNKNOWN_FORM) == 1
