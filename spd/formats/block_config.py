@@ -202,8 +202,11 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
     return tuple(window if slides else None for slides in slide) if any(slide) else ()
 
 
-def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers do not turn: a list, 0 for such a layer, or every few layers one; empty where all turn."""
+def read_no_rope(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers do not rotate: as listed, 0 for such a layer, or every few layers one.
+
+    Empty where all rotate.
+    """
     if (key := "no_rope_layers") not in fields:
         every = fields.optional_integer("no_rope_layer_interval", 1, MAX_PERIOD)
         return tuple(layer % every == 0 for layer in range(1, num_layers + 1)) if every else ()

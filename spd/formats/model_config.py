@@ -73,7 +73,8 @@ class ModelConfig:
     logit_softcap: float | None = field(
         default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6)
     )
-    still: tuple[bool, ...] = ()  # which layers know no positions; empty where every one turns
+    no_rope: tuple[bool, ...] = ()
+    """True of layers that know no positions; empty where all layers rotate."""
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
     recurrent: blocks.Recurrent | None = None  # of layers between those that attend
@@ -319,7 +320,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
             blocks.SLIDING_HEADS[1],
         )
         others = local, _key_heads(fields, key, local, num_kv_heads)
-    still = tuple(window is None for window in sliding) if family.global_no_rope else ()
+    no_rope = tuple(window is None for window in sliding) if family.global_no_rope else ()
     scales = fields.facts(blocks.Scales)
     if "query_pre_attn_scalar" in fields:
         scales = replace(scales, scores=fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5)
@@ -348,7 +349,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         if "v_head_dim" in family.absent
         else None,
         query_growth=read_growth(turning),
-        still=still or blocks.read_still(fields, num_layers),
+        no_rope=no_rope or blocks.read_no_rope(fields, num_layers),
         gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding)
         if "num_kv_shared_layers" in family.absent
         else None,

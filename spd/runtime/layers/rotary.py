@@ -89,12 +89,12 @@ class RotaryRows:
     positions: Tensor | None
     local: RotaryRows | None = None
 
-    def still(self) -> RotaryRows:
-        """As many rows that do not turn: one angle of 0 for all."""
-        cos, sin = torch.ones_like(self.cos[:1]), torch.zeros_like(self.sin[:1])
-        return RotaryRows(
-            cos, sin, None if self.positions is None else torch.zeros_like(self.positions)
-        )
+    def without_rotation(self) -> RotaryRows:
+        """Return as many rows that do not rotate: one angle of 0 for all."""
+        cos = torch.ones_like(self.cos[:1])
+        sin = torch.zeros_like(self.sin[:1])
+        positions = None if self.positions is None else torch.zeros_like(self.positions)
+        return RotaryRows(cos, sin, positions)
 
 
 class RotaryTable:

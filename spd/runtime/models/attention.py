@@ -199,16 +199,16 @@ class LatentAttention:
         """The stream [T, hidden] with this block added; stores what is kept of the T rows, then attends."""
         (pages,) = cache.pools
         query, latent = self._project(stream, batch)
-        still, turning = torch.split(query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        unrotated, rotated = torch.split(query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
-        turned = self.kernels.latent_store(
-            turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages
+        rotated = self.kernels.latent_store(
+            rotated, latent, rows, self.latent_norm, LATENT_EPSILON, pages
         )
         absorbed = in_tiles(
-            lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile
+            lambda rows: self.kernels.head_linear(rows, self.key_up), unrotated, batch.tile
         )
         plan = batch.plan[self.layout.heads]
-        whole = torch.cat((absorbed, turned), dim=-1)
+        whole = torch.cat((absorbed, rotated), dim=-1)
         mixed = attended(
             whole,
             batch,

@@ -61,7 +61,7 @@ def rotary_of(rotary: RotaryRows, rotation: RotationLayout) -> RotaryRows:
     """Return the angles of a layer's rows, of the model's or of its sliding layers'."""
     if rotation.is_local and rotary.local is not None:
         rotary = rotary.local
-    return rotary.still() if rotation.is_absent else rotary
+    return rotary.without_rotation() if rotation.is_absent else rotary
 
 
 def head_norm_scales(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> Tensor | None:

@@ -140,7 +140,7 @@ def _attention_at(
 ) -> GqaLayout:
     """Return a layer's attention: whether it slides, how it then rotates, and with how many heads."""
     window = config.sliding[layer] if config.sliding else None
-    is_absent = layer < len(config.still) and config.still[layer]
+    is_absent = layer < len(config.no_rope) and config.no_rope[layer]
     rotation = replace(attention.rotation, is_absent=is_absent)
     scores = replace(attention.scores, sliding=window)
     if window is None:
