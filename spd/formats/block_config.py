@@ -171,7 +171,10 @@ LFM2 = replace(SIGMOID, correction="expert_bias", router=replace(SIGMOID.router,
 MINIMAX = replace(SIGMOID, correction="e_score_correction_bias")
 NEMOTRON = replace(SIGMOID, plain=True)
 GRANITE = replace(ROUTED, shared_name="shared_mlp")
-GPT_OSS = replace(ROUTED, clamped=(7.0, 1.702))
+SWIGLU_LIMIT = 7.0
+SWIGLU_ALPHA = 1.702
+"""What gpt-oss clamps gates and inputs to, and by what gates are scaled, where no key says so."""
+GPT_OSS = replace(ROUTED, clamped=(SWIGLU_LIMIT, SWIGLU_ALPHA))
 ERNIE = replace(ROUTED, router=replace(_SOFTMAX, corrected=True))
 ERNIE = replace(ERNIE, correction="moe_statics.e_score_correction_bias")
 
@@ -283,8 +286,8 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
     why = f"{groups} groups of {count} experts hold {size} each, {router.group_best} are needed"
     fields.require(size >= router.group_best, "n_group", why)
     limits = (
-        fields.number("swiglu_limit", 1e-3, 1e6, 7.0),
-        fields.number("swiglu_alpha", 1e-3, 1e3, 1.702),
+        fields.number("swiglu_limit", 1e-3, 1e6, SWIGLU_LIMIT),
+        fields.number("swiglu_alpha", 1e-3, 1e3, SWIGLU_ALPHA),
     )
     return fields.facts(
         ExpertsConfig,

@@ -197,7 +197,10 @@ def prefill(
     end = start + len(query) if end is None else end
     pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
     positions = torch.arange(start, start + len(query), device=query.device)[None]
-    bound = min(-(-end // plain.KV_BLOCK) * plain.KV_BLOCK, table.shape[1] * cache.page)
+    bound = min(
+        -(-end // attention_chunks.KV_BLOCK) * attention_chunks.KV_BLOCK,
+        table.shape[1] * cache.page,
+    )
     rows = Windows(
         positions, torch.ones_like(positions, dtype=torch.bool), table, [bound], [None], start
     )
@@ -520,7 +523,7 @@ def test_which_blocks_are_read_changes_no_bit(
 
     Also where blocks that were left behind are read.
     """
-    start = 2 * plain.KV_BLOCK + 36
+    start = 2 * attention_chunks.KV_BLOCK + 36
     cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
     query, positions = random_query(cache, 1, 32), torch.arange(start, start + 32)[None]
     pools, table = cache.paged(form, [Window(0, 2048)], [0])

@@ -1,9 +1,13 @@
-"""How the Triton attention cuts a context: chunks fixed by the absolute position. No torch here."""
+"""How attention cuts a context: blocks and chunks fixed by the absolute position. No torch here."""
 
 from __future__ import annotations
 
-SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
-"""Positions a chunk, before LARGE_FROM and from there: many programs soon, few partial results later."""
+KV_BLOCK = 512
+"""Positions a block: torch's CPU flash attention walks keys in such blocks, and slots have whole ones."""
+SMALL_CHUNK = 128
+LARGE_CHUNK = 512
+LARGE_FROM = 4096
+"""Positions a chunk of Triton's, before LARGE_FROM and from there: many programs soon, few parts later."""
 
 
 def num_chunks(positions: int) -> int:

@@ -17,6 +17,7 @@ from spd.kernels.overlap_triton import prefetch, wait_and_release
 
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, so that scales of scores take this along."""
+_LOG2_E = tl.constexpr(LOG2_E)
 UNSEEN = tl.constexpr(-1.0e30)
 """Maximum of no scores: finite, so that a row without keys subtracts without NaN."""
 
@@ -183,7 +184,7 @@ def attend_blocks(
         scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
         if SOFTCAP is not None:
             scores = tanh(scores * scale)
-            factor = SOFTCAP * 1.4426950408889634
+            factor = SOFTCAP * _LOG2_E
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if FIRST:
@@ -290,7 +291,7 @@ def combine_chunks_kernel(
     maximum = tl.full((), UNSEEN, tl.float32)
     total = tl.zeros((), tl.float32)
     if sinks is not None:
-        maximum = tl.load(sinks + head) * 1.4426950408889634
+        maximum = tl.load(sinks + head) * _LOG2_E
         total += 1.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     begin = 0
@@ -338,7 +339,7 @@ def prefill_attention_kernel(
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     if sinks is not None:
-        maximum = tl.full((TILE,), tl.load(sinks + head) * 1.4426950408889634, tl.float32)
+        maximum = tl.full((TILE,), tl.load(sinks + head) * _LOG2_E, tl.float32)
         total += 1.0
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     begin = 0

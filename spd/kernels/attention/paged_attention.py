@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.attention.attention_chunks import KV_BLOCK
 from spd.kernels.attention.rotary_store import Pools, surely_finite
 
-KV_BLOCK = 512  # positions a block: torch's CPU flash attention walks keys in blocks of this many
 KV_PART = KV_BLOCK // 4  # positions that capped scores are summed over at a time
 
 

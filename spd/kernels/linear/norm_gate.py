@@ -7,7 +7,10 @@ from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
 
-GELU_SCALE = 0.7978845608028654  # the square root of 2 / pi
+GELU_SCALE = 0.7978845608028654
+"""The square root of 2 / pi."""
+GELU_CUBE = 0.044715
+"""The factor of the cube in the form of gelu with tanh."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -35,7 +38,7 @@ def activate(x: Tensor, act: Activation) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if act.kind == "gelu":
         gate, up = gate.float(), up.float()
-        inner = (gate + gate * gate * gate * 0.044715) * GELU_SCALE
+        inner = (gate + gate * gate * gate * GELU_CUBE) * GELU_SCALE
         return (gate * 0.5 * (inner.tanh() + 1) * up).to(x.dtype)
     if (limit := act.limit) is None:
         return F.silu(gate) * up

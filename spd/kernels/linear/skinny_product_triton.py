@@ -14,7 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spd.kernels.linear.norm_gate import GELU_CUBE, GELU_SCALE
 from spd.kernels.linear.unpack_triton import packs, unpacked
+
+_GELU_CUBE = tl.constexpr(GELU_CUBE)
+_GELU_TURN = tl.constexpr(2 * GELU_SCALE)
+"""tanh(x) is 2 * sigmoid(2 * x) - 1."""
 
 
 @triton.constexpr_function
@@ -259,7 +264,7 @@ def activated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.conste
     if ACT == "swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
     if ACT == "gelu":
-        turn = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        turn = (gate + gate * gate * gate * _GELU_CUBE) * _GELU_TURN
     else:
         turn = gate * ALPHA if ALPHA != 1.0 else gate
     opened = gate / (1.0 + tl.exp(-turn))

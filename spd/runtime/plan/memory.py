@@ -14,7 +14,7 @@ from functools import lru_cache
 from spd.errors import ResourceError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
-from spd.kernels.attention.attention_chunks import num_chunks
+from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
 from spd.runtime.models.attention_layout import GqaLayout
@@ -31,9 +31,6 @@ from spd.runtime.models.weights import (
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
-ATTENTION_BLOCK = (
-    512  # positions that attention walks at a time; a slot's pages come in whole blocks
-)
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 GRAPH_BYTES = 2**29  # kept free for captured graphs and their private pools
@@ -137,8 +134,8 @@ def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks
 
 
 def pages_a_slot(ctx: int) -> int:
-    """Pages of a slot at full length, in whole attention blocks."""
-    return -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK) * (ATTENTION_BLOCK // PAGE_SIZE)
+    """Return the pages of a slot at full length, in whole blocks of attention."""
+    return -(-(ctx + PAGE_SIZE) // KV_BLOCK) * (KV_BLOCK // PAGE_SIZE)
 
 
 def fewest_pages(ctx: int) -> int:
@@ -349,7 +346,7 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
         return whole
     if fits(whole, usable):
         return whole
-    step = ATTENTION_BLOCK // PAGE_SIZE
+    step = KV_BLOCK // PAGE_SIZE
     pages = largest(lambda n: fits(replace(whole, pages=n), usable), whole.num_pages, step)
     return replace(whole, pages=max(pages, fewest_pages(ctx)))
 

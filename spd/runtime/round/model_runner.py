@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionPlan, Windows
+from spd.kernels.attention.attention_chunks import KV_BLOCK
+from spd.kernels.attention.paged_attention import AttentionPlan, Windows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import SegmentRow, Segments
