@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from spd.formats.names import EMBEDDING, HEAD
 
 
 def read_config(model: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spd.formats.checkpoint import SINGLE_NAME
+from spd.formats.names import WEIGHTS_FILE
 from spd.formats.writer import OutputTensor, write_tensors
 
 
@@ -21,9 +21,9 @@ def main(folder: Path) -> None:
     found = [load(path, weights_only=True, map_location="cpu") for path in paths]
     outputs = [_output(name, tensor) for tensors in found for name, tensor in tensors.items()]
     with tempfile.TemporaryDirectory(dir=folder) as partial:
-        new = Path(partial) / SINGLE_NAME
+        new = Path(partial) / WEIGHTS_FILE
         write_tensors(new, outputs)
-        new.rename(folder / SINGLE_NAME)
+        new.rename(folder / WEIGHTS_FILE)
 
 
 def _output(name: str, tensor: Any) -> OutputTensor:

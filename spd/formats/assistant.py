@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.formats.json_file import Fields
+from spd.formats.names import GENERATION_FILE
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
 ARCHITECTURES = {ARCHITECTURE: "gemma4_assistant"}
@@ -40,7 +41,7 @@ class AssistantConfig:
 
 def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that an assistant does not draft, as its generation_config.json says."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_FILE
     return Fields.of(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
 
 

@@ -30,11 +30,11 @@ from spd.formats.json_file import (
     os_errors,
     shown,
 )
+from spd.formats.names import INDEX_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_TENSORS = 1 << 20
 MAX_NUMBER = (1 << 64) - 1
 INDEX_LIMIT = (
@@ -244,20 +244,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         names = names_in(folder)
         weight_map: Mapping[str, str] = {}
         notes: list[str] = []
-        if SINGLE_NAME in names:
-            shards = [SINGLE_NAME]
-            known = {SINGLE_NAME}
-        elif INDEX_NAME in names:
-            weight_map = read_weight_map(folder / INDEX_NAME)
+        if WEIGHTS_FILE in names:
+            shards = [WEIGHTS_FILE]
+            known = {WEIGHTS_FILE}
+        elif INDEX_FILE in names:
+            weight_map = read_weight_map(folder / INDEX_FILE)
             picked = weight_map if wanted is None else wanted(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
             if missing := [shard for shard in shards if shard not in names]:
                 words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
-                raise incomplete(folder, f"{INDEX_NAME}: {words}")
+                raise incomplete(folder, f"{INDEX_FILE}: {words}")
             known = set(weight_map.values())
         else:
             raise not_a_model(folder) or incomplete(
-                folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
+                folder, f"there is no {WEIGHTS_FILE} and no {INDEX_FILE}"
             )
         for name in names:
             if not name.endswith(".safetensors") or name in known:

@@ -41,12 +41,9 @@ _BUILT = {
     **{"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)},
 }
 """Keys of eagle_config that change the forward pass, and the value that is built."""
-EMBEDDING, HEAD, FINAL_NORM, FUSE = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "norm.weight",
-    "fc.weight",
-)
+EMBEDDING = "embed_tokens.weight"
+FINAL_NORM = "norm.weight"
+FUSE = "fc.weight"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,12 @@ from typing import BinaryIO
 
 from spd.errors import NotFoundError, UsageError
 
-INPUT_LIMIT, LINES_LIMIT = 64 * 2**20, 2**30  # bytes of one input, and of a file of many lines
+INPUT_LIMIT = 64 * 2**20
+"""Bytes of one input."""
+LINES_LIMIT = 2**30
+"""Bytes of a file of many lines."""
+FILE_LIMIT = 64_000_000
+"""Bytes of a file beside a model's weights; the largest published tokenizers have about 35 million."""
 
 
 def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:

@@ -14,15 +14,15 @@ from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.hub import resolve_model
 from spd.formats.json_file import Fields, names_in
-from spd.formats.model_config import FILE_NAME, GenerationConfig, ModelConfig
+from spd.formats.model_config import GenerationConfig, ModelConfig
 from spd.formats.mtp import (
-    TABLES,
     MtpSource,
     check_fits,
     find_mtp,
     is_mtp_tensor,
     read_head_folder,
 )
+from spd.formats.names import CONFIG_FILE, EMBEDDING, HEAD, TOKENIZER_FILE
 from spd.formats.quantized import with_quantization
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer_config import TokenizerConfig
 
 logger = logging.getLogger(__name__)
-EMBEDDING, HEAD = TABLES
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def fields(self) -> Fields:
         """`config.json` as it stands there. Raises NotFoundError where there is none."""
-        if FILE_NAME not in names_in(self.path):
-            why = f"{self.path}: is no model folder: there is no {FILE_NAME}"
+        if CONFIG_FILE not in names_in(self.path):
+            why = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
             raise NotFoundError(why, fix=["-m the folder that holds config.json and safetensors"])
-        return Fields.of(self.path / FILE_NAME)
+        return Fields.of(self.path / CONFIG_FILE)
 
     @cached_property
     def _stated(self) -> ModelConfig:
@@ -90,7 +89,7 @@ class ModelFolder(os.PathLike[str]):
             is_copy = opened.equal(HEAD, opened, EMBEDDING)
         if not is_copy:
             words = "%s: tie_word_embeddings is true, but %s is stored and differs: it is the head"
-            logger.warning(words, self.path / FILE_NAME, HEAD)
+            logger.warning(words, self.path / CONFIG_FILE, HEAD)
         return is_copy
 
     @cached_property
@@ -110,7 +109,7 @@ class ModelFolder(os.PathLike[str]):
         """None where the folder has no tokenizer.json."""
         from spd.formats.tokenizer import Tokenizer
 
-        known = (self.path / "tokenizer.json").exists()
+        known = (self.path / TOKENIZER_FILE).exists()
         return Tokenizer.open(self.path, self.tokenizer_config) if known else None
 
     @cached_property

@@ -17,6 +17,7 @@ from pathlib import Path
 from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.json_file import Fields, listed, names_in, read_text, shown
+from spd.formats.names import CONFIG_FILE
 
 ADAPTER = "adapter_config.json"
 REF_LIMIT = 1000  # bytes of the file that says which snapshot a revision is
@@ -63,7 +64,7 @@ def resolve_model(reference: str) -> Path:
         folder = demo_folder(reference) if is_demo else path
         if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
             raise NotFoundError(f"{folder}: there is no such folder")
-        if not (folder / "config.json").exists() and (wrong := not_a_model(folder)):
+        if not (folder / CONFIG_FILE).exists() and (wrong := not_a_model(folder)):
             raise wrong
         return folder
     return _cached_snapshot(reference)
@@ -92,7 +93,7 @@ def not_a_model(path: Path) -> CheckpointError | None:
         why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
         return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
-    if not inside or "config.json" in names:
+    if not inside or CONFIG_FILE in names:
         return None
     fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
     return CheckpointError(
@@ -156,7 +157,7 @@ def list_cached_models() -> list[str]:
 def assistant_of(folder: Path) -> Path | None:
     """Where the drafter published for a model is: NAME-assistant, beside its folder or in the cache."""
     beside = folder.parent / f"{folder.name}-assistant"
-    if (beside / "config.json").is_file():
+    if (beside / CONFIG_FILE).is_file():
         return beside
     with suppress(SpdError):
         if name := cached_name(folder):
@@ -195,6 +196,6 @@ def _cached_snapshot(name: str) -> Path:
             f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix
         )
     snapshot = folder / "snapshots" / commit
-    if not (snapshot / "config.json").is_file():
+    if not (snapshot / CONFIG_FILE).is_file():
         raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")
     return snapshot

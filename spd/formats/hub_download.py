@@ -24,18 +24,26 @@ from tqdm.std import tqdm
 
 from spd import errors
 from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
-from spd.formats.checkpoint import INDEX_NAME, SINGLE_NAME, read_weight_map
+from spd.formats.checkpoint import read_weight_map
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
+from spd.formats.names import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+)
 from spd.formats.quantized import FILES as QUANTIZATION_FILES
 
 SMALL_FILES = {
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    INDEX_NAME,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    INDEX_FILE,
 }
 SMALL_FILES |= {
     "special_tokens_map.json",
@@ -76,7 +84,7 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        if "config.json" not in every:
+        if CONFIG_FILE not in every:
             raise IncompatibleError(
                 f"{name}: the repository has no config.json, so it is no model folder"
             )
@@ -125,19 +133,19 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
 
 def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[RepoSibling]:
     """The weights that loading would read: the single file, else the shards that the index names."""
-    if SINGLE_NAME in every:
-        return [every[SINGLE_NAME]]
-    if INDEX_NAME in every:
-        index = _fetch(name, commit, every[INDEX_NAME], lambda _: None)
+    if WEIGHTS_FILE in every:
+        return [every[WEIGHTS_FILE]]
+    if INDEX_FILE in every:
+        index = _fetch(name, commit, every[INDEX_FILE], lambda _: None)
         shards = sorted(set(read_weight_map(index).values()))
         if absent := [shard for shard in shards if shard not in every]:
-            why = f"{INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
+            why = f"{INDEX_FILE} names {shown(absent[0])}, which the hub does not have"
             raise errors.CheckpointError(f"{name}: {why}")
         return [every[shard] for shard in shards]
     found = sorted(
         {Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
     )
-    why = f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}"
+    why = f"{name} has no {WEIGHTS_FILE} and no {INDEX_FILE}"
     why += f", but {', '.join(found)} files, which spd does not read" if found else ""
     raise IncompatibleError(why, fix=["a repository with safetensors weights"])
 

@@ -23,10 +23,11 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.family_keys import CAUSAL, FamilyKeys
 from spd.formats.json_file import Fields, keyed, names_in, shown
+from spd.formats.names import GENERATION_FILE
 from spd.formats.quantized import Quantization, read_quantization
 from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
 
-FILE_NAME, GENERATION, MTP_HEAD = "config.json", "generation_config.json", "MTPSpeculator"
+MTP_HEAD = "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCAB = 1024, 4096, 1024, 1 << 24
 
@@ -428,9 +429,9 @@ class GenerationConfig:
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
     """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored."""
-    if GENERATION not in names_in(folder):
+    if GENERATION_FILE not in names_in(folder):
         return GenerationConfig()
-    fields = Fields.of(folder / GENERATION)
+    fields = Fields.of(folder / GENERATION_FILE)
     return fields.facts(
         GenerationConfig, eos_token_ids=fields.token_ids("eos_token_id", vocab_size)
     )

@@ -30,16 +30,17 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
 from spd.formats.json_file import Fields, shown
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
+from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
 
-MODEL_TYPE, FINAL_NORM = "mtp", "model.norm.weight"
+MODEL_TYPE = "mtp"
 HOW_TO_ATTACH = (
     "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+TABLES = (EMBEDDING, HEAD)
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
 

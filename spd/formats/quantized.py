@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
 from spd.formats.json_file import Fields, keyed, shown
+from spd.formats.names import CONFIG_FILE
 from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
 
 AWQ_ORDER = (
@@ -177,7 +178,7 @@ class Quantization:
 
     method: str
     rules: tuple[Rule, ...]
-    where: str = "config.json"  # for messages
+    where: str = CONFIG_FILE  # for messages
     _budget: StepBudget = field(default_factory=StepBudget, repr=False, compare=False)
     _schemes: dict[str, Scheme | None] = field(default_factory=dict, repr=False, compare=False)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from spd.errors import CheckpointError
 from spd.formats.chat_template import MORE_TEMPLATES
+from spd.formats.files import FILE_LIMIT
 from spd.formats.hub import cached_name
 from spd.formats.json_file import names_in, open_regular_file, os_errors
 
 ENDINGS = (".json", ".jinja", ".txt", ".model")
-FILE_LIMIT = 64_000_000  # bytes of one file, as of a tokenizer
 TOTAL_LIMIT = 512_000_000  # bytes of all of them
 
 

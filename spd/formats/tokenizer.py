@@ -27,15 +27,15 @@ import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.encoder import Encoder
+from spd.formats.files import FILE_LIMIT
 from spd.formats.json_file import one_line, parse_json, read_text, shown
+from spd.formats.names import TOKENIZER_FILE
 from spd.formats.thinking import mark_tokens
 from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
 
-FILE_NAME = "tokenizer.json"
 _CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
 """What parts a reply into messages; only such models have the first of each."""
 SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
-FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
 MAX_CHARACTERS = (
     4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
 )
@@ -93,7 +93,7 @@ class Tokenizer:
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
         """Load a folder's tokenizer; `config` where it was read."""
-        config, path = config or read_tokenizer_config(folder), folder / FILE_NAME
+        config, path = config or read_tokenizer_config(folder), folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
         declared = sum(len(token.content) for token in config.declared.values())
         highest = _check_content(str(path), parse_json(text, str(path)), declared)
@@ -108,7 +108,7 @@ class Tokenizer:
 
     def is_of(self, folder: Path) -> bool:
         """True if a folder holds the very file that this one was opened from, and adds the same tokens."""
-        path = folder / FILE_NAME
+        path = folder / TOKENIZER_FILE
         if not path.is_file():
             return False
         if hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() != self.digest:

@@ -10,9 +10,9 @@ from pathlib import Path
 import tokenizers
 
 from spd.formats.json_file import Fields, names_in, shown
+from spd.formats.names import TOKENIZER_CONFIG_FILE
 
 MAP_NAME = "special_tokens_map.json"
-CONFIG_NAME = "tokenizer_config.json"
 ADDED_NAME = "added_tokens.json"
 _ROLES = (
     "bos_token",
@@ -58,7 +58,11 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     named: dict[str, str] = {}
     additional: dict[str, None] = {}
     flags: dict[str, bool] = {}
-    files = {name: Fields.of(folder / name) for name in (MAP_NAME, CONFIG_NAME) if name in names}
+    files = {
+        name: Fields.of(folder / name)
+        for name in (MAP_NAME, TOKENIZER_CONFIG_FILE)
+        if name in names
+    }
     for fields in files.values():  # the second wins
         roles |= {key: _content(fields, key, fields.get(key)) for key in _ROLES if key in fields}
         named |= _named_tokens(fields)
@@ -72,7 +76,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         tuple(additional),
         flags.get("add_bos_token"),
         flags.get("add_eos_token"),
-        files.get(CONFIG_NAME),
+        files.get(TOKENIZER_CONFIG_FILE),
         named,
     )
     if config.fields is not None and "added_tokens_decoder" in config.fields:

@@ -13,7 +13,8 @@ import torch
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.folder import HEAD, ModelFolder
+from spd.formats.folder import ModelFolder
+from spd.formats.names import HEAD
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.layers.linear import FoldedNorm, RowNorm

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import JsonOptions, argument, printed
 from spd.cli.text.output import Session, Sink, Size, Ticker, check_new_folder, fact_lines
 from spd.errors import UsageError
+from spd.formats.names import CONFIG_FILE, WEIGHTS_FILE
 from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 from spd.runtime.plan.config import show_size
 
@@ -55,10 +56,12 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     own, head = differing_copies(plan), plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
-        write_tensors(stage / WEIGHTS, tensors, partial(ticker.count, "writing", amount=show_size))
+        write_tensors(
+            stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=show_size)
+        )
         plan.checkpoint.check_unchanged()
         told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
-        write_json(stage / CONFIG, head_config(*told, quantized=plan.quantized))
+        write_json(stage / CONFIG_FILE, head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
 
 
@@ -90,9 +93,6 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
     }
 
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class QuantizeOptions(JsonOptions):
     """Everything `spd quantize` takes."""
@@ -116,7 +116,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     source = ModelFolder.named(options.model)
     destination = options.destination.expanduser()
     check_new_folder(destination)
-    beside, notes = side_files(source.path, without=(CONFIG,))
+    beside, notes = side_files(source.path, without=(CONFIG_FILE,))
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:
@@ -131,9 +131,9 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
                 report = partial(ticker.count, "writing", amount=show_size)
-                write_tensors(stage / WEIGHTS, outputs, report)
+                write_tensors(stage / WEIGHTS_FILE, outputs, report)
                 checkpoint.check_unchanged()
-                write_json(stage / CONFIG, config)
+                write_json(stage / CONFIG_FILE, config)
                 copy_side_files(beside, stage)
         kept = len(checkpoint.tensors) - len(rounded)
         before = checkpoint.total_bytes

@@ -27,6 +27,7 @@ from spd.cli.text.prompt import (
 from spd.cli.text.thinking import behind_thinking
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
+from spd.formats.names import GENERATION_FILE
 from spd.formats.thinking import KNOWN, ThinkingMarks, mark_tokens, thinking_marks
 from spd.runtime.engine.request import SEED_BITS, GrammarText, Request
 from spd.runtime.plan.config import EngineConfig
@@ -77,7 +78,7 @@ def resolve_sampling(
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME}
     sources = {"seed": "given" if options.seed is not None else "drawn"}
     for name, built_in in BUILT_IN.items():
-        asked = ("given", getattr(options, name)), ("generation_config.json", suggested[name])
+        asked = ("given", getattr(options, name)), (GENERATION_FILE, suggested[name])
         found = (each for each in (*asked, ("default", built_in)) if each[1] is not None)
         sources[name], values[name] = next(found)
     stop_ids = tuple(options.stop_token_id or ())
@@ -94,7 +95,7 @@ def resolve_sampling(
             logprobs=logprobs,
         )
     except UsageError as error:
-        if sources.get(error.message.partition(" ")[0]) == "generation_config.json":
+        if sources.get(error.message.partition(" ")[0]) == GENERATION_FILE:
             why = "The value comes from the model's generation_config.json; an option overrides it."
             error.reason = (*error.reason, why)
         raise

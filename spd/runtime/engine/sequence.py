@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.formats.names import TOKENIZER_FILE
 from spd.runtime.engine import clock
 from spd.runtime.engine.draft_length import Acceptance
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
@@ -307,7 +308,7 @@ class RequestChecks:
             self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
         ):  # which may be padded
             why = f"{self.tokenizer.vocab_size} token ids, but config.json says vocab_size {self.vocab_size}"
-            path, reason = folder.path / "tokenizer.json", ["Some tokens would have no embedding."]
+            path, reason = folder.path / TOKENIZER_FILE, ["Some tokens would have no embedding."]
             raise CheckpointError(f"{path}: {why}", reason=reason)
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size

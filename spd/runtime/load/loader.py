@@ -19,6 +19,7 @@ from torch import Tensor
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
+from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.packed_weights import unpacking_fill
@@ -102,7 +103,7 @@ def _dummy_std(name: str, view: Tensor, tied: bool) -> float:
     if view.dim() == 1:
         return DUMMY_BIAS
     gain = DUMMY_DOWN if name.endswith("down_proj.weight") else 1.0
-    if name == (weights.EMBEDDING if tied else weights.HEAD):
+    if name == (EMBEDDING if tied else HEAD):
         gain = DUMMY_LOGITS
     return float(gain * view.shape[1] ** -0.5)
 
@@ -221,8 +222,8 @@ class Head:
     def tables(self, part: HeadPart, own: Checkpoint | None, place: Place) -> dict[str, Tensor]:
         """Tables of ids of the head's own. One that equals the target's is read only where that is apart."""
         target = self.target_folder
-        its_head = weights.EMBEDDING if target.config.tie_embeddings else weights.HEAD
-        names = {"embedding": weights.EMBEDDING, "head": its_head}
+        its_head = EMBEDDING if target.config.tie_embeddings else HEAD
+        names = {"embedding": EMBEDDING, "head": its_head}
         found: dict[str, Tensor] = {}
         for key, shared in part.shared.items():
             first, end = place.shard.ids(shared.rows)

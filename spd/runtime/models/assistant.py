@@ -11,6 +11,7 @@ from spd.errors import CheckpointError
 from spd.formats.assistant import ORDER, suppressed_ids
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
+from spd.formats.names import EMBEDDING, FINAL_NORM
 from spd.runtime.models import families, weights
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import Destination, Shard
@@ -38,11 +39,11 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
     found = {
         "pre_projection": Destination.of({"pre_projection.weight": (hidden, 2 * wide)}),
         "post_projection": Destination.of({"post_projection.weight": (wide, hidden)}),
-        "final_norm": Destination.of({weights.FINAL_NORM: (hidden,)}),
+        "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
     }
     if not facts.clusters:
-        return {**found, "head": weights.table_of_ids(weights.EMBEDDING, size, hidden, shard)}
-    found["ordered"] = Destination.of({weights.EMBEDDING: (size, hidden)})
+        return {**found, "head": weights.table_of_ids(EMBEDDING, size, hidden, shard)}
+    found["ordered"] = Destination.of({EMBEDDING: (size, hidden)})
     return {**found, "centroids": Destination.of({CENTROIDS: (facts.clusters, hidden)})}
 
 

@@ -199,7 +199,9 @@ class LatentAttention:
         """The stream [T, hidden] with this block added; stores what is kept of the T rows, then attends."""
         (pages,) = cache.pools
         query, latent = self._project(stream, batch)
-        unrotated, rotated = torch.split(query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        unrotated, rotated = torch.split(
+            query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1
+        )
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         rotated = self.kernels.latent_store(
             rotated, latent, rows, self.latent_norm, LATENT_EPSILON, pages

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER, OFFSETS
+from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, LAYER, OFFSETS
 from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
+from spd.formats.names import HEAD
 from spd.runtime.models import weights
 from spd.runtime.models.destinations import Destination, Shard
 from spd.runtime.models.families import usual_attention, usual_mlp

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
+from spd.formats.names import FINAL_NORM
 from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.runtime.models import layouts as blocks
@@ -22,7 +23,7 @@ from spd.runtime.models.attention_layout import (
 )
 from spd.runtime.models.destinations import ATTENTION_NORMS, MLP_NORMS
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
-from spd.runtime.models.weights import FINAL_NORM, ModelLayout
+from spd.runtime.models.weights import ModelLayout
 
 
 def usual_attention(config: ModelConfig) -> GqaLayout:

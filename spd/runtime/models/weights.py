@@ -15,6 +15,7 @@ from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import listed, shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
+from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED
 from spd.kernels.capabilities import INT4_GROUP
 from spd.runtime.models.attention_layout import GqaLayout
@@ -80,11 +81,6 @@ class ModelLayout:
             block.scores.sliding if isinstance(block, GqaLayout) else None for block in blocks
         )
         return tuple(dict.fromkeys(windows))
-
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
