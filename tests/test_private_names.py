@@ -89,7 +89,7 @@ def gloo_group() -> object:
 
 HUB = "spd/formats/hub_download.py"
 SERVE = "spd/cli/serve/run.py"
-LINEAR = "spd/runtime/layers/linear.py"
+LINEAR = "spd/runtime/layers/torch_linear.py"
 RANKS = "spd/runtime/ranks/communicator.py"
 RECORDING = "spd/kernels/native/recording.py"
 GLOO = "torch._C._distributed_c10d:ProcessGroupGloo"
