@@ -13,6 +13,7 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_config import token_tile
+from spd.kernels.triton_form import TritonKernels
 from spd.runtime import SamplingParams
 from spd.runtime.lab import diagnostics, tile_questions
 from spd.runtime.lab.tile_questions import ask
@@ -131,8 +132,8 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
         kernels = engine._device.runner.kernels
         assert widest == engine.plan.as_dict()["token_tiles"]
         assert engine.plan.token_tiles_reason == "asked"
-        keywords = getattr(kernels.linear, "keywords", {})
-        assert keywords == ({"widest": {torch.float16: 64}} if widest else {})
+        assert isinstance(kernels, TritonKernels)
+        assert kernels.widest == ({torch.float16: 64} if widest else {})
         runs.append(run_all(engine, random_prompts(1, 20, 300), params)[0].output)
     assert runs[0] == runs[1]
 
