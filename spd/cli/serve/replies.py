@@ -75,8 +75,9 @@ class Choice:
         notes: Sequence[str] = (),
     ) -> None:
         """notes: what is said of how the reply was made."""
+        self.index = index
+        self._tools = tools
         self._notes = notes
-        self.index, self._tools = index, tools
         self.stop: str | None = None
         """The stop string that ended it, if one did."""
         self._parser = CallParser(tools) if tools else None
@@ -159,10 +160,13 @@ class Choice:
     @property
     def noted(self) -> dict[str, Any]:
         """Return what is said of an ended reply beside its text; nothing where all is well."""
+        notes = [*self._notes, *self.malformed]
+        if self._unanswered:
+            notes.append(UNANSWERED)
         tools = self._tools
         is_guessed = tools is not None and tools.form is GUESSED and not tools.required
-        notes = [*self._notes, *self.malformed, *[UNANSWERED] * self._unanswered]
-        notes += [UNKNOWN_FORM] * (is_guessed and not self.calls)
+        if is_guessed and not self.calls:
+            notes.append(UNKNOWN_FORM)
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
@@ -235,8 +239,11 @@ class Reply:
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         vocabulary = service.settings.vocabulary
-        made_of = wish.tools, vocabulary.need_tokenizer(), vocabulary.marks, wish.notes
-        self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
+        tokenizer = vocabulary.need_tokenizer()
+        self._choices = [
+            Choice(at, inside, wish.tools, tokenizer, vocabulary.marks, wish.notes)
+            for at, (_, inside) in enumerate(prepared)
+        ]
         self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())
         self._prompt_tokens = sum(
