@@ -83,7 +83,11 @@ def _tests(result: Mapping[str, Any]) -> list[str]:
 RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
+    "token_tiles": lambda result: [
+        ", ".join(f"{kind} {tile}" for kind, tile in result["widest"].items())
+    ],
     "spd_demo": _spd,
+    "spd_medium": _spd,
     "self_draft": _spd,
     "self_draft_long": _spd,
     "gpu_tests": _tests,

@@ -6,9 +6,11 @@ fails says so in its own line. `warm_parts` says how the compiling can be shared
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from spd.formats.hub import own_cache
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
+from spd.runtime.lab.tile_questions import ask_gpus
 from spd.runtime.load.token_tiles import widest_tiles
 
 ROWS = (1, 2, 4, 8, 16)
@@ -125,6 +128,14 @@ def eight_over_one(rows: Rows) -> dict[str, list[float]]:
 def _kernels() -> Kernels:
     """As an engine here has them."""
     return load_kernels("triton", None, widest_tiles("cuda", own_cache)[0])
+
+
+def run_token_tiles() -> dict[str, Any]:
+    """What spd doctor asks of the GPU, not kept."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ask_gpus(lambda: Path(folder))
+    return {"seconds": time.perf_counter() - began, **asked[0]}
 
 
 def run() -> Iterator[dict[str, Any]]:

@@ -273,6 +273,18 @@ def run() -> Iterator[dict[str, Any]]:
     )
 
 
+def run_medium() -> Iterator[dict[str, Any]]:
+    """Compare on the 0.35 B recipe, which has no heads, written to a temporary folder."""
+    from tests.recipes.medium import write_medium, write_medium_draft
+
+    settings = [setting for setting in DEMO if setting.method not in ("mtp", "eagle3")]
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_medium(Path(place) / "medium")
+        draft = write_medium_draft(Path(place) / "draft", folder)
+        prompts = [[300 + (37 * seed + 101 * i) % 7000 for i in range(40)] for seed in range(16)]
+        yield from complete(compare(folder, draft, prompts, tokens=128, settings=settings))
+
+
 def run_self_draft(
     settings: Sequence[Setting] = SELF_DRAFT,
     tokens: int = 128,

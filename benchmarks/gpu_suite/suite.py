@@ -66,6 +66,8 @@ PROBES = (
     Probe("batches", f"{HERE}.batches:run", 45),
     Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, usual=False),
     Probe("self_draft_long", f"{HERE}.spd_rounds:run_self_draft_long", 180, usual=False),
+    Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, usual=False),
+    Probe("token_tiles", f"{HERE}.kernel_table:run_token_tiles", 90, usual=False),
 )
 
 
