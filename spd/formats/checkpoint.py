@@ -23,7 +23,9 @@ from spd.errors import CheckpointError
 from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
 from spd.formats.json_file import (
     Fields,
+    Identity,
     decode_utf8,
+    identity_of,
     listed,
     names_in,
     open_regular_file,
@@ -78,13 +80,6 @@ Shapes = Mapping[str, Shape]
 Kinds = Mapping[str, Sequence[str]]  # dtypes of tensors that are no floats
 NONE: Kinds = MappingProxyType({})
 Metas = Mapping[str, TensorMeta]
-Identity = tuple[int, int, int, int]  # what stays equal while a file is the same; first its size
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
-
-
 _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
 _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model.", "layers.0.": "midlayer."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it;
@@ -348,7 +343,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def _check_identity(self, shard: Path) -> None:
         with os_errors(shard):
-            if _identity(os.stat(shard)) != self._identities[shard]:
+            if identity_of(os.stat(shard)) != self._identities[shard]:
                 raise CheckpointError(f"{shard}: changed while in use")
 
 
@@ -436,7 +431,7 @@ def check_tensors(
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     """Read and check the header of one safetensors file; its tensors must fill it, with no gap or overlap."""
     with open_regular_file(path) as file, os_errors(path):
-        identity = _identity(os.fstat(file.fileno()))
+        identity = identity_of(os.fstat(file.fileno()))
         size, length = identity[0], int.from_bytes(file.read(8), "little")
         if length > HEADER_LIMIT:
             why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"

@@ -59,6 +59,15 @@ def names_in(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
 
 
+Identity = tuple[int, int, int, int]
+"""What stays equal while a file is the same: first its size."""
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Return what tells a file from another one, or from itself after it was written."""
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, without ever blocking on a FIFO or a device."""
     with os_errors(path), ExitStack() as opened:
