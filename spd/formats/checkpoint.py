@@ -171,25 +171,44 @@ _PACKED["gate_up_proj"] = ["gate_proj", "up_proj"]
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a model folder by name; a context manager that closes its files."""
 
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    """What tensors may be stored in where nothing else is said of them."""
+
     def __init__(
         self,
+        folder: Path,
+        tensors: Metas,
+        identities: Mapping[Path, Identity],
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Hold what was read of headers; identities: of each file when its header was checked."""
+        self.folder = folder
+        self._identities = dict(identities)
+        self.tensors: Metas = MappingProxyType(dict(tensors))
+        self.shards = tuple(self._identities)
+        self.total_bytes = sum(meta.nbytes for meta in tensors.values())
+        self.notes = tuple(notes)
+        self._files: dict[Path, BinaryIO] = {}
+
+    @classmethod
+    def of_shards(
+        cls,
         folder: Path,
         shards: Iterable[str],
         notes: Sequence[str] = (),
         weight_map: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    ) -> Checkpoint:
         """Read and check the headers of shards.
 
         weight_map: the shard of each tensor by an index, which decides where two shards hold one.
         """
-        self.folder = folder
-        self._identities: dict[Path, Identity] = {}
+        identities: dict[Path, Identity] = {}
         tensors: dict[str, TensorMeta] = {}
         placed: set[str] = set()  # names, where the index says
         spare: dict[str, TensorMeta] = {}  # tensors elsewhere
         count = 0
         for shard in shards:  # read one by one: many links to one large header end soon
-            self._identities[folder / shard], metas = read_shard_header(folder / shard)
+            identities[folder / shard], metas = read_shard_header(folder / shard)
             count += len(metas)
             if count > MAX_TENSORS:
                 raise _too_many(folder / shard)
@@ -197,21 +216,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 name = text_name(meta.name)
                 if weight_map.get(name, shard) == shard:
                     placed.add(name)
-                    self._add(tensors, unpacked(name, meta))
+                    cls._add(tensors, unpacked(name, meta))
                 else:
                     spare.setdefault(name, meta)
         stale: list[str] = []
         for name, meta in spare.items():
             owner = weight_map[name]
-            if name in placed or folder / owner not in self._identities:
+            if name in placed or folder / owner not in identities:
                 stale.append(f"{shown(meta.name)} in {meta.shard.name}: the index says {owner}")
             else:  # the index is wrong, and nothing else can be meant
-                self._add(tensors, unpacked(name, meta))
-        self.tensors: Metas = MappingProxyType(tensors)
-        self.shards = tuple(self._identities)
-        self.total_bytes = sum(meta.nbytes for meta in tensors.values())
-        self.notes = (*notes, *(f"not used: {each}" for each in listed(stale)))
-        self._files: dict[Path, BinaryIO] = {}
+                cls._add(tensors, unpacked(name, meta))
+        unused = [f"not used: {each}" for each in listed(stale)]
+        return cls(folder, tensors, identities, (*notes, *unused))
 
     @staticmethod
     def _add(tensors: dict[str, TensorMeta], parts: Iterable[tuple[str, TensorMeta]]) -> None:
@@ -262,7 +278,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 notes.append(f"not in the index, read for its MTP layers: {shown(name)}")
             elif weight_map:
                 notes.append(f"not in the index, ignored: {shown(name)}")
-        checkpoint = cls(folder, shards, notes, weight_map)
+        checkpoint = cls.of_shards(folder, shards, notes, weight_map)
         if not checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.shards[0]}: holds no tensors")
         return checkpoint
@@ -416,7 +432,7 @@ def check_tensors(
         where = f"{shown(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
-        if meta.dtype not in (own := kinds.get(name, FLOAT_DTYPES)):
+        if meta.dtype not in (own := kinds.get(name, opened.dtypes)):
             types.append(
                 f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)"
             )

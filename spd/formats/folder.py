@@ -1,4 +1,4 @@
-"""A model folder: each of its small files is read at first use, once, and kept."""
+"""A model folder, or a GGUF file: each of its small files is read at first use, once, and kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from spd.errors import NotFoundError, SpdError
 from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.gguf.file_kind import is_gguf
+from spd.formats.gguf.model import GgufModel
 from spd.formats.hub import resolve_model
 from spd.formats.json_file import Fields, names_in
 from spd.formats.model_config import GenerationConfig, ModelConfig
@@ -35,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelFolder(os.PathLike[str]):
-    """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone."""
+    """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone.
+
+    Where the path leads to a GGUF file, that one file says everything.
+    """
 
     path: Path
 
@@ -49,8 +54,15 @@ class ModelFolder(os.PathLike[str]):
         return cls(resolve_model(reference))
 
     @cached_property
+    def gguf(self) -> GgufModel | None:
+        """The model of a GGUF file; None for a folder. Raises CheckpointError."""
+        return GgufModel.open(self.path) if is_gguf(self.path) else None
+
+    @cached_property
     def fields(self) -> Fields:
-        """`config.json` as it stands there. Raises NotFoundError where there is none."""
+        """`config.json` as it stands there, or what a GGUF file says. Raises NotFoundError without any."""
+        if self.gguf is not None:
+            return self.gguf.fields
         if CONFIG_FILE not in names_in(self.path):
             why = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
             raise NotFoundError(why, fix=["-m the folder that holds config.json and safetensors"])
@@ -59,7 +71,8 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def _stated(self) -> ModelConfig:
         """What `config.json` says, whatever the weights hold."""
-        return model_config.model_config_of(with_quantization(self.fields, self.path))
+        fields = self.fields if self.gguf is not None else with_quantization(self.fields, self.path)
+        return model_config.model_config_of(fields)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -98,6 +111,8 @@ class ModelFolder(os.PathLike[str]):
 
         MTP layers in a file that the index does not name are among them.
         """
+        if self.gguf is not None:
+            return self.gguf.checkpoint
         try:
             layers = self._stated.num_layers
         except SpdError:
@@ -107,6 +122,8 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """None where the folder has no tokenizer.json."""
+        if self.gguf is not None:
+            return None
         from spd.formats.tokenizer import Tokenizer
 
         known = (self.path / TOKENIZER_FILE).exists()
@@ -114,19 +131,25 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
-        from spd.formats.tokenizer_config import read_tokenizer_config
+        from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
+        if self.gguf is not None:
+            return TokenizerConfig({}, (), None, None, None)
         return read_tokenizer_config(self.path)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template; None where the folder has none."""
+        if self.gguf is not None:
+            return None
         from spd.formats.chat_template import ChatTemplate
 
         return ChatTemplate.open(self.path, self.tokenizer_config)
 
     @cached_property
     def generation(self) -> GenerationConfig:
+        if self.gguf is not None:
+            return GenerationConfig()
         return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
 
     @cached_property

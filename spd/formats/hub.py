@@ -16,6 +16,7 @@ from pathlib import Path
 
 from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
+from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.json_file import Fields, listed, names_in, read_text, shown
 from spd.formats.names import CONFIG_FILE
 
@@ -62,6 +63,8 @@ def resolve_model(reference: str) -> Path:
     is_demo = reference in DEMOS  # whatever lies in the working directory: ./demo is a folder
     if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
         folder = demo_folder(reference) if is_demo else path
+        if is_gguf(folder):
+            return folder
         if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
             raise NotFoundError(f"{folder}: there is no such folder")
         if not (folder / CONFIG_FILE).exists() and (wrong := not_a_model(folder)):
@@ -70,16 +73,15 @@ def resolve_model(reference: str) -> Path:
     return _cached_snapshot(reference)
 
 
-def not_a_model(path: Path) -> CheckpointError | None:
+def not_a_model(path: Path) -> SpdError | None:
     """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
     called = cached_name(path) or str(path)
     names = names_in(path) if path.is_dir() else []
-    ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
-    if ggufs or path.suffix.lower() == ".gguf":
-        why = "GGUF is not supported, safetensors is: a model as it was published, before it was converted"
-        return CheckpointError(
-            f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"]
-        )
+    if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
+        why = f"{called}: holds GGUF files, one of which is to be named: {', '.join(listed(ggufs, 3))}"
+        return CheckpointError(why, fix=[f"-m {path / name}" for name in ggufs[:3]])
+    if path.suffix.lower() == ".gguf" and not os.path.lexists(path):
+        return NotFoundError(f"{path}: there is no such file")
     if not path.is_dir():
         why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
         return CheckpointError(why, fix=[f"-m {path.parent}"])

@@ -25,9 +25,9 @@ COMMANDS |= {"draft": "generate --draft-model ? Hi"}
 INCOMPLETE = "the copy in the local cache is incomplete: "
 READS_NO_TEXT = "bench verify inspect convert-mtp draft"
 THINGS = [  # what is named, the exit code, its words, what is to be typed, and the commands that take it
-    ("ggufs/m.gguf", 4, "ggufs/m.gguf: GGUF is not supported", "spd pull ORG/NAME", ""),
-    ("gone/m.GGUF", 4, "gone/m.GGUF: GGUF is not supported", "spd pull ORG/NAME", ""),
-    ("ggufs", 4, "ggufs/m.gguf: GGUF is not supported", "spd pull ORG/NAME", ""),
+    ("ggufs/m.gguf", 4, "ggufs/m.gguf: is truncated: it ends in its header", "", ""),
+    ("gone/m.GGUF", 3, "gone/m.GGUF: there is no such file", "", ""),
+    ("ggufs", 4, "one of which is to be named: m.gguf", "-m ggufs/m.gguf", ""),
     ("lora", 4, "lora: is a LoRA adapter of 'org/base'", "-m org/base", ""),
     ("lfs", 4, "lfs/model.safetensors: is a git-lfs pointer", "git -C lfs lfs pull", ""),
     (

@@ -67,9 +67,33 @@ BY_NAME = {each.name: each for each in _TYPES}
 _REMOVED = "which llama.cpp no longer reads"
 _IK = "a type of ik_llama.cpp's own"
 UNREAD = {
-    **{4: f"Q4_2, {_REMOVED}", 5: f"Q4_3, {_REMOVED}"},
-    **{31: f"Q4_0_4_4, {_REMOVED}", 32: f"Q4_0_4_8, {_REMOVED}", 33: f"Q4_0_8_8, {_REMOVED}"},
-    **{36: f"IQ4_NL_4_4, {_REMOVED}", 37: f"IQ4_NL_4_8, {_REMOVED}", 38: f"IQ4_NL_8_8, {_REMOVED}"},
-    **dict.fromkeys(range(97, 256), _IK),
-}
+    4: f"Q4_2, {_REMOVED}",
+    5: f"Q4_3, {_REMOVED}",
+    31: f"Q4_0_4_4, {_REMOVED}",
+    32: f"Q4_0_4_8, {_REMOVED}",
+    33: f"Q4_0_8_8, {_REMOVED}",
+    36: f"IQ4_NL_4_4, {_REMOVED}",
+    37: f"IQ4_NL_4_8, {_REMOVED}",
+    38: f"IQ4_NL_8_8, {_REMOVED}",
+} | dict.fromkeys(range(97, 256), _IK)
 """What other numbers stand for, as far as it is known."""
+
+READ = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
+"""Names of the types that `runtime.load` knows the values of."""

@@ -22,9 +22,9 @@ from typing import BinaryIO
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.block_types import BY_NUMBER, UNREAD, BlockType
+from spd.formats.gguf.file_kind import MAGIC
 from spd.formats.json_file import Identity, identity_of, open_regular_file, os_errors, shown
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 """Bytes, where `general.alignment` says nothing else."""

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.runtime.layers.rotary import RotaryTable
+from spd.runtime.load.gguf_weights import gguf_fill, read_values
 from spd.runtime.load.packed_weights import unpacking_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
@@ -61,6 +63,8 @@ def checkpoint_fill(
     """The fill that suits a device and quantized weights, of a rank's part of the whole."""
     parts = weights.parts_of(config, whole.sharded(place.shard)).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
+    if isinstance(checkpoint, GgufCheckpoint):
+        return gguf_fill(checkpoint, meter, cuts)
     fill = direct_fill(checkpoint, meter, cuts)
     if not cuts and torch.device(place.device).type == "cuda":
         fill = partial(read_tensors, checkpoint, advance=meter.advance)
@@ -234,9 +238,11 @@ class Head:
             elif shared.own in own.tensors and not own.equal(
                 shared.own, target.checkpoint, names[key]
             ):
-                table = own.read(shared.own, (first, end))
+                table = read_values(own, shared.own, (first, end))
             else:
-                table = target.checkpoint.read(names[key], (first, end)) if self.apart else None
+                table = (
+                    read_values(target.checkpoint, names[key], (first, end)) if self.apart else None
+                )
             if table is not None:
                 found[key] = table.to(place.device, place.dtype)
         return found

@@ -1,0 +1,85 @@
+"""A GGUF file as a model: what a folder of Hugging Face's gives, from one file or its splits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, TensorMeta, read_exactly
+from spd.formats.gguf.block_types import READ
+from spd.formats.gguf.config import architecture_of, config_fields
+from spd.formats.gguf.container import GgufFile, GgufTensor
+from spd.formats.gguf.tensors import StoredTensor, stored_tensors
+from spd.formats.json_file import Fields, listed, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GgufCheckpoint(Checkpoint):
+    """A file's tensors by Hugging Face's names; `read` gives floats alone, `stored` says what others are."""
+
+    dtypes = READ
+
+    def __init__(
+        self, file: GgufFile, stored: Mapping[str, StoredTensor], unknown: list[str]
+    ) -> None:
+        tensors = {name: _meta(name, tensor) for name, tensor in stored.items()}
+        notes = [f"not used: {shown(each)}" for each in listed(unknown)]
+        super().__init__(file.path, tensors, file.identities, notes)
+        self.stored: Mapping[str, StoredTensor] = MappingProxyType(dict(stored))
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        """Return a tensor of floats as it is stored, as a folder's. Raises CheckpointError for others."""
+        kept = self.stored.get(name)
+        if kept is not None and (
+            kept.change is not None or self.meta(name).dtype not in TORCH_NAMES
+        ):
+            raise self.refused(name, "is not stored as it is meant")
+        return super().read(name, rows, into)
+
+    def blocks(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
+        """Return rows of a part of a tensor as they are stored: uint8 [count, bytes of a row]."""
+        import torch
+
+        row = tensor.type.row_bytes(tensor.shape[-1])
+        found = torch.empty(count, row, dtype=torch.uint8)
+        memory = memoryview((ctypes.c_ubyte * found.nbytes).from_address(found.data_ptr()))
+        offset = tensor.offset + first * row
+        read_exactly(self.open_shard(tensor.path), memory.cast("B"), offset, tensor.path)
+        return found
+
+
+def _meta(name: str, tensor: StoredTensor) -> TensorMeta:
+    first = tensor.parts[0]
+    return TensorMeta(name, first.type.name, tensor.shape, first.path, tensor.nbytes, first.offset)
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model's file, its header read once."""
+
+    file: GgufFile
+
+    @classmethod
+    def open(cls, path: Path) -> GgufModel:
+        """Read a file's header. Raises CheckpointError."""
+        return cls(GgufFile.open(path))
+
+    @cached_property
+    def fields(self) -> Fields:
+        """Return what `config.json` would say. Raises CheckpointError for an unknown architecture."""
+        return config_fields(self.file)
+
+    @cached_property
+    def checkpoint(self) -> GgufCheckpoint:
+        """Return the tensors. Raises CheckpointError where they do not fit each other."""
+        row = architecture_of(self.file)[1]
+        return GgufCheckpoint(self.file, *stored_tensors(self.file, row, self.fields))

@@ -1,0 +1,63 @@
+"""The values of GGUF's blocks: fixed vectors, and equality with `gguf`'s own where that is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spd.formats.gguf.block_types import BY_NAME, READ
+from spd.runtime.load.gguf_blocks import VALUES
+
+VECTORS = [
+    ("F32", {0: 1.8745865379404737e-24}),
+    ("F16", {0: 0.00018346309661865234}),
+    ("BF16", {0: 6.307420567868197e-33}),
+    ("Q8_0", {0: 0.00311887264251709, 10: 0.015961289405822754, 31: 0.020914793014526367}),
+    ("Q4_0", {0: -0.0012842416763305664, 10: -0.00018346309661865234, 31: -0.0014677047729492188}),
+    ("Q4_1", {0: 0.004737496376037598, 10: 0.0029028654098510742, 31: 0.002169013023376465}),
+    ("Q5_0", {0: 0.0023850202560424805, 10: -0.0023850202560424805, 31: -0.002751946449279785}),
+    ("Q5_1", {0: 0.006939053535461426, 10: 0.006572127342224121, 31: 0.002352476119995117}),
+    ("Q2_K", {0: 1821.375, 85: -3269.75, 255: -11023.5}),
+    ("Q3_K", {0: 7.78656005859375, 85: -0.0, 255: 9.228515625}),
+    ("Q4_K", {0: -0.10008537769317627, 85: 0.03166508674621582, 255: -0.03927898406982422}),
+    ("Q5_K", {0: -0.009087681770324707, 85: 0.22980523109436035, 255: -0.04148054122924805}),
+    ("Q6_K", {0: 1.5215206146240234, 85: -2.758312225341797, 255: -1.0321426391601562}),
+    ("IQ4_NL", {0: -0.019080162048339844, 10: -0.0018346309661865234, 31: -0.023299813270568848}),
+    ("IQ4_XS", {0: -0.006971597671508789, 85: 0.08989691734313965, 255: 0.1170494556427002}),
+    ("MXFP4", {0: -4.70197740328915e-38, 10: 0.0, 31: 2.82118644197349e-37}),
+]
+"""By types, some values of the block whose byte i is (7 i + 3) mod 120: made with `gguf` 0.19."""
+
+
+def random_blocks(name: str, count: int) -> torch.Tensor:
+    """Return random blocks uint8, of which the first hold one byte each throughout: every value once."""
+    blocks = torch.randint(0, 256, (256 + count, BY_NAME[name].nbytes), dtype=torch.uint8)
+    blocks[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
+    return blocks
+
+
+def test_every_type_that_is_read_has_values() -> None:
+    assert [*VALUES] == [*READ]
+    assert [name for name, _ in VECTORS] == [*READ]
+
+
+@pytest.mark.parametrize(("name", "expected"), VECTORS)
+def test_values_of_a_fixed_block(name: str, expected: dict[int, float]) -> None:
+    numbers = [(7 * i + 3) % 120 for i in range(BY_NAME[name].nbytes)]
+    values = VALUES[name](torch.tensor([numbers], dtype=torch.uint8))
+    assert values.shape == (1, BY_NAME[name].elements)
+    assert {at: values[0, at].item() for at in expected} == expected
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", READ)
+def test_values_equal_those_of_gguf(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    torch.manual_seed(49)
+    blocks = random_blocks(name, 3000)
+    kind = gguf.GGMLQuantizationType[name]
+    wanted = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).reshape(len(blocks), -1)
+    found = VALUES[name](blocks)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    plain = ~wanted.isnan()
+    assert torch.equal(found[plain].view(torch.int32), wanted[plain].view(torch.int32))
