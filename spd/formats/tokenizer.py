@@ -96,8 +96,8 @@ class Tokenizer:
         config, path = config or read_tokenizer_config(folder), folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
         declared = sum(len(token.content) for token in config.declared.values())
-        highest = _check_content(str(path), parse_json(text, str(path)), declared)
-        with _calling(str(path)):
+        highest = check_content(str(path), parse_json(text, str(path)), declared)
+        with calling(str(path)):
             library = tokenizers.Tokenizer.from_str(text)
             # Truncation would cut prompts in silence, padding would lengthen them.
             library.no_truncation()
@@ -176,14 +176,14 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
-        with self._lock, _calling(f"{self._where}: cannot encode this text", IncompatibleError):
+        with self._lock, calling(f"{self._where}: cannot encode this text", IncompatibleError):
             return self._encoder.encode(text, parse_special)
 
     def _read_surroundings(
         self, config: TokenizerConfig
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text, corrected by what the config says."""
-        with _calling(f"{self._where}: cannot encode a letter"):
+        with calling(f"{self._where}: cannot encode a letter"):
             whole = self._library.encode("a")
         if not all(self._token(token_id) for token_id in whole.ids):
             raise CheckpointError(
@@ -239,7 +239,7 @@ def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where:
     ]
     if not missing:
         return
-    with _calling(f"{where}: added tokens"):
+    with calling(f"{where}: added tokens"):
         library.add_tokens(missing)
     for number, token in config.declared.items():
         actual = library.token_to_id(token.content)
@@ -328,7 +328,7 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
     return replaced, strips
 
 
-def _check_content(where: str, file: Any, declared: int) -> int:
+def check_content(where: str, file: Any, declared: int) -> int:
     """Refuse bombs by their keys; returns the highest id.
 
     declared: characters of the added tokens of other files.
@@ -385,7 +385,7 @@ def _growth(step: Any) -> float:
 
 
 @contextmanager
-def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
+def calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
     """Make what the library raises inside the block a refusal of one line that begins with `where`."""
     try:
         yield

@@ -375,7 +375,7 @@ def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_no_fault_of_the_tokenizer() -> None:
-    with pytest.raises(KeyboardInterrupt), module._calling("tokenizer.json"):
+    with pytest.raises(KeyboardInterrupt), module.calling("tokenizer.json"):
         raise KeyboardInterrupt
 
 

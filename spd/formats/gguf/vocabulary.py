@@ -1,0 +1,171 @@
+"""What a GGUF file says of its tokens: texts, kinds, ids with a role, and which of them end a turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from spd.errors import CheckpointError
+from spd.formats.gguf.container import GgufFile
+from spd.formats.json_file import Fields, shown
+from spd.formats.tokenizer_config import MAX_ID
+
+BYTE_LEVEL = "gpt2"
+SENTENCE_PIECE = "llama"
+GEMMA4 = "gemma4"
+KINDS = (BYTE_LEVEL, SENTENCE_PIECE, GEMMA4)
+"""Values of `tokenizer.ggml.model` that are supported; the last merges as the first, over spelled spaces."""
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Values of `tokenizer.ggml.token_type`."""
+
+_ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "eot_token": "eot_token_id",
+    "eom_token": "eom_token_id",
+}
+_USUAL_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+"""What a SentencePiece vocabulary means where the file says nothing."""
+_ENDS = ("eos_token", "eot_token", "eom_token")
+_END_WORDS = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>
+<|eom_id|> <|end_of_text|> <end_of_utterance> <turn|> <|tool_response> [e~[ <|fim_pad|> <fim-pad>
+<fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <reponame> <|file_sep|>
+<\uff5cend\u2581of\u2581sentence\uff5c>
+"""
+_END_TEXTS = frozenset(_END_WORDS.split())
+"""Tokens that end a turn by their text, whatever kind they have, as llama.cpp picks them."""
+_CONTROL_END_TEXTS = frozenset(
+    ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "[PAD]", "<REPO>")
+)
+"""Those that are words of other vocabularies, HTML's for one: they end a turn where they are control tokens.
+
+llama.cpp lets any of them end a turn.
+"""
+_CALLS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
+"""Where all of one of these are there, `<|end|>` ends a message and not the turn."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of one file, checked."""
+
+    kind: str
+    tokens: tuple[str, ...]
+    """By id. One that is only a place in the embedding has no text."""
+    types: tuple[int, ...]
+    scores: tuple[float, ...]
+    """Of a SentencePiece vocabulary; else empty."""
+    merges: tuple[str, ...]
+    """Two parts with a blank between them each; empty for a SentencePiece vocabulary."""
+    fields: Fields
+
+    @classmethod
+    def of(cls, file: GgufFile) -> Vocabulary:
+        """Read a file's metadata. Raises CheckpointError for what is wrong or not supported."""
+        fields = Fields(str(file.path), file.metadata)
+        kind = fields.choice("tokenizer.ggml.model", KINDS)
+        tokens = _texts(fields, "tokenizer.ggml.tokens")
+        count = len(tokens)
+        fields.require(0 < count <= MAX_ID + 1, "tokenizer.ggml.tokens", f"are {count}")
+        types = _integers(fields, "tokenizer.ggml.token_type", count) or (NORMAL,) * count
+        if len(set(tokens)) < count:
+            fields.require(
+                len(set(filter(None, tokens))) == sum(map(bool, tokens)),
+                "tokenizer.ggml.tokens",
+                "a token is there twice",
+            )
+        texts = tuple(
+            "" if kind == UNUSED and text == f"[PAD{number}]" else text
+            for number, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        )
+        scores: tuple[float, ...] = ()
+        merges: tuple[str, ...] = ()
+        if kind == SENTENCE_PIECE:
+            scores = _scores(fields, count)
+        else:
+            merges = _texts(fields, "tokenizer.ggml.merges")
+        return cls(kind, texts, types, scores, merges, fields)
+
+    @cached_property
+    def ids(self) -> Mapping[str, int]:
+        """The ids of the tokens that have a text."""
+        return {text: number for number, text in enumerate(self.tokens) if text}
+
+    @cached_property
+    def roles(self) -> Mapping[str, int]:
+        """The ids of tokens with a role, by Hugging Face's names of roles.
+
+        Files name the id 0 for a padding token that there is none of, so that an ordinary word counts only
+        where it begins or ends a text.
+        """
+        found: dict[str, int] = {}
+        for role, name in _ROLES.items():
+            key = f"tokenizer.ggml.{name}"
+            number = _USUAL_IDS.get(role) if self.kind == SENTENCE_PIECE else None
+            if key in self.fields:
+                number = self.fields.integer(key, -1, (1 << 32) - 1)
+            if number is None or not 0 <= number < len(self.tokens) or not self.tokens[number]:
+                continue
+            is_word = self.types[number] in (NORMAL, BYTE)
+            if not is_word or (role in ("bos_token", "eos_token") and key in self.fields):
+                found[role] = number
+        return found
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids of tokens that end a turn, ascending."""
+        ends = {self.roles[role] for role in _ENDS if role in self.roles}
+        for number in _integers(self.fields, "tokenizer.ggml.eos_token_ids"):
+            if 0 <= number < len(self.tokens):
+                ends.add(number)
+        there = _END_TEXTS & self.ids.keys()
+        if any(calls <= there for calls in _CALLS):
+            there -= {"<|end|>"}
+            ends.discard(self.ids.get("<|end|>", -1))
+        ends |= {self.ids[text] for text in there}
+        for text in _CONTROL_END_TEXTS & self.ids.keys():
+            if self.types[self.ids[text]] == CONTROL:
+                ends.add(self.ids[text])
+        return tuple(sorted(ends))
+
+    def is_control(self, number: int) -> bool:
+        """True if plain text never spells this token."""
+        return self.types[number] in (CONTROL, UNKNOWN) or number in self.end_ids
+
+
+def _texts(fields: Fields, key: str) -> tuple[str, ...]:
+    """Return a list of texts that must be there."""
+    value = fields.get(key)
+    if isinstance(value, tuple) and (not value or isinstance(value[0], str)):
+        return value
+    raise fields.refused(key, f"{shown(value)} is not a list of texts")
+
+
+def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, ...]:
+    """Return a list of whole numbers, empty when absent; of `count` of them."""
+    value = fields.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, tuple) or (value and type(value[0]) is not int):
+        raise fields.refused(key, f"{shown(value)} is not a list of whole numbers")
+    if count is not None and len(value) != count:
+        raise fields.refused(key, f"are {len(value):,}, but there are {count:,} tokens")
+    return value
+
+
+def _scores(fields: Fields, count: int) -> tuple[float, ...]:
+    """Return a score a token."""
+    key = "tokenizer.ggml.scores"
+    value = fields.get(key)
+    if not isinstance(value, tuple) or not value or type(value[0]) not in (int, float):
+        raise fields.refused(key, f"{shown(value)} is not a list of numbers")
+    if len(value) != count:
+        raise CheckpointError(f"{fields.where}: {key}: are {len(value):,} for {count:,} tokens")
+    fields.require(not any(map(math.isnan, value)), key, "one is not a number")
+    return value
