@@ -123,7 +123,7 @@ class ModelFolder(os.PathLike[str]):
     def tokenizer(self) -> Tokenizer | None:
         """None where the folder has no tokenizer.json."""
         if self.gguf is not None:
-            return None
+            return self.gguf.tokenizer
         from spd.formats.tokenizer import Tokenizer
 
         known = (self.path / TOKENIZER_FILE).exists()
@@ -131,17 +131,17 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
-        from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
+        from spd.formats.tokenizer_config import read_tokenizer_config
 
         if self.gguf is not None:
-            return TokenizerConfig({}, (), None, None, None)
+            return self.gguf.tokenizer_config
         return read_tokenizer_config(self.path)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template; None where the folder has none."""
         if self.gguf is not None:
-            return None
+            return self.gguf.template
         from spd.formats.chat_template import ChatTemplate
 
         return ChatTemplate.open(self.path, self.tokenizer_config)
@@ -149,7 +149,7 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def generation(self) -> GenerationConfig:
         if self.gguf is not None:
-            return GenerationConfig()
+            return self.gguf.generation
         return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
 
     @cached_property

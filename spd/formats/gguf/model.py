@@ -14,11 +14,18 @@ from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, TensorMeta, read_exa
 from spd.formats.gguf.block_types import READ
 from spd.formats.gguf.config import architecture_of, config_fields
 from spd.formats.gguf.container import GgufFile, GgufTensor
+from spd.formats.gguf.sampling import read_sampling
 from spd.formats.gguf.tensors import StoredTensor, stored_tensors
+from spd.formats.gguf.vocabulary import Vocabulary, has_vocabulary
 from spd.formats.json_file import Fields, listed, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from spd.formats.chat_template import ChatTemplate
+    from spd.formats.model_config import GenerationConfig
+    from spd.formats.tokenizer import Tokenizer
+    from spd.formats.tokenizer_config import TokenizerConfig
 
 
 class GgufCheckpoint(Checkpoint):
@@ -83,3 +90,38 @@ class GgufModel:
         """Return the tensors. Raises CheckpointError where they do not fit each other."""
         row = architecture_of(self.file)[1]
         return GgufCheckpoint(self.file, *stored_tensors(self.file, row, self.fields))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """Return what the file says of tokens; None for one that has none. Raises CheckpointError."""
+        return Vocabulary.of(self.file) if has_vocabulary(self.file) else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None for a file without one. Raises CheckpointError."""
+        from spd.formats.gguf.tokenizer import open_tokenizer
+
+        return None if self.vocabulary is None else open_tokenizer(self.file, self.vocabulary)
+
+    @cached_property
+    def tokenizer_config(self) -> TokenizerConfig:
+        """Return special words, and what is put around a text."""
+        from spd.formats.gguf.tokenizer import tokenizer_config
+        from spd.formats.tokenizer_config import TokenizerConfig
+
+        if self.vocabulary is None:
+            return TokenizerConfig({}, (), None, None, None)
+        return tokenizer_config(self.vocabulary)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Return the chat template; None for a file without one. Raises CheckpointError."""
+        from spd.formats.gguf.template import read_template
+
+        return read_template(self.file, self.tokenizer_config)
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        """Return how the model wants to be sampled, and the tokens that end a turn."""
+        ends = () if self.vocabulary is None else self.vocabulary.end_ids
+        return read_sampling(self.file, ends)

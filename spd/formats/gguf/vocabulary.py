@@ -10,8 +10,8 @@ from functools import cached_property
 from spd.errors import CheckpointError
 from spd.formats.gguf.container import GgufFile
 from spd.formats.json_file import Fields, shown
-from spd.formats.tokenizer_config import MAX_ID
 
+MAX_TOKENS = 1 << 24
 BYTE_LEVEL = "gpt2"
 SENTENCE_PIECE = "llama"
 GEMMA4 = "gemma4"
@@ -51,6 +51,11 @@ _CALLS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flus
 """Where all of one of these are there, `<|end|>` ends a message and not the turn."""
 
 
+def has_vocabulary(file: GgufFile) -> bool:
+    """True if a file holds a tokenizer; drafters' files may have none."""
+    return file.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens of one file, checked."""
@@ -72,7 +77,7 @@ class Vocabulary:
         kind = fields.choice("tokenizer.ggml.model", KINDS)
         tokens = _texts(fields, "tokenizer.ggml.tokens")
         count = len(tokens)
-        fields.require(0 < count <= MAX_ID + 1, "tokenizer.ggml.tokens", f"are {count}")
+        fields.require(0 < count <= MAX_TOKENS, "tokenizer.ggml.tokens", f"are {count}")
         types = _integers(fields, "tokenizer.ggml.token_type", count) or (NORMAL,) * count
         if len(set(tokens)) < count:
             fields.require(
@@ -119,20 +124,19 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of tokens that end a turn, ascending."""
-        ends = {self.roles[role] for role in _ENDS if role in self.roles}
-        for number in _integers(self.fields, "tokenizer.ggml.eos_token_ids"):
-            if 0 <= number < len(self.tokens):
-                ends.add(number)
+        """The ids of tokens that end a turn: those that the file names, then others, ascending."""
+        named = [self.roles[role] for role in _ENDS if role in self.roles]
+        listed = _integers(self.fields, "tokenizer.ggml.eos_token_ids")
+        named += [number for number in listed if 0 <= number < len(self.tokens)]
         there = _END_TEXTS & self.ids.keys()
-        if any(calls <= there for calls in _CALLS):
-            there -= {"<|end|>"}
-            ends.discard(self.ids.get("<|end|>", -1))
-        ends |= {self.ids[text] for text in there}
+        others = {self.ids[text] for text in there}
         for text in _CONTROL_END_TEXTS & self.ids.keys():
             if self.types[self.ids[text]] == CONTROL:
-                ends.add(self.ids[text])
-        return tuple(sorted(ends))
+                others.add(self.ids[text])
+        ends = dict.fromkeys((*named, *sorted(others)))
+        if any(calls <= there for calls in _CALLS):
+            ends.pop(self.ids.get("<|end|>", -1), None)
+        return tuple(ends)
 
     def is_control(self, number: int) -> bool:
         """True if plain text never spells this token."""

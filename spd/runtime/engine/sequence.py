@@ -307,8 +307,9 @@ class RequestChecks:
         if (
             self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
         ):  # which may be padded
-            why = f"{self.tokenizer.vocab_size} token ids, but config.json says vocab_size {self.vocab_size}"
-            path, reason = folder.path / TOKENIZER_FILE, ["Some tokens would have no embedding."]
+            why = f"{self.tokenizer.vocab_size} token ids, but vocab_size is {self.vocab_size}"
+            path = folder.path / TOKENIZER_FILE if folder.gguf is None else folder.path
+            reason = ["Some tokens would have no embedding."]
             raise CheckpointError(f"{path}: {why}", reason=reason)
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size

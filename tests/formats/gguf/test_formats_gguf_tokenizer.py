@@ -13,9 +13,11 @@ import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.chat_template import ChatTemplate
+from spd.formats.folder import ModelFolder
 from spd.formats.gguf.container import GgufFile, GgufValue
 from spd.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
-from spd.formats.gguf.template import read_sampling, read_template
+from spd.formats.gguf.sampling import read_sampling
+from spd.formats.gguf.template import read_template
 from spd.formats.gguf.tokenizer import open_tokenizer, tokenizer_config
 from spd.formats.gguf.vocabulary import (
     BYTE,
@@ -29,6 +31,7 @@ from spd.formats.gguf.vocabulary import (
 from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import TokenizerConfig
 from tests.formats.gguf.every_vocabulary import file_of, metadata_of, random_texts
+from tests.formats.gguf.gguf_helpers import write_gguf
 
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 PUBLISHED = os.environ.get("SPD_TEST_VOCABULARIES", "")
@@ -285,7 +288,15 @@ def test_turns_end_at_the_tokens_that_llama_cpp_picks(
 ) -> None:
     metadata = byte_level(*tokens.items())
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    assert Vocabulary.of(file_of(metadata)).end_ids == tuple(256 + number for number in ends)
+    found = Vocabulary.of(file_of(metadata)).end_ids
+    assert sorted(found) == [256 + number for number in ends]
+
+
+def test_the_ends_that_a_file_names_come_first() -> None:
+    """As many as a request can have may end a text, and further ones are dropped."""
+    tokens = [("<|im_end|>", CONTROL), ("<|eot_id|>", CONTROL), ("<x>", CONTROL), ("<y>", CONTROL)]
+    metadata = byte_level(*tokens, eos_token_id=259, eot_token_id=258)
+    assert Vocabulary.of(file_of(metadata)).end_ids == (259, 258, 256, 257)
 
 
 def test_an_end_of_a_turn_is_not_spelled_by_plain_text_whatever_its_kind() -> None:
@@ -341,6 +352,26 @@ def test_sampling_is_as_the_file_says() -> None:
     metadata["general.sampling.top_p"] = float("nan")
     with pytest.raises(CheckpointError, match=r"general\.sampling\.top_p: NaN is not a number"):
         read_sampling(file_of(metadata), ())
+
+
+def test_a_model_opened_from_a_file_has_its_tokenizer_template_and_sampling(tmp_path: Path) -> None:
+    metadata = byte_level(("<|im_end|>", CONTROL), eos_token_id=256)
+    metadata["tokenizer.chat_template"] = "{{ messages[0].content }}{{ eos_token }}"
+    metadata["general.sampling.temp"] = 0.5
+    model = ModelFolder(write_gguf(tmp_path / "model.gguf", metadata, {}))
+    assert model.tokenizer is not None and model.template is not None
+    text = model.template.render([{"role": "user", "content": "a"}])
+    ids = model.tokenizer.encode(text, parse_special=True)
+    assert ids == [ALPHABET.index("a"), 256]
+    assert model.generation.eos_token_ids == (256,) and model.generation.temperature == 0.5
+    assert model.tokenizer_config.roles == {"eos_token": "<|im_end|>"}
+
+
+def test_a_file_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    """Drafters' files are such."""
+    model = ModelFolder(write_gguf(tmp_path / "mtp.gguf", {"tokenizer.ggml.model": "none"}, {}))
+    assert model.tokenizer is None and model.template is None
+    assert model.generation.eos_token_ids == () and not model.tokenizer_config.roles
 
 
 # Hostile files
