@@ -155,6 +155,11 @@ class ExpertsConfig:
     shared_gated: bool = (
         False  # what the shared one gives is scaled by the sigmoid of a gate of its own
     )
+    is_transposed: bool = field(default=True, metadata=keyed("experts_are_transposed"))
+    """True if matrices of experts with biases stand inputs before outputs, as `transformers` writes them.
+
+    No file of a folder has the key: it is said of GGUF files.
+    """
     latent: int | None = field(default=None, metadata=keyed("moe_latent_size", 1, MAX_WIDTH))
     """Width that routed experts work in, between two projections; None: the stream's own."""
 

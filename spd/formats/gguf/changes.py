@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Decay:
 class TiledHeads:
     """Value heads of a recurrent layer stand as [per key, keys, width]; meant is [keys, per key, width].
 
-    They stand behind `first` rows, or of columns (dim 1) behind none.
+    They stand behind `first` rows, or are all columns (dim 1).
     """
 
     keys: int
@@ -37,24 +38,47 @@ class TiledHeads:
 
 
 @dataclass(frozen=True)
-class LatentHeads:
-    """Two tensors, keys transposed [H, rank, K] and values [H, V, rank], that are one head by head."""
+class Below:
+    """Several tensors are one, below each other."""
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Two tensors, rows of which stand in turn, a row of each: gates and inputs."""
+    """Several tensors are one: along the dimension before `dim` an element of each in turn."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Two tensors, keys transposed [H, rank, K] and values [H, V, rank], are one head by head."""
 
 
 @dataclass(frozen=True)
 class KeyHeadMajor:
-    """Two tensors that a fused one was cut into: queries, keys and values below each other, and gates.
+    """Two tensors, queries, keys and values below each other and gates, are one key head by key head.
 
-    Meant: for each of `keys` key heads its query, its key, its values and its gates.
+    Of each of `keys` key heads there are a query and a key of `key_dim` rows, its values and its gates.
     """
 
     keys: int
     key_dim: int
 
 
-Change = HeadPairs | Shifted | Decay | TiledHeads | LatentHeads | Interleaved | KeyHeadMajor
+Change = HeadPairs | Shifted | Decay | TiledHeads | Below | Interleaved | LatentHeads | KeyHeadMajor
+
+ChangeName = Literal[
+    "query_pairs",
+    "key_pairs",
+    "decay",
+    "tiled_decay",
+    "tiled_values",
+    "tiled_heads",
+    "tiled_columns",
+    "tiled_channels",
+    "below",
+    "interleaved",
+    "latent_heads",
+    "key_head_major",
+]
+"""Changes by what they are done to, before a model's sizes are known."""

@@ -46,9 +46,7 @@ class GgufCheckpoint(Checkpoint):
     ) -> Tensor:
         """Return a tensor of floats as it is stored, as a folder's. Raises CheckpointError for others."""
         kept = self.stored.get(name)
-        if kept is not None and (
-            kept.change is not None or self.meta(name).dtype not in TORCH_NAMES
-        ):
+        if kept is not None and (kept.changes or kept.parts[0].type.name not in TORCH_NAMES):
             raise self.refused(name, "is not stored as it is meant")
         return super().read(name, rows, into)
 

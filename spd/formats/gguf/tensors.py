@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spd.errors import CheckpointError
-from spd.formats.gguf.architectures import NAMES, OUTER, ChangeName, GgufArchitecture
-from spd.formats.gguf.changes import Change, HeadPairs, Shifted
+from spd.formats.gguf import changes as to
+from spd.formats.gguf.architectures import GgufArchitecture
 from spd.formats.gguf.container import GgufFile, GgufTensor
+from spd.formats.gguf.names import LAYER, OUTER, Joined, Names
 from spd.formats.json_file import Fields, shown
 
 Shape = tuple[int, ...]
@@ -28,7 +29,8 @@ class StoredTensor:
     parts: tuple[GgufTensor, ...]
     shape: Shape
     """Of the tensor that is meant."""
-    change: Change | None = None
+    changes: tuple[to.Change, ...] = ()
+    """To be undone in order; the first one makes one tensor of several parts."""
 
     @property
     def nbytes(self) -> int:
@@ -36,27 +38,16 @@ class StoredTensor:
         return sum(part.nbytes for part in self.parts)
 
 
-def rows_of(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
-    """Return some of a tensor's rows, the outermost dimension counted."""
-    nbytes = tensor.nbytes // tensor.shape[0]
-    return replace(
-        tensor,
-        shape=(count, *tensor.shape[1:]),
-        offset=tensor.offset + first * nbytes,
-        nbytes=count * nbytes,
-    )
-
-
 def stored_tensors(
     file: GgufFile, row: GgufArchitecture, fields: Fields
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors by Hugging Face's names, and the file's names that stand for nothing known."""
-    sizes = _Sizes.of(fields)
+    reader = _Reader(row, _Sizes.of(fields))
     found: dict[str, StoredTensor] = {}
     unknown: list[str] = []
     for tensor in file.tensors.values():
-        named = [*_named(tensor, row, sizes)]
-        if not named and tensor.name not in _IGNORED:
+        named = [*reader.named(tensor, file.tensors)]
+        if not named and tensor.name not in _IGNORED and not reader.is_joined(tensor.name):
             unknown.append(tensor.name)
         for name, stored in named:
             if name in found:
@@ -76,9 +67,15 @@ class _Sizes:
     heads: int
     key_heads: int
     head_dim: int
+    delta_keys: int
+    delta_values: int
+    key_dim: int
+    value_dim: int
 
     @classmethod
     def of(cls, fields: Fields) -> _Sizes:
+        """Return what a configuration says."""
+
         def whole(key: str, default: int = 0) -> int:
             value = fields.get(key)
             return value if type(value) is int and value > 0 else default
@@ -90,6 +87,10 @@ class _Sizes:
             heads,
             whole("num_key_value_heads", heads),
             whole("head_dim", width),
+            whole("linear_num_key_heads"),
+            whole("linear_num_value_heads"),
+            whole("linear_key_head_dim"),
+            whole("linear_value_head_dim"),
         )
 
     @property
@@ -98,51 +99,180 @@ class _Sizes:
         keys = self.key_heads * self.head_dim
         return self.heads * self.head_dim, keys, keys
 
-
-def _named(
-    tensor: GgufTensor, row: GgufArchitecture, sizes: _Sizes
-) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the names that a tensor, or each of its parts, has in Hugging Face's checkpoint."""
-    block = _BLOCK.fullmatch(tensor.name)
-    own = block[2] if block else tensor.name
-    names = {**NAMES, **row.names} if block else OUTER
-    stem, _, ending = own.rpartition(".")
-    known = names.get(own)
-    suffix = ""
-    if known is None and ending in ("weight", "bias"):
-        known = names.get(stem)
-        suffix = f".{ending}"
-    if known is None:
-        return
-    prefix = f"model.layers.{block[1]}." if block else ""
-    change = _change(row.changes.get(stem), own, row, sizes)
-    targets = (known,) if isinstance(known, str) else known
-    for target, part in zip(targets, _cut(tensor, targets, sizes), strict=True):
-        shape = _RESHAPED.get(own, _same)(part.shape)
-        if "{e}" not in target:
-            yield f"{prefix}{target}{suffix}", StoredTensor((part,), shape, change)
-            continue
-        for number in range(tensor.shape[0]):
-            expert = _expert(part, number)
-            name = f"{prefix}{target.format(e=number)}{suffix}"
-            yield name, StoredTensor((expert,), expert.shape, change)
+    def tiled(self, width: int, *, behind_keys: bool = False, dim: int = 0) -> to.TiledHeads | None:
+        """Return how value heads of `width` rows are tiled; None where each key has one."""
+        keys = self.delta_keys
+        if not keys or self.delta_values in (0, keys):
+            return None
+        first = 2 * keys * self.key_dim if behind_keys else 0
+        return to.TiledHeads(keys, self.delta_values // keys, width, first, dim)
 
 
-def _cut(tensor: GgufTensor, targets: Sequence[str], sizes: _Sizes) -> Iterator[GgufTensor]:
-    """Yield the parts of a tensor that several matrices below each other were made one of."""
-    if len(targets) == 1:
-        yield tensor
-        return
-    stacked = "{e}" in targets[0]
-    rows = tensor.shape[1] if stacked and len(tensor.shape) == 3 else tensor.shape[0]
-    counts = [rows // len(targets)] * len(targets) if stacked else sizes.attention_rows
-    if sum(counts) != rows:
-        why = f"{rows} rows are not {' + '.join(map(str, counts))}"
-        raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
-    first = 0
-    for count in counts:
-        yield _inner_rows(tensor, first, count) if stacked else rows_of(tensor, first, count)
-        first += count
+@dataclass(frozen=True)
+class _Reader:
+    """Names and changes of one architecture in a model's sizes."""
+
+    row: GgufArchitecture
+    sizes: _Sizes
+
+    def named(
+        self, tensor: GgufTensor, tensors: Mapping[str, GgufTensor]
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the names that a tensor, or each of its parts, has in Hugging Face's checkpoint."""
+        prefix, own = self._place(tensor.name)
+        if prefix is None:
+            return
+        joined = self._joined(tensor.name)
+        if joined is not None:
+            stem = tensor.name.removesuffix(joined.parts[0])
+            others = [tensors.get(f"{stem}{part}") for part in joined.parts]
+            parts = [each for each in others if each is not None]
+            if tensor.name.endswith(joined.parts[0]) and len(parts) == len(joined.parts):
+                yield from self._whole(prefix, joined, parts)
+            return
+        target, suffix = self._target(tensor.name, own)
+        if target is None:
+            return
+        changes = self._changes(own)
+        targets = (target,) if isinstance(target, str) else target
+        for each, part in zip(targets, self._cut(tensor, targets), strict=True):
+            name = f"{prefix}{each}{suffix}"
+            shape = _RESHAPED.get(own, _same)(part.shape)
+            if "{e}" not in each:
+                yield name, StoredTensor((part,), shape, changes)
+                continue
+            for number in range(tensor.shape[0]):
+                expert = _expert(part, number)
+                yield name.format(e=number), StoredTensor((expert,), expert.shape, changes)
+
+    def is_joined(self, name: str) -> bool:
+        """True if a tensor is a part of one that the converter cut."""
+        return self._joined(name) is not None
+
+    def _joined(self, name: str) -> Joined | None:
+        block = _BLOCK.fullmatch(name)
+        if block is None:
+            return None
+        return next((each for each in self.row.joined if block[2] in each.parts), None)
+
+    def _place(self, name: str) -> tuple[str | None, str]:
+        """Return what stands before a tensor's name there, None where that is not known, and its own here."""
+        block = _BLOCK.fullmatch(name)
+        if block is None:
+            return "", name
+        layer = int(block[1])
+        behind = layer - self.sizes.layers
+        if behind < 0:
+            return f"model.layers.{layer}.", block[2]
+        if self.row.mtp is None:
+            return None, block[2]
+        stem = block[2].rpartition(".")[0]
+        if stem in self.row.mtp.outer:
+            return "", block[2]
+        return self.row.mtp.layer.format(i=behind, l=layer), block[2]
+
+    def _target(self, name: str, own: str) -> tuple[str | tuple[str, ...] | None, str]:
+        """Return a tensor's name there, or names, and the ending behind it."""
+        stem, _, ending = own.rpartition(".")
+        names = {**OUTER, **self.row.outer}
+        if (block := _BLOCK.fullmatch(name)) is not None:
+            names = {**LAYER, **self.row.names}
+            behind = int(block[1]) - self.sizes.layers
+            if behind >= 0 and self.row.mtp is not None and stem in self.row.mtp.outer:
+                outer = self.row.mtp.outer[stem].format(i=behind, l=int(block[1]))
+                return outer, f".{ending}"
+        return _looked_up(names, own, stem, ending)
+
+    def _changes(self, own: str) -> tuple[to.Change, ...]:
+        """Return what the converter did to a tensor, in this model's sizes."""
+        sizes = self.sizes
+        found: list[to.Change | None] = []
+        if own.endswith("norm.weight") and self.row.centred and own != "ssm_norm.weight":
+            found.append(to.Shifted())
+        name = self.row.changes.get(own.removesuffix(".weight").removesuffix(".bias"))
+        if name == "query_pairs":
+            found.append(to.HeadPairs(sizes.heads))
+        elif name == "key_pairs":
+            found.append(to.HeadPairs(sizes.key_heads))
+        elif name == "decay":
+            found.append(to.Decay())
+        elif name == "tiled_decay":
+            found += [to.Decay(), sizes.tiled(1)]
+        elif name == "tiled_heads":
+            found.append(sizes.tiled(1))
+        elif name == "tiled_values":
+            found.append(sizes.tiled(sizes.value_dim))
+        elif name == "tiled_channels":
+            found.append(sizes.tiled(sizes.value_dim, behind_keys=True))
+        elif name == "tiled_columns":
+            found.append(sizes.tiled(sizes.value_dim, dim=1))
+        return tuple(each for each in found if each is not None)
+
+    def _cut(self, tensor: GgufTensor, targets: Sequence[str]) -> Iterator[GgufTensor]:
+        """Yield the parts of a tensor that was made of several matrices below each other."""
+        if len(targets) == 1:
+            yield tensor
+            return
+        stacked = "{e}" in targets[0] and len(tensor.shape) == 3
+        rows = tensor.shape[1 if stacked else 0]
+        counts = self.sizes.attention_rows
+        if stacked:
+            counts = [rows // len(targets)] * len(targets)
+        if sum(counts) != rows:
+            why = f"{rows} rows are not {' + '.join(map(str, counts))}"
+            raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
+        first = 0
+        for count in counts:
+            yield _inner_rows(tensor, first, count) if stacked else _rows(tensor, first, count)
+            first += count
+
+    def _whole(
+        self, prefix: str, joined: Joined, parts: Sequence[GgufTensor]
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield a tensor that the converter cut into parts, or those of all experts."""
+        name = f"{prefix}{joined.name}"
+        if "{e}" not in name:
+            yield name, self._made(joined, parts)
+            return
+        for number in range(min(part.shape[0] for part in parts)):
+            own = [_expert(part, number) for part in parts]
+            yield name.format(e=number), self._made(joined, own)
+
+    def _made(self, joined: Joined, parts: Sequence[GgufTensor]) -> StoredTensor:
+        first = parts[0].shape
+        sizes = self.sizes
+        if joined.change == "below":
+            rows = sum(part.shape[0] for part in parts)
+            return StoredTensor(tuple(parts), (rows, *first[1:]), (to.Below(),))
+        if joined.change == "interleaved":
+            dim = 0 if joined.name.endswith("weight") else len(first) - 1
+            shape = (*first[:dim], 2 * first[dim], *first[dim + 1 :])
+            return StoredTensor(tuple(parts), shape, (to.Interleaved(dim + 1),))
+        if joined.change == "latent_heads":
+            heads, rank, nope = (*first, 1, 1, 1)[:3]
+            rows = heads * (nope + parts[1].shape[-2])
+            return StoredTensor(tuple(parts), (rows, rank), (to.LatentHeads(),))
+        rows = sum(part.shape[0] for part in parts)
+        change = to.KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
+        return StoredTensor(tuple(parts), (rows, *first[1:]), (change,))
+
+
+def _looked_up(
+    names: Names, own: str, stem: str, ending: str
+) -> tuple[str | tuple[str, ...] | None, str]:
+    """Return the name that stands for a tensor's own, whole or without its ending, and what is behind it."""
+    if own in names:
+        return names[own], ""
+    if stem in names and ending in ("weight", "bias"):
+        return names[stem], f".{ending}"
+    return None, ""
+
+
+def _rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
+    """Return some of a tensor's rows, the outermost dimension counted."""
+    nbytes = tensor.nbytes // tensor.shape[0]
+    offset = tensor.offset + first * nbytes
+    return replace(tensor, shape=(count, *tensor.shape[1:]), offset=offset, nbytes=count * nbytes)
 
 
 def _inner_rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
@@ -162,22 +292,28 @@ def _expert(part: GgufTensor, number: int) -> GgufTensor:
     return replace(part, shape=part.shape[1:], offset=part.offset + number * step, nbytes=nbytes)
 
 
-def _change(
-    name: ChangeName | None, own: str, row: GgufArchitecture, sizes: _Sizes
-) -> Change | None:
-    """Return what the converter did to a tensor, in this model's sizes."""
-    if name == "query_pairs":
-        return HeadPairs(sizes.heads)
-    if name == "key_pairs":
-        return HeadPairs(sizes.key_heads)
-    if row.centred and own.endswith("norm.weight"):
-        return Shifted()
-    return None
-
-
 def _same(shape: Shape) -> Shape:
     return shape
 
 
-_RESHAPED: Mapping[str, Callable[[Shape], Shape]] = {}
+def _flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+def _row(shape: Shape) -> Shape:
+    return (1, math.prod(shape))
+
+
+def _middle(shape: Shape) -> Shape:
+    return (shape[0], 1, *shape[1:])
+
+
+_RESHAPED: Mapping[str, Callable[[Shape], Shape]] = {
+    "ssm_conv1d.weight": _middle,
+    "shortconv.conv.weight": _middle,
+    "ssm_a": _flat,
+    "ssm_d": _flat,
+    "ssm_norm.weight": _flat,
+    "ffn_gate_inp_shexp.weight": _row,
+}
 """Shapes that the converter made other ones of, by names."""

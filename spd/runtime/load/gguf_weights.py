@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.gguf.changes import Change, HeadPairs, Shifted
+from spd.formats.gguf import changes as did
 from spd.formats.gguf.container import GgufTensor
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.tensors import StoredTensor
@@ -35,7 +35,7 @@ def gguf_fill(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
             if cut is not None:
                 whole = meant(checkpoint, stored)
                 view.copy_(torch.cat(cut.of(whole), cut.dim))
-            elif stored.change is None:
+            elif not stored.changes:
                 _multiply_out(checkpoint, stored.parts[0], view)
             else:
                 view.copy_(meant(checkpoint, stored))
@@ -59,18 +59,48 @@ def meant(checkpoint: GgufCheckpoint, stored: StoredTensor) -> Tensor:
         values = torch.empty(part.shape)
         _multiply_out(checkpoint, part, values)
         parts.append(values)
-    return undone(stored.change, parts).reshape(stored.shape)
+    for change in stored.changes:
+        parts = [undone(change, parts)]
+    return parts[0].reshape(stored.shape)
 
 
-def undone(change: Change | None, parts: list[Tensor]) -> Tensor:
-    """Return what the converter changed as it was before."""
+def undone(change: did.Change, parts: list[Tensor]) -> Tensor:
+    """Return what the converter changed as it was before; parts: what it made of one tensor."""
     values = parts[0]
-    if isinstance(change, HeadPairs):
+    if isinstance(change, did.HeadPairs):
         pairs = values.view(change.heads, -1, 2, *values.shape[1:])
         return pairs.transpose(1, 2).reshape(values.shape)
-    if isinstance(change, Shifted):
+    if isinstance(change, did.Shifted):
         return values - 1
-    return values
+    if isinstance(change, did.Decay):
+        return (-values.double()).log().float()
+    if isinstance(change, did.TiledHeads):
+        return _by_keys(change, values)
+    if isinstance(change, did.Below):
+        return torch.cat(parts)
+    if isinstance(change, did.Interleaved):
+        return torch.stack(parts, dim=change.dim)
+    if isinstance(change, did.LatentHeads):
+        return torch.cat((values.transpose(1, 2), parts[1]), dim=1)
+    return _key_head_major(change, *parts)
+
+
+def _by_keys(change: did.TiledHeads, values: Tensor) -> Tensor:
+    """Return value heads key by key, which stand tiled along a dimension behind `first`."""
+    tiled = values.transpose(0, change.dim)
+    kept = tiled[: change.first]
+    moved = tiled[change.first :]
+    heads = moved.reshape(change.per_key, change.keys, change.width, *moved.shape[1:])
+    found = torch.cat((kept, heads.transpose(0, 1).reshape(moved.shape)))
+    return found.transpose(0, change.dim)
+
+
+def _key_head_major(change: did.KeyHeadMajor, mixed: Tensor, gates: Tensor) -> Tensor:
+    """Return queries, keys, values and gates [rows, hidden] of each key head below each other."""
+    keys = change.keys * change.key_dim
+    pieces = (mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :], gates)
+    per_head = [each.reshape(change.keys, -1, mixed.shape[1]) for each in pieces]
+    return torch.cat(per_head, dim=1)
 
 
 def _multiply_out(checkpoint: GgufCheckpoint, part: GgufTensor, view: Tensor) -> None:

@@ -67,7 +67,7 @@ def usual_experts(config: ModelConfig) -> blocks.MoeLayout:
         experts,
         act,
         shared_act,
-        is_transposed=config.quantization is None,
+        is_transposed=config.quantization is None and experts.is_transposed,
     )
 
 

@@ -1,0 +1,173 @@
+"""Names of tensors in GGUF files, and Hugging Face's as spd's text models have them.
+
+Names stand behind `blk.N.` and `model.layers.N.`; with their ending (`.weight`, `.bias`) where that changes.
+Source: `tensor_mapping.py` of gguf-py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spd.formats.gguf.changes import ChangeName
+
+Names = Mapping[str, str | tuple[str, ...]]
+"""Several names: matrices below each other that are one in the file. {e} is the number of an expert."""
+EXPERT = "mlp.experts.{e}"
+
+OUTER: Names = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""Outside the layers, with nothing before them."""
+LAYER: Names = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps": f"{EXPERT}.gate_proj",
+    "ffn_up_exps": f"{EXPERT}.up_proj",
+    "ffn_down_exps": f"{EXPERT}.down_proj",
+    "ffn_gate_up_exps": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+"""In a layer of most architectures."""
+MAMBA: Names = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+"""Of Mamba-2."""
+DELTA: Names = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""Of gated DeltaNet layers, and of the layers between them."""
+CONVOLUTIONS: Names = {
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+"""Of short convolutions, and of the layers between them."""
+SHARED_EXPERT: Names = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+"""Of a shared expert with a gate."""
+LATENT: Names = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+"""Of latent attention."""
+AFTER: Names = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Norms before and behind both blocks."""
+SIDES: Names = {
+    **AFTER,
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_exps": "experts.{e}.gate_proj",
+    "ffn_up_exps": "experts.{e}.up_proj",
+    "ffn_down_exps": "experts.{e}.down_proj",
+    "ffn_gate_up_exps": ("experts.{e}.gate_proj", "experts.{e}.up_proj"),
+}
+"""Of Gemma 4: norms, experts beside the MLP, and layers' own embeddings."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor that the converter cut into several; all names with their endings."""
+
+    name: str
+    """Hugging Face's."""
+    parts: tuple[str, ...]
+    """The file's, in order."""
+    change: ChangeName
+    """How they are one."""
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Where an MTP head's tensors stand, which GGUF numbers as layers behind the others.
+
+    {i} counts the head's layers, {l} goes on behind the model's.
+    """
+
+    layer: str
+    """What stands before a layer's own names."""
+    outer: Mapping[str, str]
+    """Names of what surrounds the layer."""
+
+
+_NORMS = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "eh_proj"}
+
+
+def _numbered(head: str, norm: str, layer: str = "model.layers.{l}.") -> MtpNames:
+    """Return the names of a head that stands behind the layers, whose own tables are called so."""
+    found = {own: f"{layer}{name}" for own, name in _NORMS.items()}
+    found["nextn.shared_head_norm"] = f"{layer}{norm}"
+    found["nextn.shared_head_head"] = f"{layer}{head}"
+    found["nextn.embed_tokens"] = f"{layer}embed_tokens"
+    return MtpNames(layer, found)
+
+
+NUMBERED = _numbered("shared_head.head", "shared_head.norm")
+STEP = _numbered("transformer.shared_head.output", "transformer.shared_head.norm")
+ENDS = _numbered("head", "final_layernorm", "mtp.layers.{i}.")
+MIMO = _numbered("head", "final_layernorm", "model.mtp.layers.{i}.")
+OUTSIDE = MtpNames(
+    "mtp.layers.{i}.",
+    {
+        "nextn.eh_proj": "mtp.fc",
+        "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "mtp.norm",
+    },
+)
+"""By families of heads: `mtp.FAMILIES` names the same."""
