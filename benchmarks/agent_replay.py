@@ -36,14 +36,15 @@ from typing import Any
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
-from spd.cli.serve.http import Service
-from spd.cli.serve.wishes import read_chat, without_lines
 from spd.cli.text.job import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, Request
 from spd.runtime.engine.request import GrammarText
+from spd.server.chat_completions import read_chat
+from spd.server.request import without_lines
+from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.agent_replay/2"
 METHODS = dict.fromkeys(("demo", "demo-hybrid"), ("off", "mtp", "ngram", "mtp+ngram"))
@@ -187,7 +188,7 @@ class Replay:
         clock = f"{CLOCK}{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}"
         system = {"role": "system", "content": f"You edit code.\n{clock}\nBe exact."}
         body = {"messages": [system, *messages], "tools": TOOLS, "max_tokens": OWN}
-        wish = read_chat({**body, "temperature": 0.8, "seed": number}, self.service)
+        wish = read_chat({**body, "temperature": 0.8, "seed": number}, self.service.settings)
         prepared = self.service.prepare(without_lines(wish, (CLOCK,)) if rule else wish)
         ((request, _),) = prepared[1]
         return request

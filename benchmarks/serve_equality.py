@@ -29,11 +29,11 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.serve.http import Service
-from spd.cli.serve.run import Server, listen
 from spd.cli.text.job import plan_settings
 from spd.runtime import Engine
 from spd.runtime.engine.driver import EngineThread
+from spd.server.run import Server, listen
+from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.serve_equality/1"
 TEMPERATURES = 0.0, 0.8
@@ -70,7 +70,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
     )
     thread.start()
     service, listener = Service(settings, options.model, thread), listen("127.0.0.1", 0)
-    server = Server(service, options)
+    server = Server(service, options.for_server(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
     try:

@@ -32,8 +32,10 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.local import served_engine
+from spd.cli.served import served_engine
+from spd.cli.text.job import sampling_wishes
 from spd.cli.text.output import Console
+from spd.cli.text.prompt import gather
 from spd.errors import SpdError
 
 SCHEMA = "spd.benchmarks.soak/1"
@@ -161,8 +163,10 @@ class Soak:
         if engine is None:
             return "no server is found"
         with closing(engine):
-            request, _ = engine.prepare(self._session.console, self._options)
-            engine.add(request)
+            options = self._options
+            prompt = gather(options)
+            served = engine.prepare(prompt, sampling_wishes(options), None, options.think)
+            engine.add(served.request)
             if draws.random() < 0.2:
                 return None
             text = ""

@@ -10,14 +10,16 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spd.cli.serve.forms import FORMS, CallParser, Piece, Tools, call_form
-from spd.cli.serve.wishes import CHAT
-from spd.cli.text.messages import for_template
-from spd.cli.text.prompt import ThinkingSplitter
+from spd.conversation.messages import for_template
+from spd.conversation.thinking_splitter import ThinkingSplitter
+from spd.conversation.tools.call_forms import FORMS, call_form
+from spd.conversation.tools.call_grammar import Tools
+from spd.conversation.tools.call_parser import CallParser, Piece
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.thinking import past_turn
 from spd.runtime.engine.json_schema import JsonObject
+from spd.server.chat_completions import CHAT
 
 SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
 PARAMETERS: JsonObject = {

@@ -21,17 +21,17 @@ ROOM_STATEMENTS = {
 """The statements that each room may hold; an empty name stands for all other modules."""
 LIMITS = {
     "long_functions": 6,
-    "long_files": 6,
+    "long_files": 4,
     "wide_functions": 8,
-    "import_circles": 5,
-    "untyped": 17.1,
-    "tuple_assignments": 26.7,
-    "starred_calls": 7.2,
-    "long_lines": 44.3,
-    "vague_bindings": 6.3,
-    "packed_literals": 17,
-    "noun_docstrings": 245,
-    "undocumented": 59,
+    "import_circles": 1,
+    "untyped": 14.0,
+    "tuple_assignments": 17.3,
+    "starred_calls": 5.4,
+    "long_lines": 36.9,
+    "vague_bindings": 5.3,
+    "packed_literals": 16,
+    "noun_docstrings": 222,
+    "undocumented": 53,
 }
 """The most of each measure in `spd`: they only fall.
 
@@ -43,8 +43,16 @@ PLANTED = {  # What is imported within a function, or where that is torch, at on
     "spd.kernels.bad": ["spd.runtime.plan.plan"],
     "spd.formats.bad": ["spd.kernels.attention.rotary_store"],
     "spd.cli.bad": ["torch"],
-    "spd.cli.text.bad": ["spd.cli.serve.forms"],
-    "spd.runtime.bad": ["spd.cli", "spd.runtime.proposers.ngram", "transformers"],
+    "spd.cli.text.bad": ["spd.cli.commands.chat"],
+    "spd.conversation.bad": ["spd.cli.options", "spd.server.app", "torch"],
+    "spd.server.bad": ["spd.cli.options", "torch"],
+    "spd.runtime.bad": [
+        "spd.cli",
+        "spd.conversation.prompt",
+        "spd.server",
+        "spd.runtime.proposers.ngram",
+        "transformers",
+    ],
     "spd.runtime.models.bad": ["spd.runtime.engine.request", "spd.runtime.ranks.communicator"],
     "spd.runtime.layers.bad": ["spd.runtime.round.sampler", "spd.runtime.models.layouts"],
     "spd.runtime.round.bad": [
@@ -98,10 +106,13 @@ def room(*names_below: str) -> tuple[str, ...]:
 
 
 HEAVY = ("torch", "triton", "numpy")
+ABOVE = ("spd.cli", "spd.server", "spd.conversation")
 NEVER = [  # What is below the first never imports the second.
-    (("spd.formats",), ("spd.runtime", "spd.kernels", "spd.cli", "triton")),
-    (("spd.runtime",), ("spd.cli", "typer", "rich")),
-    (("spd.cli.text",), ("spd.cli.serve",)),
+    (("spd.formats",), ("spd.runtime", "spd.kernels", *ABOVE, "triton")),
+    (("spd.runtime",), (*ABOVE, "typer", "rich")),
+    (("spd.conversation",), ("spd.cli", "spd.server")),
+    (("spd.server",), ("spd.cli",)),
+    (("spd.cli.text",), ("spd.cli.commands", "spd.cli.chat.loop")),
     (
         room("models", "layers"),
         room("engine", "round", "proposers", "ranks", "plan", "load", "lab"),
@@ -148,7 +159,7 @@ def violations(tree: Tree) -> list[str]:
             wrong |= {name for name in every if names(name, others)}
         if not names(module, room("proposers")):
             wrong |= {name for name in every if names(name, tuple(methods))}
-        if names(module, ("spd.cli",)):
+        if names(module, ABOVE):
             wrong |= {name for name in top if names(name, (*HEAVY, "spd.kernels"))}
         free = names(module, TORCH_FREE) and module not in WITH_TORCH
         if free or module in ("spd.runtime", *room("models")):
@@ -181,14 +192,12 @@ FACADE = {
         "ranks.follower",
     ),
     *("spd.runtime", *room("ranks.rendezvous", "round.sampling_params")),
-}  # All of the runtime that the command line may import; ten modules at most.
+}  # All of the runtime that the rooms above it may import; ten modules at most.
 
 
-def test_the_command_line_sees_the_runtime_through_a_facade() -> None:
+def test_the_rooms_above_see_the_runtime_through_a_facade() -> None:
     known = {module for module, _, _ in modules()}
-    imported = {
-        n for module, tree, _ in modules() if names(module, ("spd.cli",)) for n in imports(tree)
-    }
+    imported = {n for module, tree, _ in modules() if names(module, ABOVE) for n in imports(tree)}
     seen = {name for name in imported & known if names(name, ("spd.runtime",))}
     assert len(seen) > 5 and seen <= FACADE and len(FACADE) <= 10
 
@@ -226,7 +235,7 @@ def test_room_sizes() -> None:
         tuple(f"spd.{name.replace('/', '.')}" for name in room): allowed
         for room, allowed in ROOM_STATEMENTS.items()
     }
-    assert len(rooms) == 13
+    assert len(rooms) == 14
     statements = dict.fromkeys(rooms, 0)
     for module, tree, _ in modules():
         home = next((room for room in rooms if names(module, room)), ())

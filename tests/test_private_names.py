@@ -88,7 +88,7 @@ def gloo_group() -> object:
 
 
 HUB = "spd/formats/hub_download.py"
-SERVE = "spd/cli/serve/run.py"
+SERVE = "spd/server/run.py"
 LINEAR = "spd/runtime/layers/torch_linear.py"
 RANKS = "spd/runtime/ranks/communicator.py"
 RECORDING = "spd/kernels/native/recording.py"

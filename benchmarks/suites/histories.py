@@ -16,7 +16,7 @@ from benchmarks.suites.folders import write_model
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.served import Server, serving
 from benchmarks.suites.templates import template_files
-from spd.cli.serve.call_forms import MARKS
+from spd.conversation.tools.call_forms import MARKS
 from tests.every_template import theirs
 
 HISTORIES = 200

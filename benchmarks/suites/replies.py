@@ -20,9 +20,9 @@ from benchmarks.suites.folders import END, VOCABULARY, write_tokenizer
 from benchmarks.suites.reply_schemas import CASES, Case
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.templates import template_files
-from spd.cli.serve.call_check import form_of
-from spd.cli.serve.call_forms import FORMS, GUESSED, MARKS, Form, call_form
-from spd.cli.serve.call_grammar import Tools
+from spd.conversation.tools.call_check import form_of
+from spd.conversation.tools.call_forms import FORMS, GUESSED, MARKS, Form, call_form
+from spd.conversation.tools.call_grammar import Tools
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.tokenizer import Tokenizer

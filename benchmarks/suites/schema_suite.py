@@ -16,12 +16,13 @@ from typing import Any
 
 from benchmarks.suites.folders import END, VOCABULARY, write_tokenizer
 from benchmarks.suites.report import WRONG, Report
-from spd.cli.serve import wishes
-from spd.cli.serve.body import ApiError
+from spd.conversation import tool_choice
+from spd.conversation.fields import FieldError
 from spd.errors import SpdError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarText
+from spd.server import chat_completions
 
 DRAFTS = ("draft4", "draft6", "draft7", "draft2019-09", "draft2020-12")
 MOST_TEXTS = 720
@@ -75,10 +76,10 @@ class Acceptor:
         self._compiler = GrammarCompiler(self._tokenizer, VOCABULARY)
 
     def grammar_of(self, schema: Mapping[str, Any]) -> GrammarText:
-        """Return what a chat completion's format makes of a schema. Raises SpdError, ApiError."""
+        """Return what a chat completion's format makes of a schema. Raises SpdError, FieldError."""
         form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-        body = wishes.CHAT["response_format"](form, "response_format")
-        grammar = wishes.response_format({"response_format": body})
+        body = chat_completions.CHAT["response_format"](form, "response_format")
+        grammar = tool_choice.response_format(body)
         assert grammar is not None
         self._compiler.compile(grammar, (END,))
         return grammar
@@ -146,7 +147,7 @@ def _try(report: Report, acceptor: Acceptor, where: str, group: Mapping[str, Any
         return
     try:
         grammar = acceptor.grammar_of(schema)
-    except (SpdError, ApiError) as error:
+    except (SpdError, FieldError) as error:
         report.rows.setdefault(row, Counter())[REFUSED] += len(group["tests"])
         report.reasons.setdefault(row, error.message)
         return

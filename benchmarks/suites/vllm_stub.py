@@ -14,9 +14,9 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spd.cli.serve.call_forms import FORMS, Form
-from spd.cli.serve.call_grammar import Tools
-from spd.cli.serve.call_parser import CallParser
+from spd.conversation.tools.call_forms import FORMS, Form
+from spd.conversation.tools.call_grammar import Tools
+from spd.conversation.tools.call_parser import CallParser
 
 PARSERS: Mapping[str, str] = {
     "hermes": "Hermes, Qwen3",

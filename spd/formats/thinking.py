@@ -175,3 +175,21 @@ def _is_read(name: str, code: Collection[str]) -> bool:
 def switch_value(switch: str, thinks: bool) -> object:
     """Return what a template's switch is set to so that the model thinks, or does not."""
     return _OFF_AND_ON.get(switch, (False, True))[thinks]
+
+
+def opens_thinking(prompt: str, marks: ThinkingMarks) -> bool:
+    """True if a rendered prompt, or its end, leaves thinking open."""
+    end = prompt.rstrip()
+    return any(end.endswith((one.opening, one.opening + one.label)) for one in marks.thinking)
+
+
+def closes_thinking(prompt: str, marks: ThinkingMarks) -> bool:
+    """True if a rendered prompt, or its end, has closed thinking: the reply is an answer."""
+    return prompt.rstrip().endswith(tuple(one.closing for one in marks.thinking))
+
+
+def continues_thinking(prompt: str, marks: ThinkingMarks) -> bool:
+    """True if a prompt, or its end, has begun thinking, whatever words stand behind it."""
+    last_opening = max(prompt.rfind(one.opening) for one in marks.thinking)
+    last_closing = max(prompt.rfind(one.closing) for one in marks.thinking)
+    return last_opening > last_closing

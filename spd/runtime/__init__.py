@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from spd.lazy_names import lazily
 
 if TYPE_CHECKING:
+    from spd.runtime.engine.client import EngineClient, EngineInfo
     from spd.runtime.engine.engine import Engine
     from spd.runtime.engine.grammar import GrammarCompiler
     from spd.runtime.engine.json_schema import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams
 
 _HOMES = {
+    "engine.client": ("EngineClient", "EngineInfo"),
     "engine.engine": ("Engine",),
     "engine.grammar": ("GrammarCompiler",),
     "engine.json_schema": ("Json", "JsonObject", "close_objects", "references", "without_notes"),

@@ -20,7 +20,7 @@ from spd.cli.options import GenerateOptions
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime import Engine, Request
 from spd.runtime.round.limits import PAGE_SIZE
-from tests.cli.serve.conftest import serving
+from tests.server.conftest import serving
 
 
 @pytest.mark.usefixtures("keep_threads")

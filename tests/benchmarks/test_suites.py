@@ -26,8 +26,8 @@ from benchmarks.suites.hostile_folders import Command
 from benchmarks.suites.hostile_requests import Hostile
 from benchmarks.suites.junit import count_junit
 from benchmarks.suites.report import KEPT_DETAILS, WRONG, Report
-from spd.cli.serve.call_forms import FORMS
-from spd.cli.serve.call_grammar import Tools
+from spd.conversation.tools.call_forms import FORMS
+from spd.conversation.tools.call_grammar import Tools
 
 
 def test_a_report_counts_and_keeps_wrong_ones() -> None:

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import spd.runtime
 from spd.formats.folder import ModelFolder
+from spd.runtime.engine.client import EngineInfo
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
 from spd.runtime.engine.request import Event, Request, TokenLogprob
 from tests.json_schema import faults_by_name
@@ -125,7 +126,9 @@ class FakePlan:
             "cache_bytes": 2**19,
             "weights": "bfloat16",
         }
-        return {**said, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
+        said |= {"verify": self.wishes.verify, "device": self.device}
+        said |= {"kernels_reason": self.kernels_reason, "synthetic_acceptance": None}
+        return {**said, **vars(self.shape)}
 
 
 @dataclass
@@ -165,7 +168,9 @@ class FakeEngine:
         if script.on_load:
             script.on_load(progress)
         self.plan = FakePlan(script.ctx or config.ctx or 128, wishes=config)
+        self.info = EngineInfo.of_json(self.plan.as_dict())
         self.tokenizer = ModelFolder.of(config.model).tokenizer if script.tokenizer else None
+        self.has_tokenizer = self.tokenizer is not None
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None
         self.closed = self.aborted = False

@@ -21,8 +21,8 @@ from spd.cli.chat.conversation import (
     shared_spans,
 )
 from spd.cli.chat.slash import Commands
-from spd.cli.text.job import Vocabulary, open_vocabulary
 from spd.cli.text.reply import DraftedText
+from spd.conversation.vocabulary import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import ROOT, edit, program, saved_chat
-from tests.cli.serve.conftest import TEMPLATE
+from tests.server.conftest import TEMPLATE
 
 PIECES = ("Hello", " wörld", "!")
 BOUND = 60.0

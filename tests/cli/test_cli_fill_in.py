@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from spd.cli.text.fill_in import FORMS, FillInForm
-from spd.cli.text.job import Vocabulary, encode_asked
-from spd.cli.text.prompt import Asked
+from spd.conversation.fill_in import FORMS, FillInForm
+from spd.conversation.prompt import Prompt, encode_prompt
+from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError
 from spd.formats import tokenizer as ours
 from spd.formats.demo import demo_folder
@@ -41,7 +41,7 @@ def vocabulary_with(folder: Path, marks: tuple[str | None, ...]) -> Vocabulary:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.prefix)
 def test_a_suffix_stands_where_the_form_has_it(tmp_path: Path, form: FillInForm) -> None:
     vocabulary = vocabulary_with(tmp_path, (form.prefix, form.suffix, form.middle))
-    ids = encode_asked(Asked(text="ab", suffix="cd"), vocabulary, 100)
+    ids = encode_prompt(Prompt(text="ab", suffix="cd"), vocabulary, 100)
     shown = vocabulary.need_tokenizer().decode(ids, skip_special=False)
     parts = [f"{form.prefix}ab", f"{form.suffix}cd"]
     order = reversed(parts) if form.suffix_first else parts
@@ -51,7 +51,7 @@ def test_a_suffix_stands_where_the_form_has_it(tmp_path: Path, form: FillInForm)
 def test_without_such_tokens_it_is_refused_by_name(tmp_path: Path) -> None:
     vocabulary = vocabulary_with(tmp_path, ("<|fim_prefix|>",))
     with pytest.raises(IncompatibleError, match="no tokens for filling in"):
-        encode_asked(Asked(text="ab", suffix="cd"), vocabulary, 100)
+        encode_prompt(Prompt(text="ab", suffix="cd"), vocabulary, 100)
 
 
 def test_raw_text_is_read_as_by_transformers(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_raw_text_is_read_as_by_transformers(tmp_path: Path) -> None:
     text = "<|fim_prefix|>def f(<|fim_suffix|>)\n<|fim_middle|> <|endoftext|> <|fim_pad|>"
     library = AutoTokenizer.from_pretrained(tmp_path)
     expected = [vocabulary.need_tokenizer().bos_id, *library.encode(text, add_special_tokens=False)]
-    assert encode_asked(Asked(text=text), vocabulary, 100) == expected
+    assert encode_prompt(Prompt(text=text), vocabulary, 100) == expected

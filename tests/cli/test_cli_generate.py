@@ -14,8 +14,9 @@ import typer
 
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
-from spd.cli.text.job import parse_logit_bias, resolve_sampling, unescape
+from spd.cli.text.job import parse_logit_bias, sampling_wishes, unescape
 from spd.cli.text.prompt import template_variables
+from spd.conversation.sampling import resolve_sampling
 from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import GenerationConfig
@@ -196,7 +197,9 @@ def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, 
 
 
 def resolve(model: GenerationConfig | None = None, **flags: Any):
-    return resolve_sampling(GenerateOptions(**flags), model or GenerationConfig(), 264)
+    return resolve_sampling(
+        sampling_wishes(GenerateOptions(**flags)), model or GenerationConfig(), 264
+    )
 
 
 def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:

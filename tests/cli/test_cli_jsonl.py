@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spd.cli.commands.jsonl import LINE, _asked
-from spd.cli.text.prompt import Asked
+from spd.conversation.prompt import Prompt
 from spd.errors import UsageError
 from spd.formats.files import open_output
 from spd.runtime import Engine
@@ -145,8 +145,8 @@ def test_what_all_lines_begin_with(answers, tmp_path) -> None:
 
     def asked(
         line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any
-    ) -> Asked:
-        return _asked(LINE(line, ""), Asked(messages=messages, variables=variables), raw)
+    ) -> Prompt:
+        return _asked(LINE(line, ""), Prompt(messages=messages, variables=variables), raw)
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in (

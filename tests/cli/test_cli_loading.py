@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import spd.runtime
-from spd.cli.chat.loop import ChatModel
-from spd.cli.commands.chat import ChatOptions
+from spd.cli.chat.model import ChatModel
+from spd.cli.chat.options import ChatOptions
 from spd.cli.text import output as module
 from spd.cli.text.output import Console, Ticker, loading
 from spd.kernels.native import build

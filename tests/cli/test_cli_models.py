@@ -18,10 +18,10 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 from huggingface_hub.utils import _http
 
 from spd.cli.commands import models
-from spd.cli.serve import run
 from spd.cli.signals import Interrupted
 from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
+from spd.server import run
 from tests.cli.conftest import failing, refused
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
 from tests.test_hostile import CONTROLS

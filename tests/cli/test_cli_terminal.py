@@ -336,7 +336,9 @@ def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
     process = start(["bash", "-c", loop], start_new_session=True)
     seen = b""
     while b"word" not in seen:
-        seen += os.read(process.stdout.fileno(), 100)
+        read = os.read(process.stdout.fileno(), 100)
+        assert read, seen
+        seen += read
     os.killpg(process.pid, signal.SIGINT)
     code, out, _ = finish(process)
     assert (seen + out).count(b"round") == 1 and code == -signal.SIGINT

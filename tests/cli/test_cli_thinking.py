@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spd.cli.text.prompt import ThinkingSplitter, parted
-from spd.cli.text.reply import UNANSWERED
+from spd.conversation.thinking import UNANSWERED
+from spd.conversation.thinking_splitter import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_terminal import on_terminal, slow_program, start

@@ -17,13 +17,13 @@ import pytest
 
 from spd.cli.chat import tools
 from spd.cli.chat.tools import ChatTools, consents, run
-from spd.cli.serve.forms import UNKNOWN_FORM
 from spd.cli.signals import SignalGuard
-from spd.cli.text.job import open_vocabulary
+from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.folder import ModelFolder
 from tests.cli.conftest import edit, refused
-from tests.cli.serve.conftest import TEMPLATE
+from tests.server.conftest import TEMPLATE
 
 KINDS = {"path": {"type": "string"}, "n": {"type": "integer"}}
 SHOW: dict[str, Any] = {"name": "show", "parameters": {"type": "object", "properties": KINDS}}

@@ -22,17 +22,33 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
-from spd.cli.text.job import Vocabulary
 from spd.cli.text.output import free_space, to_json
-from spd.cli.text.prompt import check_messages, check_text, opens_thinking
-from spd.cli.text.thinking import past_reply
+from spd.conversation.fields import (
+    TEXT,
+    FieldError,
+    listed,
+    some,
+    whole,
+)
+from spd.conversation.messages import check_messages, check_text
+from spd.conversation.thinking import past_reply
+from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 from spd.formats.files import open_output, write_whole
+from spd.formats.thinking import opens_thinking
 from spd.runtime.engine.request import SEED_BITS
 
 Spans = tuple[tuple[str, int], ...]
+
+
+PROMPT = "› "
+"""What stands before a message that is typed."""
+
+
+def is_command(text: str) -> bool:
+    """True if a typed text goes to the chat and not to the model."""
+    return text.startswith("/") and not text.startswith("//")
 
 
 @dataclass(frozen=True)
@@ -274,7 +290,7 @@ class SessionStore:
             why = [f"The latest: {names}"] if names else []
             fix = ["-c alone continues the latest; /load in a chat lists them"]
             raise NotFoundError(f"no chat {name!r} is saved", reason=why, fix=fix) from None
-        except (OSError, ValueError, RecursionError, UsageError, ApiError) as error:
+        except (OSError, ValueError, RecursionError, UsageError, FieldError) as error:
             fix = ["edit the file or move it away; -c NAME begins another chat"]
             words = f"{path}: line {number}: {error}"
             raise IncompatibleError(words, fix=fix, code="session_unreadable") from None

@@ -24,8 +24,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth
 
-from spd.cli.chat.loop import PROMPT
-from spd.cli.chat.slash import is_command
+from spd.cli.chat.conversation import PROMPT, is_command
 from spd.cli.signals import Interrupted
 
 CHIP_LINES = 20

@@ -5,193 +5,37 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from spd.cli.chat.conversation import ChatEncoder, Conversation, SessionStore, Turn
-from spd.cli.chat.slash import Commands, is_command
+from spd.cli.chat.conversation import PROMPT, Conversation, SessionStore, Turn, is_command
+from spd.cli.chat.model import ChatModel
 from spd.cli.commands.models import ensure_models
-from spd.cli.serve.local import served_engine
 from spd.cli.signals import raise_interrupt
 from spd.cli.text import output as out
 from spd.cli.text import prompt
-from spd.cli.text.job import plan_settings
-from spd.cli.text.reply import DIM, UNANSWERED, DraftedText, ReplyView, stats_line
+from spd.cli.text.reply import (
+    DIM,
+    DraftedText,
+    ReplyView,
+    stats_line,
+)
+from spd.conversation.messages import check_text
+from spd.conversation.thinking import UNANSWERED, thinking_budget
+from spd.conversation.thinking_splitter import ThinkingSplitter, parted
 from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
-from spd.formats.folder import ModelFolder
-from spd.runtime.engine.driver import EngineThread
+from spd.formats.thinking import opens_thinking
 from spd.runtime.engine.request import Gathered, Request, derived_seed
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.cli.chat.editor import Editor
-    from spd.cli.commands.chat import ChatOptions
-    from spd.runtime import EnginePlan, Progress, RequestMetrics, SamplingParams
+    from spd.cli.chat.options import ChatOptions
 
 
-class ChatModel:
-    """Everything that changes when a chat loads another model, or changes how it draws."""
-
-    def __init__(self, options: ChatOptions, session: out.Session) -> None:
-        self._session, self._console, self._first = session, session.console, options
-        self.metrics: RequestMetrics | None = None
-        """Of the last reply."""
-        self.thread: EngineThread
-        self._use(options, ModelFolder.named(options.model))
-
-    def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
-        """Read the small files and check every option. Raises before anything has changed."""
-        settings = plan_settings(options, folder)
-        variables, tools = prompt.template_variables(options), None
-        if options.tools is not None:
-            from spd.cli.chat.tools import ChatTools
-
-            tools = ChatTools(options.tools, settings.vocabulary)
-            variables["tools"] = tools.shown
-            for note in tools.notes:
-                self._console.note(note)
-        self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
-        self.options, self.folder, self.settings, self.name = (
-            options,
-            folder,
-            settings,
-            options.model,
-        )
-        prompt.note_thinking(self._console, options.think, settings.vocabulary)
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells whether saved token ids are this model's."""
-        return self.settings.vocabulary.need_tokenizer().fingerprint
-
-    def change(self, **changes: Any) -> None:
-        """Change options that are not the engine's. Raises UsageError, and changes nothing then."""
-        self._use(dataclasses.replace(self.options, **changes), self.folder)
-
-    def params(self, seed: int) -> SamplingParams:
-        """Sampling parameters with a reply's own seed."""
-        return dataclasses.replace(self.settings.sampling.params, seed=seed)
-
-    # -- the engine ------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Begin to load in the background, unless a server has the engine."""
-        config, served = self.settings.config, served_engine(self._session, self.options)
-
-        def build(progress: Progress) -> Any:
-            if served is not None:
-                return served
-            from spd.runtime import Engine
-
-            with out.compiling(lambda words: setattr(self, "_doing", words)):
-                return Engine(config, progress=progress)
-
-        self._doing = f"loading {out.as_line(self.name)}"
-        self.thread = EngineThread(build, lambda: [self.params(seed=0)])
-        self.thread.start()
-
-    def close(self, seconds: float = 5.0) -> bool:
-        """Let go of the engine; False if its thread does not come back."""
-        return not hasattr(self, "thread") or self.thread.close(seconds)
-
-    def reload(self, stopped: threading.Event, **changes: Any) -> None:
-        """Load with changed options, or go back to the old ones, which load in the background.
-
-        Raises what loading raises, and KeyboardInterrupt once `stopped` is set.
-        """
-        before = self.options
-        folder = self.folder
-        options = self._with_drafter(dataclasses.replace(before, **changes))
-        self._use(
-            options, folder if options.model == before.model else ModelFolder.named(options.model)
-        )
-        self.close()
-        try:
-            self.start()
-            self.wait(lambda: not stopped.is_set())
-            if stopped.is_set():
-                raise KeyboardInterrupt
-            self.thread.engine()
-        except (Exception, KeyboardInterrupt):
-            self.close(ABANDON_SECONDS)
-            self._use(before, folder)
-            self.start()
-            raise
-
-    def _with_drafter(self, options: ChatOptions) -> ChatOptions:
-        """Options with the drafter that the chat began with, where its model and the method still take it."""
-        method, _ = split_spec(options.spec)
-        taken = METHODS[method].weights if options.model == self._first.model else ()
-        unused = {"draft_model", "mtp"} - {*taken} if taken else {*WEIGHT_WISHES}
-        wishes = [name for name in WEIGHT_WISHES if hasattr(options, name)]
-        changes: dict[str, Any] = dict.fromkeys(wishes)
-        changes |= {name: getattr(self._first, name) for name in wishes if name not in unused}
-        if method == "off":
-            changes |= {"adaptive": None, "draft_max": None}
-        return dataclasses.replace(options, **changes)
-
-    def wait(self, go_on: Callable[[], bool]) -> None:
-        """Show how far loading is until it has ended, or `go_on` says no."""
-        if self.thread.ready.is_set():
-            return
-        with out.loading(self._doing, self._console) as display:
-            while not self.thread.ready.wait(0.1) and go_on():
-                if self.thread.progress is not None:
-                    display(self.thread.progress)
-
-    # -- what is said about it -----------------------------------------------------------------------
-
-    @property
-    def plan(self) -> EnginePlan:
-        """What runs, once it is loaded. Raises what loading raised."""
-        return self.thread.engine().plan
-
-    def spec_words(self) -> str:
-        """What proposes tokens, and how many."""
-        plan = self.plan
-        most = "" if plan.spec == "off" else f", up to {plan.shape.draft_max}"
-        return f"spec {plan.spec}{most}{', adaptive' if plan.adaptive and most else ''}"
-
-    def loading_words(self) -> str:
-        """How far loading is; nothing once it has ended. Raises what ended it."""
-        if self.thread.ready.is_set():
-            self.thread.engine()
-            return ""
-        if (progress := self.thread.progress) is not None and progress.total:
-            done = f"{out.WORDS[progress.phase]} {100 * progress.done // progress.total}%"
-            self._doing = f"loading {out.as_line(self.name)} · {done}"
-        return self._doing
-
-    def last_stats(self) -> Iterator[str]:
-        """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
-        metrics = self.metrics
-        if metrics is None:
-            raise UsageError("there is no reply yet", fix=["type a message"])
-        speculation = metrics.speculative_decoding(self.plan.spec, self.plan.shape.draft_max)
-        return out.fact_lines(metrics.timings() | speculation)
-
-    def sampling_lines(self) -> Iterator[str]:
-        """How it draws, and where each value comes from."""
-        words = self.settings.sampling.words()
-        del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
-        return out.fact_lines(words)
-
-    def lines(self) -> Iterator[str]:
-        """The model, what drafts for it, and the memory they take."""
-        plan = self.plan.as_dict()
-        shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
-        sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
-        facts = {name: plan[name] for name in shown}
-        return out.fact_lines(facts | {name: out.Size(plan[name]) for name in sizes})
-
-
-PROMPT = "› "
-ABANDON_SECONDS = 1.0
-"""How long a model that is not wanted any more may take to end its loading; it goes on unseen."""
 REQUEST_ID = "reply"
 
 
@@ -206,6 +50,16 @@ def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conver
     if not (saved and options.no_save):
         store.open(name)
     return name, store.load(name) if saved else None
+
+
+class SlashCommands(Protocol):
+    """The commands of a chat."""
+
+    def run(self, line: str) -> None:
+        """Run a typed command. Raises UsageError for an unknown one, and what the command raises."""
+
+    def completions(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
+        """Return every command, and what TAB offers behind it; None for paths."""
 
 
 class Chat:
@@ -244,9 +98,9 @@ class Chat:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def run(self, interactive: bool) -> int:
+    def run(self, commands: SlashCommands, interactive: bool) -> int:
         """Read messages and reply until there are no more; returns the exit status."""
-        self.interactive, commands = interactive, Commands(self)
+        self.interactive = interactive
         self.source = PlainLines()
         if interactive and not self.session.dumb_terminal:
             from spd.cli.chat.editor import Editor
@@ -291,7 +145,7 @@ class Chat:
             raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
         return 0
 
-    def _run_command(self, commands: Commands, text: str) -> None:
+    def _run_command(self, commands: SlashCommands, text: str) -> None:
         """Run a command; on a terminal Ctrl-C gives it up, and the chat goes on."""
         if not self.interactive:
             commands.run(text)
@@ -306,7 +160,7 @@ class Chat:
         """The line at the bottom."""
         if loading := self.model.loading_words():
             return f" {loading}"
-        slow = ["slow: no C compiler"] * ("no C compiler" in self.model.plan.kernels_reason)
+        slow = ["slow: no C compiler"] * ("no C compiler" in self.model.info.kernels_reason)
         return " " + " · ".join(
             (self._used(), out.as_line(self.model.name), self.model.spec_words(), *slow)
         )
@@ -320,7 +174,7 @@ class Chat:
             *(content for _, content in self.attached),
             *([message] if message.strip() else []),
         ]
-        turn = Turn(prompt.check_text("\n\n".join(parts), "the message"))
+        turn = Turn(check_text("\n\n".join(parts), "the message"))
         turns = (*self.conversation.turns, turn)
         if self.reply(dataclasses.replace(self.conversation, turns=turns), text):
             self.attached = []
@@ -356,9 +210,9 @@ class Chat:
     def _only_thought(self, conversation: Conversation) -> bool:
         """True if the last reply is thinking without an answer or a call."""
         marks = self.model.settings.vocabulary.marks
-        inside = prompt.opens_thinking(self.model.encoder.encode(conversation).text, marks)
+        inside = opens_thinking(self.model.encoder.encode(conversation).text, marks)
         turn, tools = conversation.turns[-1], self.model.tools
-        thought, answer = prompt.parted(turn.reply or "", inside, marks)
+        thought, answer = parted(turn.reply or "", inside, marks)
         if thought is None or answer.strip():
             return False
         return tools is None or tools.called(turn, inside) is None
@@ -368,7 +222,7 @@ class Chat:
         most = self.model.settings.vocabulary.config.max_positions
         fixes = ["/file none"] * bool(self.attached)
         fixes += ["/undo or /clear"] * bool(said.turns)
-        fixes += [f"spd chat -c --ctx N, up to {most:,}"] * (self.model.plan.shape.ctx < most)
+        fixes += [f"spd chat -c --ctx N, up to {most:,}"] * (self.model.info.ctx < most)
         return tuple(fixes or ["a shorter message"])
 
     def answer_calls(self) -> None:
@@ -376,7 +230,7 @@ class Chat:
         while (tools := self.model.tools) and self.conversation.turns:
             turn = self.conversation.turns[-1]
             text = self.model.encoder.encode(self.conversation).text
-            inside = prompt.opens_thinking(text, self.model.settings.vocabulary.marks)
+            inside = opens_thinking(text, self.model.settings.vocabulary.marks)
             message = tools.called(turn, inside) if turn.finish == "stop" else None
             if message is None or turn.answered:
                 return
@@ -418,7 +272,7 @@ class Chat:
         used = 0
         with suppress(SpdError):  # the next message will meet the error
             used = self.model.encoder.length(self.conversation)
-        return f"ctx {used:,}/{self.model.plan.shape.ctx:,}"
+        return f"ctx {used:,}/{self.model.info.ctx:,}"
 
     # -- what commands change ------------------------------------------------------------------------
 
@@ -476,7 +330,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         if stopped.is_set():  # a long file takes its time
             return conversation
         marks = model.settings.vocabulary.marks
-        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(encoded.text, marks), marks)
+        splitter = ThinkingSplitter(opens_thinking(encoded.text, marks), marks)
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
         view = _view(chat, splitter)
@@ -512,7 +366,7 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
     turn, encoded, context = (
         conversation.turns[-1],
         model.encoder.encode(conversation),
-        model.plan.shape.ctx,
+        model.info.ctx,
     )
     ids, spans = (*encoded.ids, *turn.reply_ids), encoded.spans
     if turn.reply_ids:
@@ -521,13 +375,13 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
         words = f"the conversation is {len(ids):,} tokens but the context is {context:,}"
         raise IncompatibleError(words, code="context_overflow")
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
-    thinking = prompt.thinking_budget(
+    thinking = thinking_budget(
         model.options.think, model.settings.vocabulary, inside, turn.reply_ids
     )
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 
-def _view(chat: Chat, splitter: prompt.ThinkingSplitter) -> ReplyView:
+def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     """How this terminal, or a pipe, shows a reply."""
     console, options = chat.session.console, chat.model.options
     view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")

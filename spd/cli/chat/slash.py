@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
 
 
-def is_command(text: str) -> bool:
-    """True if a typed text goes to the chat and not to the model."""
-    return text.startswith("/") and not text.startswith("//")
-
-
 class Commands:
     """Runs one command on a chat; answers go to the chat's `tell`."""
 

@@ -25,15 +25,29 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.chat.conversation import Turn
-from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
-from spd.cli.serve.forms import GUESSED, UNKNOWN_FORM, Arguments, form_of
-from spd.cli.serve.replies import Choice
-from spd.cli.serve.wishes import function, name_of, past_arguments, tools_of
 from spd.cli.signals import SignalGuard
-from spd.cli.text.job import Vocabulary
-from spd.cli.text.messages import for_template
 from spd.cli.text.output import as_line, shortened, tell, write_stderr
 from spd.cli.text.prompt import read_json
+from spd.conversation.fields import (
+    OBJECT,
+    TEXT,
+    FieldError,
+    fields,
+    listed,
+    refuse,
+)
+from spd.conversation.messages import for_template
+from spd.conversation.reply import ReplyBuilder
+from spd.conversation.tool_choice import (
+    function,
+    name_of,
+    past_arguments,
+    read_tools,
+)
+from spd.conversation.tools.call_check import UNKNOWN_FORM, form_of
+from spd.conversation.tools.call_forms import GUESSED
+from spd.conversation.tools.schema_arguments import Arguments
+from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.runtime.engine.request import Event
 
@@ -75,13 +89,13 @@ class ChatTools:
             }
             self.shown = [function(tool) for tool in found]
             """As chat templates are told of them."""
-            self._tools = tools_of({"tools": self.shown}, template, self._tokenizer)
-        except ApiError as error:
+            self._tools = read_tools(self.shown, template, self._tokenizer)
+        except FieldError as error:
             raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
 
     def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
         """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
-        choice = Choice(0, inside, self._tools, self._tokenizer, self._marks)
+        choice = ReplyBuilder(0, inside, self._tools, self._tokenizer, marks=self._marks)
         choice.take(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):
@@ -113,7 +127,7 @@ class ChatTools:
 
 
 def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
-    """A tool's command, whose program is fixed and whose places are arguments. Raises ApiError."""
+    """A tool's command, whose program is fixed and whose places are arguments. Raises FieldError."""
     known = Arguments(tool.get("parameters", {})).names
     for at, word in enumerate(tool["command"]):
         for place in PLACE.findall(word):

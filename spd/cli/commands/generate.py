@@ -6,23 +6,20 @@ import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from spd.cli.engine import load, say_before, say_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.text.output import (
-    Console,
     Session,
     Sink,
     check_writable,
-    fact_lines,
-    loading,
     tell,
     to_json,
 )
+from spd.conversation.settings import REQUEST_ID
 
 if TYPE_CHECKING:
-    from spd.cli.text.job import Settings
-    from spd.runtime import Engine, EngineConfig, Request
-
-REQUEST_ID = "0"
+    from spd.runtime import Engine, Request, RoundRecord
+    from spd.server.client import ServedEngine
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -32,8 +29,9 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -s "Be terse" "Summarise"
     """
-    from spd.cli.text.job import check_conflicts, plan_settings, render_asked
+    from spd.cli.text.job import check_conflicts, plan_settings
     from spd.cli.text.reply import Delivery
+    from spd.conversation.prompt import render_prompt
 
     check_conflicts(options)  # and options are final from here on: a server gets them as they are
     for path in (options.output, options.trace):
@@ -42,11 +40,10 @@ def generate(session: Session, options: GenerateOptions) -> int:
     sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
     with closing(sink):
         if not (options.trace or options.dry_run or options.jsonl):
-            from spd.cli.serve.local import served_engine
+            from spd.cli.served import served_engine
 
             if (served := served_engine(session, options)) is not None:
-                request, inside, marks = served.prepare(session.console, options)
-                return Delivery(session, options, sink, served, request, inside, marks).run()
+                return _generate_served(session, options, sink, served)
         from spd.cli.commands.models import ensure_models
 
         ensure_models(session, options)
@@ -59,24 +56,49 @@ def generate(session: Session, options: GenerateOptions) -> int:
         settings, asked = plan_settings(options), gather(options)
         request, inside = settings.request(REQUEST_ID, asked)
         if options.dry_run:
-            text = render_asked(asked, settings.vocabulary, request.prompt_ids)
+            text = render_prompt(asked, settings.vocabulary, request.prompt_ids)
             _show_prompt(options, settings.context, text, request, sink)
             return 0
         engine = load(session.console, options.model, settings.config)
         if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
             request, inside = settings.request(REQUEST_ID, asked)
-        say_before(session.console, options, settings, engine, request)
+        say_before(session.console, settings, engine, request)
         marks = settings.vocabulary.marks
-        return Delivery(session, options, sink, engine, request, inside, marks).run()
+        delivery = Delivery(session, options, sink, engine, request, inside, marks)
+        if options.trace is None:
+            return delivery.run()
+        with closing(Sink(options.trace)) as trace:
+            _record(engine, options.model, request, trace)
+            return delivery.run()
 
 
-def load(console: Console, name: str, config: EngineConfig) -> Engine:
-    """An engine, with words on a terminal while it loads."""
-    with loading(f"loading {name}", console) as progress:
-        from spd.runtime import Engine
+def _generate_served(
+    session: Session, options: GenerateOptions, sink: Sink, engine: ServedEngine
+) -> int:
+    """Answer one prompt by a running server."""
+    from spd.cli.text.job import sampling_wishes
+    from spd.cli.text.prompt import gather, read_grammar
+    from spd.cli.text.reply import Delivery
 
-        return Engine(config, progress=progress)
+    wishes = sampling_wishes(options)
+    served = engine.prepare(gather(options), wishes, read_grammar(options), options.think)
+    say_notes(session.console, served.notes, engine, served.parameters)
+    delivery = Delivery(
+        session, options, sink, engine, served.request, served.inside_thinking, served.marks
+    )
+    return delivery.run()
+
+
+def _record(engine: Engine, model: str, request: Request, trace: Sink) -> None:
+    """Write a line about the run, and one for each round from now on."""
+    from spd.runtime.lab import TraceHeader
+
+    def record(line: TraceHeader | RoundRecord) -> None:
+        trace.write(to_json(dataclasses.asdict(line)) + "\n")
+
+    record(TraceHeader(model, request.params.temperature, engine.plan.as_dict()))
+    engine.trace = record
 
 
 def _show_prompt(
@@ -91,32 +113,3 @@ def _show_prompt(
     shown = {"schema": "spd.prompt/1", "model": options.model, "prompt": text, "prompt_ids": ids}
     more = {"prompt_tokens": len(ids), "context": context, "params": vars(request.params)}
     sink.write(to_json(shown | more) + "\n")
-
-
-def say_before(
-    console: Console,
-    options: GenerateOptions,
-    settings: Settings,
-    engine: Engine,
-    request: Request | None,
-) -> None:
-    """Notes about what the user may not expect, of the one request too, and the plan of a verbose run."""
-    from spd.cli.text.prompt import note_thinking
-
-    plan = engine.plan
-    if request is not None and (wanted := request.params.max_tokens) is not None:
-        room = plan.shape.ctx - len(request.prompt_ids)
-        if wanted > room:
-            console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
-    if "no C compiler" in plan.kernels_reason:
-        console.note(f"this is slow: {plan.kernels_reason}")
-    note_thinking(console, options.think, settings.vocabulary)
-    if plan.wishes.verify != "coupled" and plan.spec != "off":
-        words = "texts are as likely as without speculation, not the same"
-        console.note(
-            f"--verify {plan.wishes.verify}: {words}; {plan.shape.draft_max} drafts a round"
-        )
-    if console.verbose:
-        told = {"plan": plan.as_dict(), "params": settings.sampling.words()}
-        for line in fact_lines(told | {"load": f"{engine.load_ms / 1000:.2f} s"}):
-            console.detail(line)

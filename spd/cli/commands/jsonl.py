@@ -11,16 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.commands.generate import load, say_before
+from spd.cli.engine import load, say_before
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.body import TEXT, ApiError, anything, fields, whole
-from spd.cli.serve.local import served_engine
-from spd.cli.serve.wishes import IDS, SAMPLING
+from spd.cli.served import served_engine
 from spd.cli.signals import Interrupted
-from spd.cli.text.job import Settings, check_ids, plan_settings
+from spd.cli.text.job import plan_settings
 from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
-from spd.cli.text.prompt import Asked, check_messages, check_text, gather_shared
+from spd.cli.text.prompt import gather_shared
 from spd.cli.text.reply import reply_failure, reply_fields
+from spd.conversation.fields import (
+    TEXT,
+    FieldError,
+    anything,
+    fields,
+    whole,
+)
+from spd.conversation.messages import check_messages, check_text
+from spd.conversation.prompt import Prompt
+from spd.conversation.sampling_fields import IDS, SAMPLING
+from spd.conversation.settings import PreparedRequest, Settings
+from spd.conversation.vocabulary import check_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.clock import now
@@ -29,7 +39,7 @@ from spd.runtime.engine.request import Event, Gathered, GrammarText, Request, de
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from spd.runtime import Engine
+    from spd.runtime import EngineClient
 
 SCHEMA = "spd.generate.line/1"
 BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
@@ -62,10 +72,10 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     if rest := lines[done:]:
         served = served_engine(session, options, settings.config.slots)
         engine = served or load(session.console, options.model, settings.config)
-        if len(rest) > (slots := engine.plan.shape.slots):
+        if len(rest) > (slots := engine.info.slots):
             engine.capture_ahead([settings.sampling.params], together=slots)
-        say_before(session.console, options, settings, engine, None)
-        settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
+        say_before(session.console, settings, engine, None)
+        settings = dataclasses.replace(settings, context=engine.info.ctx)
         began = now()
         batch = Batch(session, settings, shared, options.raw, engine, sink, done, failed)
         try:
@@ -137,10 +147,8 @@ def _read(number: int, raw: bytes) -> Line:
     return Line(number, {}, error)
 
 
-def read_wish(
-    line: Line, settings: Settings, shared: Asked, raw: bool
-) -> tuple[Request, bool | None]:
-    """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError and ApiError."""
+def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> PreparedRequest:
+    """Return what a line asks for, over what the flags say. Raises SpdError and FieldError."""
     if line.error is not None:
         raise line.error
     value, grammar = LINE(line.value, ""), settings.grammar
@@ -158,7 +166,7 @@ def read_wish(
     return settings.request(str(line.number), asked, params, grammar)
 
 
-def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
+def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
     """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
     if len(kinds) != 1 or line.get("prompt_ids") == ():
@@ -175,7 +183,7 @@ def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
             raise UsageError(
                 f"`{kind}` uses no chat template: --template-arg and --think would do nothing"
             )
-        return Asked(ids=line.get("prompt_ids"), text=line.get("prompt"))
+        return Prompt(ids=line.get("prompt_ids"), text=line.get("prompt"))
     if raw:
         raise UsageError("--raw uses no chat template, which `messages` need")
     if kind == "messages":
@@ -189,7 +197,7 @@ def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
         turns = ({"role": "system", "content": check_text(system, "`system`")}, *turns)
     if own or system is not None:
         turns, common = turns[1:], (turns[0], *(m for m in common if m["role"] != "system"))
-    return Asked(messages=(*common, *turns), variables=shared.variables)
+    return Prompt(messages=(*common, *turns), variables=shared.variables)
 
 
 # -- what has been answered ----------------------------------------------------------------------
@@ -231,9 +239,9 @@ class Batch:
 
     session: Session
     settings: Settings
-    shared: Asked
+    shared: Prompt
     raw: bool
-    engine: Engine
+    engine: EngineClient
     sink: Sink
     done: int
     """Lines answered so far, those of an earlier run too, and how many of them failed."""
@@ -266,7 +274,7 @@ class Batch:
     def _fill(self, rest: Iterator[Line]) -> bool:
         """Begin lines while there is room; False when all are answered."""
         while (
-            len(self.open) < 2 * self.engine.plan.shape.slots and len(self.begun) < 512
+            len(self.open) < 2 * self.engine.info.slots and len(self.begun) < 512
         ):  # order costs memory
             line = next(rest, None)
             if line is None:
@@ -278,11 +286,13 @@ class Batch:
         """Hand a line to the engine, or answer it at once with what is wrong with it."""
         self.begun.append(line)
         try:
-            request, line.inside = read_wish(line, self.settings, self.shared, self.raw)
+            request, line.inside = read_request(line, self.settings, self.shared, self.raw)
             self.engine.add(request)
             line.request, line.parts, self.open[request.id] = request, Gathered(), line
-        except (ApiError, RecursionError) as error:
-            wrong = UsageError(error.message if isinstance(error, ApiError) else "nested too deep")
+        except (FieldError, RecursionError) as error:
+            wrong = UsageError(
+                error.message if isinstance(error, FieldError) else "nested too deep"
+            )
             line.answer = _refusal(line, wrong)
         except EngineError:  # it has gone
             raise

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, first, option
-from spd.cli.text.output import Session
+from spd.cli.signals import Interrupted
+from spd.cli.text.output import Session, loading, tell
 from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.runtime import Engine
+    from spd.runtime.engine.driver import EngineThread
+    from spd.server.run import ServerOptions
 
 _server = partial(option, "Server")
 PORT = 7373
@@ -55,6 +64,21 @@ class ServeOptions(ModelArgument, RunOptions):
         values = {name: value for name, value in vars(self).items() if name in names - {"json"}}
         return GenerateOptions(**{**values, "jsonl": True})
 
+    def for_server(self, runtime_folder: Path) -> ServerOptions:
+        """Return what concerns the server and not its engine."""
+        from spd.server.run import ServerOptions
+
+        return ServerOptions(
+            model=self.model,
+            runtime_folder=runtime_folder,
+            host=self.host,
+            port=self.port,
+            api_key=self.api_key,
+            idle=self.idle,
+            aliases=self.alias or (),
+            any_model=self.any_model,
+        )
+
 
 def serve(session: Session, options: ServeOptions) -> int:
     """Serve a model over HTTP on this machine, and keep it warm for spd generate and chat.
@@ -66,9 +90,32 @@ def serve(session: Session, options: ServeOptions) -> int:
     if options.json and (options.stop or options.detach or not options.status):
         raise UsageError("--json is for --status", fix=["spd serve --status --json"])
     if options.status or options.stop or options.detach:
-        from spd.cli.serve import local
+        from spd.cli import served
 
-        return (local.detach if options.detach else local.control)(session, options)
-    from spd.cli.serve.run import run
+        if options.detach:
+            return served.detach(session, options.model)
+        is_named = not {"model", "model_argument"}.isdisjoint(options.typed)
+        model = options.model if is_named else None
+        return served.control(session, model, stop=options.stop, as_json=options.json)
+    from spd.cli.commands.models import ensure_models
+    from spd.cli.text.job import plan_settings
+    from spd.server.run import check_address, listen, load, run
 
-    return run(session, options)
+    def load_engine() -> EngineThread[Engine]:
+        with loading(f"loading {options.model}", session.console) as display:
+            return load(settings, display)
+
+    def say(words: str) -> None:
+        if not session.console.quiet:
+            tell(words)
+
+    check_address(options.host, options.api_key)
+    with listen(options.host, options.port) as listener:
+        ensure_models(session, options)
+        settings = plan_settings(options.as_generate())
+        received = run(
+            options.for_server(session.runtime_folder), settings, listener, load_engine, say
+        )
+    if received == signal.SIGINT:
+        raise Interrupted(received)
+    return 0

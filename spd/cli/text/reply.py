@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.signals import Interrupted
 from spd.cli.text import output as out
-from spd.cli.text.prompt import ThinkingSplitter, parted
-from spd.cli.text.thinking import ThinkingCount
+from spd.conversation.logprobs import logprob_entry
+from spd.conversation.thinking import UNANSWERED, ThinkingCount
+from spd.conversation.thinking_splitter import ThinkingSplitter, parted
 from spd.errors import EngineError, IncompleteError, SpdError
 from spd.formats.thinking import KNOWN, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.request import Event, Gathered, Request, TokenLogprob
+from spd.runtime.engine.request import Event, Gathered, Request
 from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.cli.chat.markdown import MarkdownStream
     from spd.cli.options import GenerateOptions
-    from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine
+    from spd.runtime import EngineClient, EngineInfo
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
-UNANSWERED = "the reply ended while thinking, without an answer"
 
 
 class DraftedText:
@@ -140,7 +138,7 @@ class Delivery:
     session: out.Session
     options: GenerateOptions
     sink: out.Sink
-    engine: Engine
+    engine: EngineClient
     request: Request
     inside: bool | None
     marks: ThinkingMarks = KNOWN
@@ -152,14 +150,11 @@ class Delivery:
         self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)
         self.engine.prefilling = self._view.reading
         self._view.at_row_start = False  # an empty reply is a line, too
-        self._streaming = self.engine.tokenizer is not None and not self.options.json
+        self._streaming = self.engine.has_tokenizer and not self.options.json
 
     def run(self) -> int:
         """Decode and deliver; returns the exit status. Raises Interrupted between writes only."""
-        trace = None if self.options.trace is None else out.Sink(self.options.trace)
-        with closing(trace or self.sink):
-            if trace is not None:
-                self._record(trace)
+        with closing(self.sink):
             try:
                 self.engine.add(self.request)
                 for events in drive(self.engine.step, lambda: self.engine.has_work):
@@ -180,17 +175,6 @@ class Delivery:
         self.engine.close()
         return self._outcome()
 
-    def _record(self, trace: out.Sink) -> None:
-        """Write a line for each round from now on, behind one about the run."""
-        from spd.runtime.lab import TraceHeader
-
-        def record(what: Any) -> None:
-            trace.write(out.to_json(dataclasses.asdict(what)) + "\n")
-
-        heat, plan = self.request.params.temperature, self.engine.plan.as_dict()
-        record(TraceHeader(self.options.model, heat, plan))
-        self.engine.trace = record
-
     def _take(self, event: Event) -> None:
         self.reply.take(event)
         if self._streaming:
@@ -207,7 +191,7 @@ class Delivery:
 
     def _finish_text(self) -> None:
         """Write what streaming has not, and end the text with one newline."""
-        if self.engine.tokenizer is None:
+        if not self.engine.has_tokenizer:
             self._view.show(",".join(map(str, self.reply.token_ids)))
         elif not self._streaming:
             self._view.show(self.reply.text)
@@ -221,7 +205,7 @@ class Delivery:
         fields = reply_fields(self.reply, metrics, self.engine, request, self.inside, self.marks)
         if options.json:
             shown = {"schema": "spd.generate/1", "model": options.model, **fields}
-            shown |= {"params": vars(request.params), "plan": self.engine.plan.as_dict()}
+            shown |= {"params": vars(request.params), "plan": self.engine.info.plan}
             self.sink.write(out.to_json({**shown, "versions": versions()}) + "\n")
         else:
             self._finish_text()
@@ -259,16 +243,15 @@ def reply_failure(reply: Gathered, request: Request) -> SpdError | None:
 def reply_fields(
     reply: Gathered,
     metrics: RequestMetrics,
-    engine: Engine,
+    engine: EngineClient,
     request: Request,
     inside: bool | None,
     marks: ThinkingMarks = KNOWN,
 ) -> dict[str, Any]:
     """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
     reasoning, text = parted(reply.text, inside, marks)
-    plan, params = engine.plan, request.params
-    imposed = plan.wishes.synthetic_acceptance is not None
-    speculation = metrics.speculative_decoding(plan.spec, plan.shape.draft_max, imposed=imposed)
+    params = request.params
+    speculation = engine_speculation(engine.info, metrics)
     details = {"reasoning_tokens": 0}
     if reasoning is not None and engine.tokenizer is not None:
         count = ThinkingCount(inside, engine.tokenizer.token_bytes, marks)
@@ -287,6 +270,12 @@ def reply_fields(
     if params.logprobs is not None:
         shown["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
     return shown
+
+
+def engine_speculation(info: EngineInfo, metrics: RequestMetrics) -> dict[str, Any]:
+    """Return what JSON says of speculation for a request."""
+    imposed = info.imposes_acceptance
+    return metrics.speculative_decoding(info.spec, info.draft_max, imposed=imposed)
 
 
 def unanswered(fields: Mapping[str, Any], reply: Gathered, request: Request) -> str | None:
@@ -319,21 +308,6 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A token's log-probability, and those of the likeliest, with their text and bytes."""
-
-    def named(token_id: int, logprob: float) -> dict[str, Any]:
-        data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        shown = {
-            "token_id": token_id,
-            "token": data.decode("utf-8", "replace"),
-            "bytes": list(data),
-        }
-        return {**shown, "logprob": logprob}
-
-    return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
 
 
 def stats_line(metrics: RequestMetrics) -> str:

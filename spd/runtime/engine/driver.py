@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from spd.errors import EngineError, ResourceError
+from spd.runtime.engine.client import EngineClient
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event, Request
 
 if TYPE_CHECKING:
-    from spd.runtime.engine.engine import Engine
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.round.sampling_params import SamplingParams
 
@@ -47,12 +47,13 @@ def drive(
 
 Answer = Event | BaseException
 Listener = Callable[[Answer], None]  # hears of one request, in the engine's thread
-_Order = tuple[Callable[["Engine"], None], Listener]
+E = TypeVar("E", bound=EngineClient)
+_Order = tuple[Callable[[EngineClient], None], Listener]
 """What to do with the engine, and what hears that it failed."""
 CLOSED = "the engine was closed"
 
 
-class EngineThread:
+class EngineThread(Generic[E]):
     """An engine in a thread of its own: everything that touches the device happens there.
 
     `build` makes the engine in the thread and tells how far it is. While idle the thread captures rounds
@@ -62,14 +63,14 @@ class EngineThread:
 
     def __init__(
         self,
-        build: Callable[[Progress], Engine],
+        build: Callable[[Progress], E],
         expected: Callable[[], Collection[SamplingParams]],
         short: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None  # why there is no engine
         self._build, self._expected, self._short = build, expected, short
-        self._engine: Engine | None = None
+        self._engine: E | None = None
         self.ready, self._leave = threading.Event(), threading.Event()
         """Whether loading has ended, well or not; whether it is to end."""
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
@@ -85,7 +86,7 @@ class EngineThread:
         """Begin to load."""
         self._thread.start()
 
-    def engine(self) -> Engine:
+    def engine(self) -> E:
         """The engine, once it is loaded. Raises what loading raised."""
         self.ready.wait()
         if self._engine is None:
@@ -104,7 +105,7 @@ class EngineThread:
     def submit(self, request: Request, listener: Listener) -> None:
         """Run a request. Raises EngineError where the thread has ended; the listener hears other errors."""
 
-        def begin(engine: Engine) -> None:
+        def begin(engine: EngineClient) -> None:
             engine.add(request)
             self._listeners[request.id], self._broken = listener, False
 
@@ -170,7 +171,7 @@ class EngineThread:
             self._engine = None
             gc.collect()  # another engine may want the memory
 
-    def _run(self, engine: Engine) -> None:
+    def _run(self, engine: E) -> None:
         """Carry out orders until there are no more."""
         while True:
             try:
@@ -184,7 +185,7 @@ class EngineThread:
                         engine.abort(name)
                 self._tell_all(error)
 
-    def _take_orders(self, engine: Engine) -> bool:
+    def _take_orders(self, engine: E) -> bool:
         """Carry out what was asked for, waiting for it while there is nothing to do; False at the end."""
         while True:
             idle = self._broken or not engine.has_work

@@ -16,8 +16,10 @@ from operator import attrgetter, or_
 import torch
 
 from spd.errors import UsageError
+from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import GOING_ON, read_emission
 from spd.runtime.engine import clock
+from spd.runtime.engine.client import EngineClient, EngineInfo
 from spd.runtime.engine.device import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
@@ -43,7 +45,7 @@ REASONS = (None, "stop", "length", "error")
 """Why a request ends, by the reason that a round gives: GOING_ON, STOPPED, FULL, FAILED."""
 
 
-class Engine:
+class Engine(EngineClient):
     """Runs requests over one model; see `EngineConfig` for what can be asked.
 
     `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
@@ -62,9 +64,9 @@ class Engine:
         began = clock.now()
         self.config = config
         self.plan = plan = make_plan(config)
+        self.info = EngineInfo.of_plan(plan)
         shape = plan.shape
         self._checks = RequestChecks(plan)
-        self.tokenizer = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
         self._device = open_device(plan, self.usable_vocab, progress)
         self._pages = PageTable(shape.num_pages)
@@ -86,9 +88,7 @@ class Engine:
         self._logprobs: int | None = None  # the most that any request of the round wants
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
-        self.prefilling: Callable[[int, int], None] = lambda written, wanted: (
-            None
-        )  # positions of a prompt
+        self.prefilling = lambda written, wanted: None
         self.load_ms = 1000 * (clock.now() - began)
 
     # -- orders ----------------------------------------------------------------------------------
@@ -118,6 +118,14 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse what `add` would refuse, from any thread: a grammar is compiled here, not between rounds."""
         self._checks.sequence(request)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._checks.tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer is not None
 
     @property
     def pages(self) -> tuple[int, int]:

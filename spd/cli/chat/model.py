@@ -1,0 +1,182 @@
+"""The model of a chat: loaded in the background, and changed for another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.chat.conversation import ChatEncoder
+from spd.cli.served import served_engine
+from spd.cli.text import output as out
+from spd.cli.text import prompt
+from spd.cli.text.job import plan_settings
+from spd.conversation.notes import thinking_note
+from spd.errors import UsageError
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.driver import EngineThread
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
+
+if TYPE_CHECKING:
+    from spd.cli.chat.options import ChatOptions
+    from spd.runtime import EngineClient, EngineInfo, Progress, RequestMetrics, SamplingParams
+
+ABANDON_SECONDS = 1.0
+"""How long a model that is not wanted any more may take to end its loading; it goes on unseen."""
+
+
+class ChatModel:
+    """Everything that changes when a chat loads another model, or changes how it draws."""
+
+    def __init__(self, options: ChatOptions, session: out.Session) -> None:
+        self._session, self._console, self._first = session, session.console, options
+        self.metrics: RequestMetrics | None = None
+        """Of the last reply."""
+        self.thread: EngineThread[EngineClient]
+        self._use(options, ModelFolder.named(options.model))
+
+    def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
+        """Read the small files and check every option. Raises before anything has changed."""
+        settings = plan_settings(options, folder)
+        variables, tools = prompt.template_variables(options), None
+        if options.tools is not None:
+            from spd.cli.chat.tools import ChatTools
+
+            tools = ChatTools(options.tools, settings.vocabulary)
+            variables["tools"] = tools.shown
+            for words in tools.notes:
+                self._console.note(words)
+        self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
+        self.options = options
+        self.folder = folder
+        self.settings = settings
+        self.name = options.model
+        if (note := thinking_note(options.think, settings.vocabulary)) is not None:
+            self._console.note(note)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells whether saved token ids are this model's."""
+        return self.settings.vocabulary.need_tokenizer().fingerprint
+
+    def change(self, **changes: Any) -> None:
+        """Change options that are not the engine's. Raises UsageError, and changes nothing then."""
+        self._use(dataclasses.replace(self.options, **changes), self.folder)
+
+    def params(self, seed: int) -> SamplingParams:
+        """Sampling parameters with a reply's own seed."""
+        return dataclasses.replace(self.settings.sampling.params, seed=seed)
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load in the background, unless a server has the engine."""
+        config, served = self.settings.config, served_engine(self._session, self.options)
+
+        def build(progress: Progress) -> EngineClient:
+            """Return a server's engine, or load one."""
+            if served is not None:
+                return served
+            from spd.runtime import Engine
+
+            with out.compiling(lambda words: setattr(self, "_doing", words)):
+                return Engine(config, progress=progress)
+
+        self._doing = f"loading {out.as_line(self.name)}"
+        self.thread = EngineThread(build, lambda: [self.params(seed=0)])
+        self.thread.start()
+
+    def close(self, seconds: float = 5.0) -> bool:
+        """Let go of the engine; False if its thread does not come back."""
+        return not hasattr(self, "thread") or self.thread.close(seconds)
+
+    def reload(self, stopped: threading.Event, **changes: Any) -> None:
+        """Load with changed options, or go back to the old ones, which load in the background.
+
+        Raises what loading raises, and KeyboardInterrupt once `stopped` is set.
+        """
+        before = self.options
+        folder = self.folder
+        options = self._with_drafter(dataclasses.replace(before, **changes))
+        self._use(
+            options, folder if options.model == before.model else ModelFolder.named(options.model)
+        )
+        self.close()
+        try:
+            self.start()
+            self.wait(lambda: not stopped.is_set())
+            if stopped.is_set():
+                raise KeyboardInterrupt
+            self.thread.engine()
+        except (Exception, KeyboardInterrupt):
+            self.close(ABANDON_SECONDS)
+            self._use(before, folder)
+            self.start()
+            raise
+
+    def _with_drafter(self, options: ChatOptions) -> ChatOptions:
+        """Options with the drafter that the chat began with, where its model and the method still take it."""
+        method, _ = split_spec(options.spec)
+        taken = METHODS[method].weights if options.model == self._first.model else ()
+        unused = {"draft_model", "mtp"} - {*taken} if taken else {*WEIGHT_WISHES}
+        wishes = [name for name in WEIGHT_WISHES if hasattr(options, name)]
+        changes: dict[str, Any] = dict.fromkeys(wishes)
+        changes |= {name: getattr(self._first, name) for name in wishes if name not in unused}
+        if method == "off":
+            changes |= {"adaptive": None, "draft_max": None}
+        return dataclasses.replace(options, **changes)
+
+    def wait(self, go_on: Callable[[], bool]) -> None:
+        """Show how far loading is until it has ended, or `go_on` says no."""
+        if self.thread.ready.is_set():
+            return
+        with out.loading(self._doing, self._console) as display:
+            while not self.thread.ready.wait(0.1) and go_on():
+                if self.thread.progress is not None:
+                    display(self.thread.progress)
+
+    # -- what is said about it -----------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs, once it is loaded. Raises what loading raised."""
+        return self.thread.engine().info
+
+    def spec_words(self) -> str:
+        """What proposes tokens, and how many."""
+        info = self.info
+        most = "" if info.spec == "off" else f", up to {info.draft_max}"
+        return f"spec {info.spec}{most}{', adaptive' if info.adaptive and most else ''}"
+
+    def loading_words(self) -> str:
+        """How far loading is; nothing once it has ended. Raises what ended it."""
+        if self.thread.ready.is_set():
+            self.thread.engine()
+            return ""
+        if (progress := self.thread.progress) is not None and progress.total:
+            done = f"{out.WORDS[progress.phase]} {100 * progress.done // progress.total}%"
+            self._doing = f"loading {out.as_line(self.name)} · {done}"
+        return self._doing
+
+    def last_stats(self) -> Iterator[str]:
+        """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
+        metrics = self.metrics
+        if metrics is None:
+            raise UsageError("there is no reply yet", fix=["type a message"])
+        speculation = metrics.speculative_decoding(self.info.spec, self.info.draft_max)
+        return out.fact_lines(metrics.timings() | speculation)
+
+    def sampling_lines(self) -> Iterator[str]:
+        """How it draws, and where each value comes from."""
+        words = self.settings.sampling.words()
+        del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
+        return out.fact_lines(words)
+
+    def lines(self) -> Iterator[str]:
+        """The model, what drafts for it, and the memory they take."""
+        plan = self.info.plan
+        shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
+        sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
+        facts = {name: plan[name] for name in shown}
+        return out.fact_lines(facts | {name: out.Size(plan[name]) for name in sizes})

@@ -1,0 +1,30 @@
+"""The options of `spd chat`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from spd.cli.options import ModelArgument, ReplyOptions, first, option
+
+_chat = partial(option, "Chat")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ChatOptions(ModelArgument, ReplyOptions):
+    """Everything `spd chat` takes."""
+
+    file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
+    continue_: str | None = first(
+        None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue"
+    )
+    tools: str | None = _chat(
+        None, "FILE", "Commands that the model may call; each runs after your yes."
+    )
+    no_save: bool = _chat(False, None, "Keep this chat in memory only.")
+    markdown: Literal["on", "off"] = _chat("on", "MODE", "on, or off: the text as it is.")
+    show_drafts: bool = _chat(False, None, "Colour accepted draft tokens.")
+    stats: bool | None = _chat(
+        None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
+    )

@@ -1,0 +1,45 @@
+"""The engine of a command: loaded with words, and what is said before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.text.output import Console, fact_lines, loading
+
+if TYPE_CHECKING:
+    from spd.conversation.settings import Settings
+    from spd.runtime import Engine, EngineClient, EngineConfig, Request
+
+
+def load(console: Console, name: str, config: EngineConfig) -> Engine:
+    """Return an engine, with words on a terminal while it loads."""
+    with loading(f"loading {name}", console) as progress:
+        from spd.runtime import Engine
+
+        return Engine(config, progress=progress)
+
+
+def say_before(
+    console: Console, settings: Settings, engine: EngineClient, request: Request | None
+) -> None:
+    """Print notes about what the user may not expect, and the plan of a verbose run.
+
+    request: the only one of the run; None where there are many.
+    """
+    from spd.conversation.notes import notes_before
+
+    notes = notes_before(engine.info, settings.think, settings.vocabulary, request)
+    say_notes(console, notes, engine, settings.sampling.words())
+
+
+def say_notes(
+    console: Console, notes: Sequence[str], engine: EngineClient, parameters: Mapping[str, Any]
+) -> None:
+    """Print notes, and the plan and the parameters of a verbose run."""
+    for note in notes:
+        console.note(note)
+    if console.verbose:
+        load = f"{engine.load_ms / 1000:.2f} s"
+        for line in fact_lines({"plan": engine.info.plan, "params": parameters, "load": load}):
+            console.detail(line)

@@ -1,0 +1,163 @@
+"""A reply while it grows: thinking, text and calls in the order in which they come."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from spd.conversation.thinking import UNANSWERED, MarkedText, ThinkingCount
+from spd.conversation.thinking_splitter import ThinkingSplitter
+from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.tools.call_forms import GUESSED, MARKS
+from spd.conversation.tools.call_grammar import Tools
+from spd.conversation.tools.call_parser import CallParser, Piece
+from spd.formats.thinking import KNOWN, ThinkingMarks
+from spd.runtime.engine.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import Event
+
+
+@dataclass
+class Part:
+    """Thinking, text, or a call with its arguments as `text`; `index` is its place in the reply."""
+
+    kind: Literal["thinking", "text", "call"]
+    index: int
+    text: str = ""
+    name: str = ""
+    id: str = ""
+
+
+PartDelta = tuple[Part, str, bool]
+"""A part, what an event added to it, and whether it begins with that."""
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    """A call as chat completions write it."""
+    return {
+        "id": part.id,
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.text},
+    }
+
+
+class ReplyBuilder:
+    """One reply while it grows: its parts in the order in which they come."""
+
+    def __init__(
+        self,
+        index: int,
+        inside: bool | None,
+        tools: Tools | None,
+        tokenizer: Tokenizer,
+        *,
+        marks: ThinkingMarks = KNOWN,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """notes: what is said of how the reply was made."""
+        self.index = index
+        self._tools = tools
+        self._notes = notes
+        self.stop: str | None = None
+        """The stop string that ended it, if one did."""
+        self._parser = CallParser(tools) if tools else None
+        self._splitter = ThinkingSplitter(inside, marks)
+        self._count = ThinkingCount(inside, tokenizer.token_bytes, marks)
+        special = tokenizer.special_tokens.items() if tools else ()
+        silent = {i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)}
+        self._marked = MarkedText(silent, tokenizer.token_bytes)
+        self.parts: list[Part] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.reason: str | None = None
+        """Why it ended: stop, length or abort."""
+        self._unanswered = False
+        """Whether it ended while it was thinking."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many of its tokens are thinking."""
+        return self._count.tokens
+
+    def take(self, event: Event) -> list[PartDelta]:
+        """Add an event; returns what it brought."""
+        final = event.finish_reason is not None
+        self.logprobs += event.logprobs
+        self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
+        self._count.take(event.token_ids)
+        self.stop = event.stop
+        pieces: list[Piece] = []
+        text = self._marked.take(event.token_ids, event.text)
+        for thinking, part in self._splitter.feed(text, final=final):
+            if thinking or self._parser is None:
+                pieces.append(Piece("thinking" if thinking else "text", part))
+            else:
+                pieces += self._parser.feed(part)
+        if final and self._parser is not None:
+            pieces += self._parser.feed("", final=True)
+        grown = [self._grow(piece) for piece in pieces if piece.text or piece.name]
+        if final and self._splitter.thinking:
+            grown += [self._grow(piece) for piece in self._calls_at_the_end()]
+        if final and (self._splitter.thinking or self.all("thinking")):
+            self._unanswered = not self.calls and not self.all("text").strip()
+        return grown
+
+    def _calls_at_the_end(self) -> list[Piece]:
+        """Return the calls that thinking ends with: a model that stops behind them means them."""
+        if self._tools is None or self.reason != "stop":
+            return []
+        known, parser = self._tools.functions, CallParser(self._tools)
+        pieces = [*parser.feed(self.all("thinking")), *parser.feed("", final=True)]
+        first = len(pieces)
+        while first and (pieces[first - 1].kind == "call" or not pieces[first - 1].text.strip()):
+            first -= 1
+        calls = [piece for piece in pieces[first:] if piece.kind == "call"]
+        return calls if all(call.name in known for call in calls if call.name) else []
+
+    def _grow(self, piece: Piece) -> PartDelta:
+        begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
+        if begins:
+            name = piece.id  # Kimi's templates write it where the name would stand
+            if not name or name in [call.id for call in self.calls]:
+                name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
+            self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
+        self.parts[-1].text += piece.text
+        return self.parts[-1], piece.text, begins
+
+    def all(self, kind: str) -> str:
+        """The text of all parts of a kind."""
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    @property
+    def calls(self) -> list[Part]:
+        """The calls in it."""
+        return [part for part in self.parts if part.kind == "call"]
+
+    @property
+    def malformed(self) -> Sequence[str]:
+        """Return what an ended reply says of malformed calls, which are text."""
+        return self._parser.notes if self._parser is not None and self.reason is not None else ()
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """Return what is said of an ended reply beside its text; nothing where all is well."""
+        notes = [*self._notes, *self.malformed]
+        if self._unanswered:
+            notes.append(UNANSWERED)
+        tools = self._tools
+        is_guessed = tools is not None and tools.form is GUESSED and not tools.required
+        if is_guessed and not self.calls:
+            notes.append(UNKNOWN_FORM)
+        return {"notes": notes} if notes else {}
+
+    def message(self) -> dict[str, Any]:
+        """The whole reply as a message of a chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
+        if thought := self.all("thinking"):
+            message["reasoning_content"] = thought.strip("\n")
+        if self.calls:
+            message["tool_calls"] = [call_of(part) for part in self.calls]
+        return message

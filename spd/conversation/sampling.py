@@ -1,0 +1,92 @@
+"""Sampling parameters: what is asked for, over what the model suggests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spd.conversation.vocabulary import check_ids
+from spd.errors import UsageError
+from spd.formats.names import GENERATION_FILE
+from spd.runtime.engine.request import SEED_BITS
+from spd.runtime.round.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from spd.formats.model_config import GenerationConfig
+
+
+BUILT_IN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What holds where neither an option nor the model says anything."""
+
+
+@dataclass(frozen=True)
+class SamplingWishes:
+    """What is asked of sampling; None leaves a value to the model's generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+SAME = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
+"""Wishes that are parameters by the same names, whatever the model suggests."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Sampling parameters, and where each of the model-dependent ones came from."""
+
+    params: SamplingParams
+    sources: dict[str, str]
+
+    def words(self) -> dict[str, Any]:
+        """Each parameter, and where it comes from."""
+        told = {
+            name: f"{getattr(self.params, name)} ({source})"
+            for name, source in self.sources.items()
+        }
+        return vars(self.params) | told
+
+
+def resolve_sampling(wishes: SamplingWishes, model: GenerationConfig, vocab_size: int) -> Resolved:
+    """Return wishes, then generation_config.json, then built-in values. Raises UsageError."""
+    import secrets
+
+    suggested = {name: getattr(model, name) for name in BUILT_IN}
+    if model.do_sample is False:
+        suggested["temperature"] = 0.0
+    values: dict[str, Any] = {name: getattr(wishes, name) for name in SAME}
+    sources = {"seed": "given" if wishes.seed is not None else "drawn"}
+    for name, built_in in BUILT_IN.items():
+        asked = ("given", getattr(wishes, name)), (GENERATION_FILE, suggested[name])
+        found = (each for each in (*asked, ("default", built_in)) if each[1] is not None)
+        sources[name], values[name] = next(found)
+    check_ids(wishes.stop_token_ids, vocab_size, "stop_token_id")
+    check_ids([token_id for token_id, _ in wishes.logit_bias], vocab_size, "logit_bias")
+    try:
+        params = SamplingParams(
+            **values,
+            logit_bias=wishes.logit_bias,
+            stop_token_ids=wishes.stop_token_ids,
+            stop=wishes.stop,
+            seed=secrets.randbits(SEED_BITS) if wishes.seed is None else wishes.seed,
+            logprobs=wishes.logprobs,
+        )
+    except UsageError as error:
+        if sources.get(error.message.partition(" ")[0]) == GENERATION_FILE:
+            why = "The value comes from the model's generation_config.json; an option overrides it."
+            error.reason = (*error.reason, why)
+        raise
+    return Resolved(params, sources)

@@ -1,0 +1,78 @@
+"""The settings of a run, and the requests that prompts become with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from spd.conversation.prompt import Prompt, encode_prompt, leaves_thinking_open
+from spd.conversation.sampling import Resolved
+from spd.conversation.thinking import thinking_budget
+from spd.conversation.thinking_grammar import behind_thinking
+from spd.conversation.vocabulary import Vocabulary, check_ids
+from spd.errors import IncompatibleError
+from spd.runtime.engine.request import GrammarText, Request
+from spd.runtime.plan.config import EngineConfig
+from spd.runtime.round.sampling_params import SamplingParams
+
+REQUEST_ID = "0"
+"""The name of a request that runs alone."""
+
+
+class PreparedRequest(NamedTuple):
+    """A request for the engine, and how its reply is parted."""
+
+    request: Request
+    inside_thinking: bool | None
+    """Whether the reply begins inside thinking; None where it is no turn of a chat."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but its prompts."""
+
+    config: EngineConfig
+    sampling: Resolved
+    vocabulary: Vocabulary
+    usable_vocab: int
+    context: int
+    grammar: GrammarText | None
+    think: str
+
+    def params(self, **values: Any) -> SamplingParams:
+        """The run's sampling parameters with others in their place. Raises UsageError."""
+        check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
+        check_ids(
+            [token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias"
+        )
+        return dataclasses.replace(self.sampling.params, **values)
+
+    def request(
+        self,
+        name: str,
+        asked: Prompt,
+        params: SamplingParams | None = None,
+        shape: GrammarText | None = None,
+    ) -> PreparedRequest:
+        """Return the request of a prompt, encoded.
+
+        Without `params` those of the run hold, and its grammar. Raises IncompatibleError without room for a
+        reply, and what `encode_prompt` raises.
+        """
+        if params is None:
+            params, shape = self.sampling.params, self.grammar
+        ids = encode_prompt(asked, self.vocabulary, self.context)
+        if len(ids) >= self.context:
+            most = self.vocabulary.config.max_positions
+            why = "A reply needs room too: at most one token less than the context."
+            words = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
+            fix = [*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"]
+            raise IncompatibleError(words, reason=[why], fix=fix, code="context_overflow")
+        inside = leaves_thinking_open(asked, ids, self.vocabulary)
+        thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
+        if shape is not None and inside is not None:
+            end = self.vocabulary.end_of(ids)
+            shape, inside = behind_thinking(shape, self.vocabulary, asked, end, inside)
+        request = Request(name, tuple(ids), params, grammar=shape, thinking=thinking)
+        return PreparedRequest(request, inside)

@@ -1,0 +1,113 @@
+"""Thinking beside its text: how many tokens it took, and grammars that begin behind it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.conversation.channels import BEGINNING
+from spd.conversation.thinking_splitter import ThinkingSplitter, parted
+from spd.errors import IncompatibleError
+from spd.formats.thinking import (
+    KNOWN,
+    ThinkingMarks,
+    past_turn,
+    reads_thoughts,
+)
+from spd.runtime.engine.request import ThinkingBudget
+
+if TYPE_CHECKING:
+    from spd.conversation.vocabulary import Vocabulary
+
+UNANSWERED = "the reply ended while thinking, without an answer"
+
+
+class ThinkingCount:
+    """Counts the tokens of thinking in a reply, with its closing mark and without its opening one.
+
+    Tokens are looked at one by one, so the count does not depend on how many a round brings.
+    """
+
+    def __init__(
+        self,
+        inside: bool | None,
+        token_bytes: Callable[[int], bytes],
+        marks: ThinkingMarks = KNOWN,
+    ) -> None:
+        self._splitter = ThinkingSplitter(inside, marks)
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.tokens = 0
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Add the reply's next tokens."""
+        for token in token_ids:
+            if self._splitter.is_settled:
+                return
+            self.tokens += self._splitter.thinking
+            self._splitter.feed(self._decoder.decode(self._token_bytes(token)))
+
+
+class MarkedText:
+    """A reply's text with its special tokens, which have no text, each in its place.
+
+    The text may lag behind the tokens: what may begin a stop string is held back.
+    """
+
+    def __init__(self, marks: Mapping[int, str], token_bytes: Callable[[int], bytes]) -> None:
+        """marks: token ids without a text, and what is put in their places."""
+        self._marks, self._token_bytes = marks, token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ahead = 0
+        """Characters that tokens have brought and that have not come as text."""
+        self._waiting: list[tuple[int, str]] = []
+        """Marks, each behind so many of those characters."""
+
+    def take(self, token_ids: Sequence[int], text: str) -> str:
+        """Return the next text with its marks, after the next tokens."""
+        if not self._marks:
+            return text
+        for token in token_ids:
+            if (mark := self._marks.get(token)) is not None:
+                self._waiting.append((self._ahead, mark))
+            else:
+                self._ahead += len(self._decoder.decode(self._token_bytes(token)))
+        marked, place = "", 0
+        while self._waiting and self._waiting[0][0] <= len(text):
+            at, mark = self._waiting.pop(0)
+            marked += text[place:at] + mark
+            place = at
+        self._ahead -= len(text)
+        self._waiting = [(at - len(text), mark) for at, mark in self._waiting]
+        return marked + text[place:]
+
+
+def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return an earlier reply as a message, with its thinking in the form that the template reads.
+
+    `inside` says that the reply's prompt had opened thinking. A template that knows nothing of thoughts, or
+    looks for them in the text, gets the text as it is; but marks that are tokens are no words in it.
+    """
+    template, marks = vocabulary.need_template().default, vocabulary.marks
+    thought, answer = parted(reply, inside, marks)
+    is_apart = marks.thinking[0].are_tokens or BEGINNING.match(reply) or reads_thoughts(template)
+    if thought is None or not is_apart:
+        return {"role": "assistant", "content": reply}
+    return {"role": "assistant", **past_turn(thought, answer, template)}
+
+
+def thinking_budget(
+    think: str, vocabulary: Vocabulary, inside: bool, spent: Sequence[int] = ()
+) -> ThinkingBudget | None:
+    """What --think N leaves behind `spent` tokens. Raises IncompatibleError where no token ends thinking."""
+    if not think.isdigit() or (spent and not inside):
+        return None
+    if (pair := vocabulary.thinking_tokens) is None:
+        closing = vocabulary.marks.thinking[0].closing
+        words = f"at most {think} tokens of thinking: for models that end it with a token {closing}"
+        why, fix = ["This vocabulary has none."], ["on, off or hide in place of the number"]
+        raise IncompatibleError(words, reason=why, fix=fix, code="no_thinking")
+    begin, end = pair
+    left = int(think) - sum(token != begin for token in spent)
+    return ThinkingBudget(max(0, left), end, begin, inside)

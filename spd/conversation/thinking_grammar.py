@@ -1,0 +1,89 @@
+"""Grammars of replies that may think: they begin behind the thinking."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING
+
+from spd.conversation.channels import channels_of, json_of
+from spd.conversation.prompt import SWITCH, Prompt
+from spd.formats.thinking import MarkPair, closes_thinking
+from spd.runtime.engine.request import GrammarText, ThinkingTokens
+
+if TYPE_CHECKING:
+    from spd.conversation.vocabulary import Vocabulary
+
+
+_START = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/|\bstart\b')
+"""The rule that a Lark grammar begins with, and texts in which its name means nothing."""
+
+
+def behind_thinking(
+    grammar: GrammarText, vocabulary: Vocabulary, asked: Prompt, prompt: str, inside: bool
+) -> tuple[GrammarText, bool]:
+    """Return a grammar that begins behind a reply's thinking, and whether the reply begins inside it.
+
+    `prompt` is the end of the rendered prompt. A model that is sure to think may write anything up to
+    the token that ends it. One that may think begins with that or with the answer.
+    """
+    template = vocabulary.need_template()
+    if (channels := channels_of(template.default)) is not None:
+        is_schema = grammar.kind == "schema"
+        special = vocabulary.need_tokenizer().special_tokens
+        return (channels.held(grammar, special) if is_schema else grammar), inside
+    pair = vocabulary.marks.thinking[0]
+    tokens = vocabulary.thinking_tokens
+    if grammar.after is not None:  # it begins with a mark, which in thinking is only words
+        apart = None if tokens is None else ThinkingTokens(*tokens, inside)
+        return dataclasses.replace(grammar, thinking=apart), inside
+    if grammar.optional and not inside:
+        return grammar, inside
+    if inside:
+        if tokens is None:
+            return _composed(grammar, pair, tokens, "opened"), True
+        return dataclasses.replace(grammar, after=tokens[1]), True
+    if closes_thinking(prompt, vocabulary.marks):
+        return grammar, False
+    if template.switch is None:
+        may_think = pair.opening in template.default or pair.closing in template.default
+    else:
+        switched = (asked.variables or {}).get(SWITCH)
+        may_think = template.thinks_by_default if switched is None else bool(switched)
+        if may_think and tokens is not None and not pair.are_tokens:  # it always thinks then
+            return dataclasses.replace(grammar, after=tokens[1]), True
+    return (_composed(grammar, pair, tokens, "maybe") if may_think else grammar), False
+
+
+def _composed(
+    grammar: GrammarText, pair: MarkPair, tokens: tuple[int | None, int] | None, thinking: str
+) -> GrammarText:
+    """Return a grammar of thinking and answer.
+
+    thinking: "opened" where the prompt has begun it, "maybe" where it may be left out.
+    """
+    if grammar.kind == "schema":
+        answer = f"answer: {json_of(json.loads(grammar.text))}"
+    elif grammar.kind == "regex":
+        escaped = re.sub(r"\\.|/", lambda one: one[0] if len(one[0]) > 1 else r"\/", grammar.text)
+        answer = f"answer: /{escaped}/"
+    else:
+        answer = _START.sub(lambda one: "answer" if one[0] == "start" else one[0], grammar.text)
+    if tokens is not None and tokens[0] is not None:
+        rules = [f"thought: <[{tokens[0]}]> THOUGHT <[{tokens[1]}]>", "THOUGHT: /(.|\\n)*/"]
+    else:
+        opening = "" if thinking == "opened" else f"\\s*{_in_pattern(pair.opening)}"
+        rules = [f"thought[lazy]: /{opening}(.|\\n)*{_in_pattern(pair.closing)}/"]
+    start = (
+        "start: thought BREAKS answer"
+        if thinking == "opened"
+        else "start: (thought BREAKS)? answer"
+    )
+    text = "\n".join([start, *rules, "BREAKS: /\\n{0,2}/", answer])
+    return dataclasses.replace(grammar, kind="lark", text=text)
+
+
+def _in_pattern(mark: str) -> str:
+    """Return a mark as it stands in a regular expression between slashes."""
+    return re.escape(mark).replace("/", r"\/")

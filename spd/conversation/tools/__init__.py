@@ -1,0 +1,1 @@
+"""Tool calls: the forms that models write them in, grammars that hold them, and their reading."""

@@ -1,0 +1,86 @@
+"""Whether calls are read as a chat template writes them itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import takewhile
+
+from spd.conversation.messages import for_template
+from spd.conversation.thinking_splitter import ThinkingSplitter
+from spd.conversation.tools.call_forms import GUESSED, Form, call_form
+from spd.conversation.tools.call_grammar import Tools
+from spd.conversation.tools.call_parser import CallParser
+from spd.errors import SpdError
+from spd.formats.chat_template import ChatTemplate
+from spd.runtime import JsonObject
+
+UNKNOWN_FORM = (
+    "the form in which this model's chat template writes tool calls is not known: calls are looked for"
+    f" between {GUESSED.opening} and {GUESSED.closing}, and others stay text"
+)
+NAME = "lookup_word"
+ARGUMENTS: JsonObject = {"word": "two words", "count": 3}
+SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
+}
+TOOL: JsonObject = {"name": NAME, "description": "Look a word up", "parameters": SCHEMA}
+ASKED: JsonObject = {"role": "user", "content": "Hi"}
+CALL: JsonObject = {"id": "call00000", "type": "function"}
+
+
+def form_of(template: ChatTemplate) -> Form:
+    """Return how a model writes calls, by its chat template.
+
+    `GUESSED` where the template shows no form that is known, or writes a call that is not read in the
+    form that it seems to show.
+    """
+    return _checked_form(_Source(template.for_tools, template))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A template with the text that tells it from others."""
+
+    text: str
+    template: ChatTemplate = field(compare=False)
+
+
+@lru_cache(16)
+def _checked_form(source: _Source) -> Form:
+    form = call_form(source.text)
+    reply = _written_call(source.template)
+    return form if not reply or _calls_in(reply, form) == [(NAME, ARGUMENTS)] else GUESSED
+
+
+def _written_call(template: ChatTemplate) -> str:
+    """Return a reply with a call as a template writes it; empty where it writes none."""
+    call = {**CALL, "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    shown = [ASKED, for_template(turn, template.for_tools)]
+    tools = [{"type": "function", "function": TOOL}]
+    with suppress(SpdError):
+        prompt = template.render([ASKED], tools=tools)
+        whole = template.render(shown, tools=tools, add_generation_prompt=False)
+        pairs = zip(prompt, whole, strict=False)
+        same = whole[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+        if same.rfind("<") > same.rfind(">"):  # both go on with a mark
+            same = same[: same.rfind("<")]
+        reply = whole[len(same) :]
+        return reply if NAME in reply else ""
+    return ""
+
+
+def _calls_in(reply: str, form: Form) -> Sequence[tuple[str, Mapping[str, object]]]:
+    """Return the calls that are found in a reply behind its thinking."""
+    parser = CallParser(Tools({NAME: SCHEMA}, form))
+    splitter = ThinkingSplitter(False)
+    parts = (text for thinking, text in splitter.feed(reply, final=True) if not thinking)
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    pieces += parser.feed("", final=True)
+    calls = (piece for piece in pieces if piece.kind == "call")
+    return [(call.name or "", json.loads(call.text)) for call in calls]

@@ -1,0 +1,210 @@
+"""The grammar that holds tool calls to their schemas, in the form in which a model writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from spd.conversation.channels import json_of, literal
+from spd.conversation.tools.call_forms import FORMS, GUESSED, NUMBER, Form
+from spd.conversation.tools.gemma_grammar import GemmaGrammar
+from spd.conversation.tools.grammar_rules import GAP, GrammarRules, marks, styled
+from spd.conversation.tools.pair_grammar import PairGrammar
+from spd.conversation.tools.python_calls import PythonCalls
+from spd.conversation.tools.python_grammar import PythonInTagsGrammar
+from spd.runtime import JsonObject, check_size, without_notes
+from spd.runtime.engine.request import GrammarText
+
+Schemas = Mapping[str, JsonObject]
+"""JSON schemas of functions' arguments, by name."""
+MAX_CALLS = 8
+"""Calls in one reply that a grammar allows."""
+TEXT = "TEXT: /(.|\\n)*/"
+KEPT = 16
+"""Grammars that are kept for the next request with the same tools."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that a reply may call, or has to where it is `required`: any, or one `named`.
+
+    A grammar holds calls to their schemas: those that have to come, and others from the form's
+    opening mark on. A mark of several tokens is looked for from the reply's beginning; for messages
+    and for calls without a mark that is done only where it is `strict`. `tokens` are the ids of
+    marks that are tokens.
+    """
+
+    functions: Schemas
+    form: Form = FORMS["Hermes, Qwen3"]
+    named: str | None = None
+    required: bool = False
+    parallel: bool = True
+    strict: bool = False
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    answer: GrammarText | None = None
+    """The schema of a reply that calls nothing."""
+
+    @property
+    def held(self) -> bool:
+        """True if a grammar holds a reply from its beginning on."""
+        return self.required or self.answer is not None or (self.strict and not self.form.is_bare)
+
+    @property
+    def mark(self) -> int | None:
+        """The token behind which a grammar begins; None where it begins with the reply, or never."""
+        is_whole = self.required or self.answer is not None
+        return None if is_whole or self.form.channels else self.tokens.get(self.form.opening)
+
+    @property
+    def grammar(self) -> GrammarText | None:
+        """What holds a call, in the model's own form; None where nothing does.
+
+        The first one of many functions takes a while, so it is no work for the loop of a server.
+        Raises UsageError where there cannot be one.
+        """
+        form = self.form
+        is_unmarked = form.is_bare or form.channels is not None or form is GUESSED
+        if self.mark is None and not self.held and is_unmarked:
+            return None
+        schemas = {name: without_notes(schema) for name, schema in self.functions.items()}
+        answer = None if self.answer is None else self.answer.text
+        choice = [self.named, self.required, self.parallel, self.strict]
+        key = json.dumps([schemas, form, choice, dict(self.tokens), answer])
+        check_size("lark", key)
+        return _kept_grammar(_ToolsByKey(key, self))
+
+
+@dataclass(frozen=True)
+class _ToolsByKey:
+    """Tools with what tells them from others."""
+
+    key: str
+    tools: Tools = field(compare=False)
+
+
+@lru_cache(KEPT)
+def _kept_grammar(keyed: _ToolsByKey) -> GrammarText:
+    tools = keyed.tools
+    schemas = {name: without_notes(schema) for name, schema in tools.functions.items()}
+    return _CallGrammar(tools, schemas).grammar()
+
+
+class _CallGrammar:
+    """Writes the grammar of one set of tools."""
+
+    def __init__(self, tools: Tools, schemas: Schemas) -> None:
+        self._tools = tools
+        self._form = tools.form
+        self._schemas = schemas
+        self._rules = GrammarRules()
+        self._is_loose = not (tools.required or tools.strict)
+        self._has_several = tools.parallel and tools.named is None and tools.form.channels is None
+
+    def grammar(self) -> GrammarText:
+        """Return the whole grammar."""
+        tools = self._tools
+        is_whole = tools.required or tools.answer is not None
+        calls = self._calls()
+        lazy: list[str] = []
+        if self._form.channels is not None:
+            start = self._messages(calls)
+        elif is_whole:
+            opening = "" if self._form.is_bare and tools.required else self._form.opening
+            answer = f"| {self._answer}" if self._answer else ""
+            start = f"GAP ({self._literal(opening)} {calls} {answer})"
+        else:
+            start = self._calls_in_text(calls)
+            lazy = [f"before[lazy]: /(.|\\n)*{re.escape(self._form.opening)}/"]
+        lines = [f"start: {start}", GAP, TEXT, *lazy, *self._rules.lines]
+        return GrammarText("lark", "\n".join(lines), tools.mark, not is_whole)
+
+    @property
+    def _answer(self) -> str:
+        """The expression of a reply that calls nothing; empty where no schema holds that."""
+        if self._tools.answer is None or self._tools.required:
+            return ""
+        return json_of(json.loads(self._tools.answer.text))
+
+    def _calls(self) -> str:
+        """Return the expression of all calls behind the first opening mark."""
+        form = self._form
+        named = self._tools.named
+        names = [*self._schemas] if named is None else [named]
+        if form.pairs is not None and form.pairs.style == "python":
+            schemas = {name: self._schemas[name] for name in names}
+            pairs = PairGrammar(form.pairs, self._tools.tokens, self._is_loose, self._rules)
+            return PythonCalls(form, schemas, pairs, several=self._has_several).expression()
+        call = f"({' | '.join(self._rules.rule('call', self._call(name)) for name in names)})"
+        opening = "" if form.is_bare and self._tools.required else form.opening
+        closing = "" if form.channels is not None else self._literal(form.closing)
+        if form.between is None:
+            call = f"{call} {closing}"
+            following = f"GAP {self._literal(opening)} {call}"
+            closing = ""
+        else:
+            gap = "GAP" if form.between else ""
+            following = f"{self._literal(form.between.strip())} {gap} {call}"
+        calls = call
+        if self._has_several:
+            times = f"{{0,{MAX_CALLS - 1}}}" if self._tools.required else "*"
+            calls = f"{call} ({following}){times}"
+        if form.is_array:
+            calls = f'"[" GAP {calls} GAP "]"'
+        return f"{calls} GAP {closing}" if closing else calls
+
+    def _call(self, name: str) -> str:
+        """Return the expression of a call of one function; in a message its header begins it."""
+        form = self._form
+        head, tail = form.call.split("ARGUMENTS")
+        if form.channels is not None:
+            head = form.channels.call + form.opening + head
+            tail += form.closing
+        before, _, behind = head.rpartition("NAME")
+        begin = self._with_number(before.replace("NAME", name) + name)
+        if form.id_before:
+            begin += f" ({self._with_number(form.id_before)})?"
+        end = marks(tail, self._tools.tokens)
+        if form.id_behind:
+            end = f"({self._with_number(form.id_behind)})? {end}"
+        return f"{begin} {self._with_number(behind)} {self._arguments(self._schemas[name])} {end}"
+
+    def _with_number(self, text: str) -> str:
+        """Return the expression of marks in which a sign stands for a call's number or id."""
+        id_ = "/[0-9]+/" if self._form.call.count(NUMBER) else "/[A-Za-z0-9_-]{1,64}/"
+        parts = (marks(part, self._tools.tokens) for part in text.split(NUMBER))
+        return f" {id_} ".join(parts)
+
+    def _arguments(self, schema: JsonObject) -> str:
+        """Return the expression of a function's arguments."""
+        tools = self._tools
+        pairs = self._form.pairs
+        if pairs is None:
+            return json_of(styled(schema, is_loose=self._is_loose))
+        writer = PairGrammar
+        if pairs.style == "gemma":
+            writer = GemmaGrammar
+        elif pairs.literals == "python":
+            writer = PythonInTagsGrammar
+        return writer(pairs, tools.tokens, self._is_loose, self._rules).arguments(schema)
+
+    def _messages(self, calls: str) -> str:
+        """Return the expression of a reply of messages, of which the last one calls or answers."""
+        channels = self._form.channels
+        assert channels is not None
+        final = f"{self._literal(channels.answer)} {self._answer or 'TEXT'}"
+        last = calls if self._tools.required else f"({calls} | {final})"
+        return f"{channels.thought(self._tools.tokens)} {last}"
+
+    def _calls_in_text(self, calls: str) -> str:
+        """Return the expression of a reply in which calls may come between texts."""
+        opening = self._form.opening
+        is_token = opening in self._tools.tokens
+        before = f"TEXT {self._literal(opening)}" if is_token else "before"
+        start = f"TEXT | {before} {calls}" if self._tools.mark is None else calls
+        return f"{start} ({before} {calls})* TEXT" if self._has_several else start
+
+    def _literal(self, text: str) -> str:
+        return literal(text, self._tools.tokens)

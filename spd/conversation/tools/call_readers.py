@@ -1,0 +1,368 @@
+"""What finds calls at the beginning of a text, in each form in which models write them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from spd.conversation.tools.call_forms import (
+    BARE_KEY,
+    NAME,
+    NUMBER,
+    PYTHON_WORDS,
+    QUOTE,
+    WORD,
+    Form,
+    Pairs,
+)
+from spd.conversation.tools.schema_arguments import Arguments, as_json
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of functions' arguments, by name."""
+Calls = Sequence[tuple[str, ...]]
+"""Names, arguments and the model's ids of calls."""
+Found = tuple[Calls, int]
+"""Calls that begin a text, and where they end.
+
+No calls for what cannot become one.
+"""
+
+BLANK = r"[\s,;\[]*"
+
+
+class Reader(Protocol):
+    """Reads what begins a text in one form."""
+
+    def __call__(self, text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+        """Return the calls, True for one that goes on, False for what may yet be one.
+
+        `is_exact` says that a grammar holds calls: nothing is missing in them.
+        """
+
+
+def read_calls(text: str, form: Form, schemas: Schemas, *, is_exact: bool = False) -> Found | bool:
+    """Return what begins a text: see `Reader`."""
+    style = "objects" if form.pairs is None else form.pairs.style
+    if form.is_bare and re.match(r"\s*\[\s*(?:[A-Za-z_]|\Z)", text):
+        style = "python"
+    return READERS[style](text, form, schemas, is_exact=is_exact)
+
+
+def next_call(text: str, form: Form, schemas: Schemas) -> int | None:
+    """Return where the first whole call behind the beginning of a text begins."""
+    for candidate in _beginnings(form, schemas).finditer(text, 1):
+        result = read_calls(text[candidate.start() :], form, schemas)
+        calls = result[0] if isinstance(result, tuple) else ()
+        if calls and (form.call[0] != "{" or all(call[0] in schemas for call in calls)):
+            return candidate.start()
+    return None
+
+
+def _beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
+    """Return the expression of what begins a call where calls share their marks."""
+    begin = form.call.partition("NAME")[0].strip()
+    if begin.startswith("<"):
+        return re.compile(re.escape(begin.partition(">")[0]))
+    if begin.startswith("{"):
+        return re.compile(r'\{\s*"(?:name|arguments|parameters|tool_name|tool_call_id)"')
+    names = "|".join(map(re.escape, schemas)) or NAME
+    return re.compile(rf"(?<![\w.])(?:{names})\(")
+
+
+def _objects(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+    """Read calls that are objects with name and arguments, or arguments behind the form's head."""
+    head = re.match(form.head, text)
+    beginning = head or re.match(BLANK, text)
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, beginning.end() if beginning else 0)
+    except (ValueError, RecursionError):
+        return False
+    name: object = None
+    arguments = value
+    ids: list[str] = []
+    if head is not None:
+        name, *ids = head.groups()
+    elif isinstance(value, dict):
+        name = value.get("tool_name", value.get("name"))
+        arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the object into a string
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return (), 0
+    written = as_json(arguments) if head is None else text[head.end() : end]
+    return [(name, written, *ids)], end
+
+
+def loose(text: str) -> str:
+    """Return a form's text as an expression, with any blanks where it has some."""
+    words = r"\s*".join(map(re.escape, text.split()))
+    return (
+        words.replace("NAME", NAME)
+        .replace("KEY", r"([^<>\n]+?)")
+        .replace(re.escape(NUMBER), r"\d+")
+    )
+
+
+class _Tags(NamedTuple):
+    """Expressions of a form whose keys and values stand between tags."""
+
+    head: re.Pattern[str]
+    """A call's name, where a key or the call's end follows."""
+    key: re.Pattern[str]
+    close: re.Pattern[str]
+    """What ends a value."""
+    last_close: re.Pattern[str]
+    """The same where a key or the call's end follows: others are a part of the value."""
+    end: re.Pattern[str]
+    cut: re.Pattern[str]
+    """What ends a value whose own end is missing: a key, or the end of the calls."""
+
+
+@lru_cache
+def _tags(form: Form) -> _Tags:
+    pair = form.pairs.text if form.pairs else ""
+    head, tail = map(loose, form.call.split("ARGUMENTS"))
+    key, close = map(loose, pair.split("VALUE"))
+    closing = re.escape(form.closing)
+    end = rf"\s*(?:{tail or '(?!)'}|(?={closing}))"
+    following = rf"(?=\s*{key}|{end})"
+    last = rf"{tail}\s*{closing}"
+    if form.between is not None:
+        last = rf"{tail}\s*(?:{closing}|{head})"
+    return _Tags(
+        head=re.compile(rf"\s*{head}{following}"),
+        key=re.compile(rf"\s*{key}"),
+        close=re.compile(close),
+        last_close=re.compile(rf"{close}{following}"),
+        end=re.compile(end),
+        cut=re.compile(rf"\n?(?:{key}|\s*{last})"),
+    )
+
+
+def _tagged(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+    """Read calls of keys and values between tags: a value ends before a key or the call's end."""
+    tags = _tags(form)
+    head = tags.head.match(text)
+    if head is None:
+        return False
+    pairs = form.pairs or Pairs("")
+    edge = "\n" if "\nVALUE\n" in pairs.text else ""
+    arguments = Arguments(schemas.get(head[1], {}))
+    values: dict[str, str] = {}
+    place = head.end()
+    while (end := tags.end.match(text, place)) is None:
+        key = tags.key.match(text, place)
+        if key is None:
+            return True
+        name = key[1].strip()
+        others = None if is_exact else arguments.names - values.keys() - {name}
+        span = _value_span(text, key.end(), tags, others)
+        if span is None:
+            return True
+        value_end, place = span
+        value = text[key.end() : value_end]
+        values[name] = value.removeprefix(edge).removesuffix(edge)
+    written = (
+        f"{as_json(name)}: {arguments.argument(name).as_json(value, pairs.literals)}"
+        for name, value in values.items()
+    )
+    return [(head[1], f"{{{', '.join(written)}}}")], end.end()
+
+
+def _value_span(
+    text: str, begin: int, tags: _Tags, others: set[str] | None
+) -> tuple[int, int] | None:
+    """Return where a value ends, and where the text goes on; None where that is still to come.
+
+    Some models leave out what ends a value. With `others`, the names of arguments that may still
+    come, a value without it ends before one of them, or before the end of the calls. Of a function
+    without known arguments each name may come.
+    """
+    closed = tags.last_close.search(text, begin)
+    if others is not None:
+        any_close = tags.close.search(text, begin)
+        limit = len(text) if any_close is None else any_close.start()
+        for cut in tags.cut.finditer(text, begin, limit):
+            name = cut[1]
+            if name is None or not others or name.strip() in others:
+                return cut.start(), cut.start()
+    return None if closed is None else (closed.start(), closed.end())
+
+
+_TRIPLE = r"\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}"
+_TEXT = rf"""{_TRIPLE}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+_NAMED = r"([\w$.-]+)(?=\s*=(?!=))"
+_PADDED = r"(?<![\w.])0+(?=[1-9][0-9]*(?![\w.]))"
+_WORDS = re.compile(rf"{_TEXT}|{_NAMED}|{_PADDED}", re.DOTALL)
+"""A text, the name of an argument, which may be a word that Python reserves, or zeros before a
+number, which Python does not take."""
+_QUOTED = re.compile(rf"({_NAMED}\s*=\s*)(?:{_TRIPLE}|(?P<quote>[\"']))", re.DOTALL)
+_NO_CALLS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""What Python's parser and `_called` raise."""
+_RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
+"""What Python's texts do not hold as it is, though models write it."""
+
+
+def _python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+    """Read calls of Python, one or a list of them; values may be JSON, too."""
+    if re.match(rf"{BLANK}{NAME}\(", text) is None:
+        return True if re.fullmatch(rf"{BLANK}{NAME}?\s*", text) else ((), 0)
+    if form.is_array and not text.lstrip().startswith("["):
+        return _one_of_python(text)
+    for match in re.finditer(r"[\])](?=\s*(?:\Z|<))", text):
+        source = text[: match.end()].strip(" ,;\n")
+        is_whole = bool(form.closing) and text[match.end() :].lstrip().startswith(form.closing)
+        with suppress(*_NO_CALLS):
+            return _python_calls(source), match.end()
+        with suppress(*_NO_CALLS):
+            if is_whole:
+                end = _argument_end(schemas if is_exact else {})
+                return _python_calls(_with_inner_quotes(source, end)), match.end()
+    return True
+
+
+def _one_of_python(text: str) -> Found | bool:
+    """Read one call of a list of which another one is broken."""
+    depth = 0
+    for part in re.finditer(rf"{_TEXT}|[()]", text, re.DOTALL):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if part[0] == ")" and depth == 0:
+            with suppress(*_NO_CALLS):
+                return _python_calls(text[: part.end()].strip(" ,;\n")), part.end()
+            break
+    return False
+
+
+def _argument_end(schemas: Schemas) -> str:
+    """Return the expression of what follows a text that is a whole argument.
+
+    That is the next one, or the call's end. Functions without free keys have no other arguments than
+    their schemas list; without functions any word is a key or a name.
+    """
+    arguments = [Arguments(schema) for schema in schemas.values()]
+    names = {name for each in arguments for name in each.names}
+    is_open = any(shape.free for each in arguments for shape in each.shapes)
+    key = _any_of(names) if schemas and not is_open else WORD
+    function = _any_of(schemas) if schemas else WORD
+    return rf"(?=\s*(?:,\s*{key}\s*=(?!=)|\)\s*(?:\]?\s*\Z|,\s*{function}\()))"
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """Return the expression of one of these words; without any, of nothing that can be."""
+    return f"(?:{'|'.join(map(re.escape, words)) or '(?!)'})"
+
+
+def _with_inner_quotes(source: str, following: str) -> str:
+    """Return calls with the quotes escaped that stand within a text between the same ones.
+
+    Such a text ends where an expression of what is `following` matches.
+    """
+    parts: list[str] = []
+    place = 0
+    while argument := _QUOTED.search(source, place):
+        parts.append(source[place : argument.end()])
+        place = argument.end()
+        quote = argument["quote"]
+        end = quote and re.compile(quote + following).search(source, place)
+        if end:
+            inner = source[place : end.start()]
+            words = re.finditer(rf"\\.|{quote}|[^\\{quote}]+|\\\Z", inner, re.DOTALL)
+            parts += ["\\" + quote if word[0] == quote else word[0] for word in words]
+            place = end.start() + 1
+            parts.append(quote)
+    return "".join([*parts, source[place:]])
+
+
+def _python_calls(text: str) -> list[tuple[str, str]]:
+    """Return the calls in a whole text. Raises what Python's parser and `_called` raise."""
+    names: list[str] = []
+    source = _WORDS.sub(lambda match: _as_python(match, names), text)
+    return [call for one in ast.parse(source).body for call in _called(one, source, names)]
+
+
+def _as_python(match: re.Match[str], names: list[str]) -> str:
+    """Return what Python takes in place of a part; a name is put on a list."""
+    if match[1] is not None:
+        names.append(match[1])
+        return f"argument_{len(names) - 1}"
+    if match[0].startswith("0"):
+        return ""
+    return re.sub(r"\\.|[\n\r\0]", lambda raw: _RAW.get(raw[0], raw[0]), match[0], flags=re.DOTALL)
+
+
+class _JsonInPython(ast.NodeTransformer):
+    """Makes Python's words of JSON's, and a list of each set, which JSON has not."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+    def visit_Set(self, node: ast.Set) -> ast.List:
+        return ast.List([self.visit(element) for element in node.elts], ast.Load())
+
+
+def _called(statement: ast.stmt, source: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the calls of a statement, whose arguments have numbers in place of names.
+
+    Raises ValueError for another one, TypeError for values that JSON has not.
+    """
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    calls: list[tuple[str, str]] = []
+    for call in value.elts if isinstance(value, ast.List) else [value]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not a call with names")
+        values: dict[str, object] = {}
+        for argument in call.keywords:
+            if argument.arg is None:
+                raise ValueError("not a call with names")
+            name = names[int(argument.arg.removeprefix("argument_"))]
+            try:
+                values[name] = json.loads(ast.get_source_segment(source, argument.value) or "")
+            except ValueError:
+                values[name] = ast.literal_eval(_JsonInPython().visit(argument.value))
+        calls.append((ast.unparse(call.func), as_json(values)))
+    return calls
+
+
+def _gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+    """Read calls of Gemma 4: keys are bare, and texts stand between marks, or are JSON."""
+    head = re.match(rf"\s*call:\s*{NAME}\s*(?=\{{)", text)
+    if head is None:
+        return False
+    quote = re.escape(QUOTE)
+    parts = re.compile(
+        rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(?P<text>.*?)(?:{quote}|\Z)'
+        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)|\b(?P<word>True|False|None)\b|(?P<end>{re.escape(form.closing)})",
+        re.DOTALL,
+    )
+    ends = (part.start() for part in parts.finditer(text, head.end()) if part["end"])
+    end = next(ends, None)
+    if end is None:
+        return True
+
+    def as_text(part: re.Match[str]) -> str:
+        """Return a text or a key as JSON."""
+        if part["word"] is not None:
+            return PYTHON_WORDS[part["word"]]
+        if part["text"] is None and part["key"] is None:
+            return part[0]
+        return as_json(part["key"] if part["text"] is None else part["text"])
+
+    with suppress(ValueError, RecursionError):
+        return [(head[1], as_json(json.loads(parts.sub(as_text, text[head.end() : end]))))], end
+    return (), 0
+
+
+READERS: Mapping[str, Reader] = {
+    "objects": _objects,
+    "tags": _tagged,
+    "python": _python,
+    "gemma": _gemma,
+}
+"""By the style of a form's pairs."""

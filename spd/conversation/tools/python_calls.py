@@ -1,0 +1,163 @@
+"""The grammar of calls in Python's form, in which a text may hold quotes and lines as they are.
+
+A published template writes a text between quotes without escapes. So it ends where the next argument,
+the next call or the end of all calls follows the quote, and nowhere else. A text and what follows it
+are one terminal for that reason, and each rule holds all that may come behind an argument.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from spd.conversation.tools.call_forms import Form
+from spd.conversation.tools.grammar_rules import GrammarRules
+from spd.conversation.tools.pair_grammar import PairGrammar, content_of
+from spd.conversation.tools.python_grammar import DOUBLE, PythonGrammar
+from spd.conversation.tools.schema_arguments import Argument, ObjectShape, as_json
+from spd.conversation.tools.schema_reader import TextShape
+from spd.runtime import JsonObject, usable_schema
+
+MOST_KEYS = 1_000
+"""Arguments of all functions up to which texts may hold quotes as they are: each takes two rules more,
+and 2,560 of them would take 415 KiB."""
+Before = Literal["a call's head", "a value"] | TextShape
+"""What stands before a place; a text there has still to end."""
+
+
+class _Place(NamedTuple):
+    """Where a call goes on: before one of the keys of an alternative of its arguments."""
+
+    function: str
+    alternative: int
+    key: int
+
+
+class PythonCalls:
+    """Writes the expression of calls, and adds the rules that it needs."""
+
+    def __init__(
+        self, form: Form, schemas: Mapping[str, JsonObject], pairs: PairGrammar, *, several: bool
+    ) -> None:
+        """pairs: writes keys; several: whether one call may follow another.
+
+        Raises UsageError for a schema that no grammar can hold, unless that is passed over.
+        """
+        for schema in () if pairs.is_loose else schemas.values():
+            usable_schema(schema)
+        self._form = form
+        self._equals = pairs.pairs.text.removeprefix("KEY").removesuffix("VALUE")
+        self._pairs = pairs
+        self._rules: GrammarRules = pairs.rules
+        self._shapes = {name: pairs.shapes(schema) for name, schema in schemas.items()}
+        self._schemas = schemas
+        self._values = PythonGrammar.within(pairs)
+        self._several = several
+        alternatives = (shape for shapes in self._shapes.values() for shape in shapes)
+        self._holds_quotes = sum(len(shape.listed) for shape in alternatives) <= MOST_KEYS
+
+    def expression(self) -> str:
+        """Return the expression of all calls behind the opening mark. Raises UsageError."""
+        calls = f'"[" GAP {self._any_call()}'
+        self._rules.finish()
+        return calls
+
+    def _any_call(self) -> str:
+        heads = (f"{as_json(self._head(name))} {self._arguments(name)}" for name in self._shapes)
+        return self._rules.rule("call", " | ".join(heads))
+
+    def _head(self, name: str) -> str:
+        """Return what a call begins with."""
+        return self._form.call.partition("ARGUMENTS")[0].replace("NAME", name)
+
+    def _arguments(self, name: str) -> str:
+        """Return the rule of a call behind its head, and of all behind it."""
+        return self._rules.pending("p", name, lambda: self._alternatives(name))
+
+    def _alternatives(self, name: str) -> str:
+        count = len(self._shapes[name])
+        places = (_Place(name, alternative, 0) for alternative in range(count))
+        rules = [self._behind(place, "a call's head") for place in places]
+        return " | ".join(rules) or self._pairs.json(self._schemas[name])
+
+    def _behind(self, place: _Place, before: Before) -> str:
+        """Return the rule of what follows at a place."""
+        key = repr((place, before))
+        return self._rules.pending("p", key, lambda: " | ".join(self._following(place, before)))
+
+    def _following(self, place: _Place, before: Before) -> list[str]:
+        """Return the alternatives of what follows at a place."""
+        shape: ObjectShape = self._shapes[place.function][place.alternative]
+        names = [*shape.listed]
+        if place.key == len(names):
+            keys = ((self._pairs.other_key(each, shape), each.argument) for each in shape.free)
+            free = [self._pair(key, argument, place, before) for key, argument in keys]
+            return [*free, self._rules.pending("p", repr(before), lambda: self._end(before))]
+        name = names[place.key]
+        following = place._replace(key=place.key + 1)
+        pair = self._pair(as_json(name), shape.listed[name], following, before)
+        return [pair] if name in shape.required else [pair, self._behind(following, before)]
+
+    def _pair(self, key: str, argument: Argument, following: _Place, before: Before) -> str:
+        """Return the expression of a key and a value with all behind it."""
+        comma = "" if before == "a call's head" else self._pairs.pairs.comma
+        mark = f"{as_json(comma)} {key} {as_json(self._equals)}"
+        if key.startswith('"'):
+            mark = as_json(f"{comma}{json.loads(key)}{self._equals}")
+        value_key = repr((argument.schema, following))
+        value = self._rules.pending("p", value_key, lambda: self._value(argument, following))
+        return f"{self._marked(mark, before)} {value}"
+
+    def _marked(self, mark: str, before: Before) -> str:
+        """Return the expression of a mark, with the text before it where there is one."""
+        if isinstance(before, str):
+            return mark
+        if mark.startswith('"') and mark.count('"') == 2:
+            end = as_json("'" + json.loads(mark))
+        else:
+            end = self._rules.rule("T", f'"\'" {mark}')
+        return self._rules.rule("t", self._begun(before), f"[suffix={end}]")
+
+    def _begun(self, shape: TextShape) -> str:
+        """Return the terminal of a text without its end."""
+        content = content_of(shape)
+        if not shape.is_free:  # what is escaped would count as more than it is
+            content += r" & /[^\\]*/"
+        return self._rules.rule("T", f'"\'" ({content})')
+
+    def _end(self, before: Before) -> str:
+        """Return the expression of a call's end with what follows it."""
+        closing = self._pairs.literal(self._form.closing)
+        bracket = '")" GAP "]" GAP'
+        is_token = self._form.closing in self._pairs.tokens
+        if isinstance(before, str) or not is_token:
+            end = self._marked(f"{bracket} {closing}", before)
+        else:  # the token ends the terminal
+            end = self._rules.rule("T", f'{self._begun(before)} "\'" {bracket}') + f" {closing}"
+        if not self._several:
+            return end
+        if isinstance(before, str):
+            return f'{end} | ")" "," GAP {self._any_call()}'
+        heads = ((name, f'")" "," GAP {as_json(self._head(name))}') for name in self._shapes)
+        calls = (f"{self._marked(head, before)} {self._arguments(name)}" for name, head in heads)
+        return " | ".join([end, *calls])
+
+    def _value(self, argument: Argument, following: _Place) -> str:
+        """Return the expression of a value and all behind it."""
+        values = self._values.others_of(argument)
+        alternatives: list[str] = []
+        for shape in argument.texts:
+            if shape.values is None and self._holds_quotes:
+                alternatives.append(self._behind(following, shape))
+            else:
+                values += self._values.quoted(shape)
+                values += (as_json(f"'{value}'") for value in shape.possible_values)
+        if argument.texts:
+            values.append(self._values.json(argument.of_kinds(frozenset(["string"]))))
+        if any(shape.is_free for shape in argument.texts):
+            values.append(f'/"{DOUBLE}"/')
+        if values or not alternatives:
+            value = self._rules.rule("v", " | ".join(values) or self._values.json(argument.schema))
+            alternatives.append(f"{value} {self._behind(following, 'a value')}")
+        return " | ".join(alternatives)

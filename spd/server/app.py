@@ -1,0 +1,204 @@
+"""The HTTP front: which requests are let in, and what answers each path."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from spd.conversation.fields import (
+    TEXT,
+    fields,
+    listed,
+    whole,
+)
+from spd.conversation.prompt import encode_prompt
+from spd.conversation.settings import Settings
+from spd.conversation.vocabulary import check_ids
+from spd.server.body import read_body
+from spd.server.chat_completions import ChatReply, read_chat
+from spd.server.completions import CompletionReply, read_completion
+from spd.server.errors import ApiError, api_error
+from spd.server.messages import MessagesReply, read_messages
+from spd.server.replies import Reply
+from spd.server.request import Generation, without_lines
+from spd.server.responses import ResponseReply, read_response
+from spd.server.service import Service
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+SEND_SECONDS = 60.0
+"""For which a client may take nothing of what is sent to it."""
+OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+CHANGING = "x-anthropic-billing-header:"
+"""How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
+MODEL = "/v1/models/"
+Reader = Callable[[Any, Settings], Generation]
+"""(body, settings of the server) -> what it asks for. Raises FieldError and ApiError."""
+
+
+class Endpoint(NamedTuple):
+    """A path that asks for a reply: what reads its bodies, and what answers them."""
+
+    read: Reader
+    reply: type[Reply]
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": Endpoint(read_chat, ChatReply),
+    "/v1/completions": Endpoint(read_completion, CompletionReply),
+    "/v1/responses": Endpoint(read_response, ResponseReply),
+    "/v1/messages": Endpoint(read_messages, MessagesReply),
+}
+_detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
+
+
+class App:
+    """What answers each path, as an ASGI application.
+
+    It lets in what carries the key, and what no web page can have sent: Host shows a page's own name for this
+    machine, Origin the page. Without `loopback` Host is not looked at, for a key guards the server.
+    """
+
+    def __init__(self, service: Service, *, key: str | None = None, loopback: bool = True) -> None:
+        self._service, self._loopback = service, loopback
+        self._key = None if key is None else key.encode()
+        self._created = int(time.time())
+        self._paths: dict[str, tuple[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]] = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            MODEL: ("GET", self._models),
+            **{path: ("POST", partial(self._complete, each)) for path, each in ENDPOINTS.items()},
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def patient(message: Message) -> None:
+            await asyncio.wait_for(send(message), SEND_SECONDS)
+
+        try:
+            request = HttpRequest(scope, receive)
+            self._check(request)
+            path, method = request.scope["path"], request.method
+            known, answer = self._paths.get(
+                MODEL if path.startswith(MODEL) else path, ("", self._models)
+            )
+            if method != known:
+                status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
+                raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
+            await (await answer(request))(scope, receive, patient)
+        except (ClientDisconnect, OSError, asyncio.TimeoutError):
+            pass  # the client has gone, or takes nothing
+        except Exception as error:
+            refusal = api_error(error)
+            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
+            shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
+            await shown(scope, receive, send)
+
+    def _check(self, request: HttpRequest) -> None:
+        """Raise ApiError for a request that is not let in."""
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._loopback and not OWN_HOST.fullmatch(host):
+            why = f"The host '{host[:100]}' is not this server's: it answers to 127.0.0.1, localhost and ::1."
+            raise ApiError(403, why, code="host_not_allowed")
+        if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
+            raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            why = "Content-Length and Transfer-Encoding stand together, so the body's end is not sure."
+            raise ApiError(400, why, code="ambiguous_length", closes=True)
+        if self._key is not None and request.scope["path"] != "/health":
+            sent = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
+            kind, _, key = sent.partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+                why = "Incorrect API key provided." if key else "You didn't provide an API key."
+                why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
+                raise ApiError(401, why, code="invalid_api_key")
+
+    async def _health(self, request: HttpRequest) -> ASGIApp:
+        service = self._service
+        status = "draining" if service.draining else "ok"
+        shown = {
+            "status": status,
+            "model": service.name,
+            "running": service.open,
+            "slots": service.slots,
+        }
+        return JSONResponse(shown, 503 if service.draining else 200)
+
+    async def _metrics(self, request: HttpRequest) -> ASGIApp:
+        return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: HttpRequest) -> ASGIApp:
+        service, path = self._service, request.scope["path"]
+        card = {"object": "model", "created": self._created, "owned_by": "spd"}
+        card |= {"context_length": service.settings.context, "spec": service.plan.spec}
+        if (name := path.removeprefix(MODEL)) != path:
+            self._check_name(name)
+            return JSONResponse({"id": name, **card})
+        cards = [{"id": each, **card} for each in (service.name, *service.aliases)]
+        return JSONResponse({"object": "list", "data": cards})
+
+    def _check_name(self, name: str) -> None:
+        """Raise ApiError for another model than the one that is served."""
+        service = self._service
+        if name not in (service.name, *service.aliases) and not service.any_model:
+            why = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
+            raise ApiError(404, why, param="model", code="model_not_found")
+
+    async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
+        return JSONResponse({"input_tokens": len(await self._ids(read_messages, request))})
+
+    async def _ids(self, read: Reader, request: HttpRequest) -> list[int]:
+        """Return the first prompt of a request as token ids."""
+        generation = await self._read(read, request)
+        vocabulary = self._service.settings.vocabulary
+        most = vocabulary.config.max_positions
+        return await asyncio.to_thread(encode_prompt, generation.prompts[0], vocabulary, most)
+
+    async def _read(self, read: Reader, request: HttpRequest) -> Generation:
+        """Return what a request asks for, without the lines that change from one to the next.
+
+        Raises FieldError and ApiError.
+        """
+        generation = read(await read_body(request), self._service.settings)
+        if generation.request.model is not None:
+            self._check_name(generation.request.model)
+        named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
+        return without_lines(generation, (CHANGING, *filter(None, named)))
+
+    async def _complete(self, endpoint: Endpoint, request: HttpRequest) -> ASGIApp:
+        service = self._service
+        generation = await self._read(endpoint.read, request)
+        service.admit(len(generation.prompts) * generation.request.n)
+        generation, prepared = await asyncio.to_thread(service.prepare, generation)
+        service.admit(len(prepared))
+        return endpoint.reply(service, generation, prepared)
+
+    async def _tokenize(self, request: HttpRequest) -> ASGIApp:
+        def read(body: Any, settings: Settings) -> Generation:
+            is_chat = isinstance(body, dict) and "messages" in body
+            return (read_chat if is_chat else read_completion)(body, settings)
+
+        ids, most = await self._ids(read, request), self._service.settings.context
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
+
+    async def _detokenize(self, request: HttpRequest) -> ASGIApp:
+        settings = self._service.settings
+        ids = _detokenize(await read_body(request), "")["tokens"]
+        check_ids(ids, settings.usable_vocab, "tokens")
+        text = settings.vocabulary.need_tokenizer().decode(ids, skip_special=False)
+        return JSONResponse({"prompt": text})

@@ -1,0 +1,117 @@
+"""A grammar begins behind thinking, however the model marks it and whether it thinks or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.conversation.prompt import Prompt
+from spd.conversation.thinking_grammar import behind_thinking
+from spd.conversation.vocabulary import Vocabulary
+from spd.errors import SpdError
+from spd.formats.chat_template import ChatTemplate
+from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
+from spd.runtime.engine.request import GrammarText, ThinkingTokens
+from tests.server.test_serve_thinking import opened
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
+SCHEMA += '"additionalProperties": false}'
+GRAMMARS = {
+    "schema": (GrammarText("schema", SCHEMA), '{"a": 1}'),
+    "regex": (GrammarText("regex", "[a-c]/{2}"), "b//"),
+    "lark": (GrammarText("lark", 'start: "(" start ")" | "start"'), "((start))"),
+}
+THINK, TOKENS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+LATE = "{% if not thinking %}</think>{% endif %}"
+
+
+def allows(tokenizer: Any, grammar: GrammarText, reply: str) -> bool:
+    """True if a model may write this reply and end it."""
+    state = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, (256,))
+    assert state is not None
+    row = torch.empty(1, (tokenizer.vocab_size + 31) // 32, dtype=torch.int32)
+    try:
+        for token in tokenizer.encode(reply, parse_special=True):
+            state.masks((), row)
+            if not int(row[0, token // 32]) >> (token % 32) & 1:
+                return False
+            state.accept(token)
+    except GrammarError:
+        return False
+    return state.complete
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize(
+    ("template", "special", "added", "variables", "prompt", "inside", "starts"),
+    [
+        ("'<think>'", (), THINK, {}, "<think>\n", True, "thought"),
+        ("'<think>'", (), (), {}, "<think>\n", True, "thought"),
+        ("'[THINK]'", TOKENS, (), {}, "[THINK]", True, "thought"),
+        ("'[THINK]'", TOKENS, (), {}, "", False, "any"),
+        ("'<think>'", (), THINK, {}, "", False, "any"),
+        ("'<think>'", (), (), {}, "", False, "any"),
+        ("'<think>'", (), THINK, {}, "<think>\n\n</think>\n\n", False, "answer"),
+        (SWITCH, (), THINK, {}, "", False, "thought"),
+        (SWITCH, (), (), {}, "", False, "any"),
+        (SWITCH, (), THINK, {"enable_thinking": False}, "<think></think>", False, "answer"),
+        (LATE, (), THINK, {}, "</think>", False, "answer"),
+        (LATE, (), THINK, {"enable_thinking": True}, "", False, "thought"),
+        ("no marks", (), THINK, {}, "", False, "answer"),
+        ("no marks", TOKENS, (), {}, "", False, "answer"),
+    ],
+)
+def test_where_a_grammar_begins(
+    kind: str,
+    template: str,
+    special: Sequence[str],
+    added: Sequence[str],
+    variables: Mapping[str, Any],
+    prompt: str,
+    inside: bool,
+    starts: str,
+    tmp_path: Path,
+) -> None:
+    tokenizer = opened(tmp_path, special, added)
+    config: Any = None
+    chat = ChatTemplate("x", {"default": template}, {})
+    vocabulary = Vocabulary(config, tokenizer, chat, "x")
+    asked = Prompt(messages=({"role": "user", "content": "Hi"},), variables=variables)
+    grammar, answer = GRAMMARS[kind]
+    found, begins_inside = behind_thinking(grammar, vocabulary, asked, prompt, inside)
+    opening, closing = special or THINK
+    thought = f"h{{m\n{closing}" if inside else f"{opening}h{{m\n{closing}"
+    assert begins_inside == (starts == "thought")
+    assert allows(tokenizer, found, thought + answer) == (starts != "answer")
+    assert allows(tokenizer, found, answer) == (starts != "thought")
+    assert not allows(tokenizer, found, f"{thought}{answer[:-1]}"), "the answer is cut"
+    assert not allows(tokenizer, found, f"{thought}?{answer}")
+
+
+def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
+    """Its mark is only words in a thought."""
+    tokenizer = opened(tmp_path, ("<tool_call>", *TOKENS), ())
+    config: Any = None
+    vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
+    begin, end = (tokenizer.special_tokens[name] for name in TOKENS)
+    mark = tokenizer.special_tokens["<tool_call>"]
+    grammar = GrammarText("lark", 'start: "x"', mark, optional=True)
+    asked = Prompt(messages=({"role": "user", "content": "Hi"},))
+    for inside in (True, False):
+        found, _ = behind_thinking(grammar, vocabulary, asked, "", inside)
+        assert found.after == mark and found.thinking == ThinkingTokens(begin, end, inside)
+
+
+def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: Path) -> None:
+    tokenizer = opened(tmp_path, TOKENS, ())
+    config: Any = None
+    vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
+    asked = Prompt(messages=({"role": "user", "content": "Hi"},))
+    grammar, _ = behind_thinking(GrammarText("regex", "("), vocabulary, asked, "", False)
+    with pytest.raises(SpdError, match="cannot be used"):
+        GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())
