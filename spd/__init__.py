@@ -12,6 +12,7 @@ from spd.lazy_names import lazily
 from spd.version import __version__
 
 if TYPE_CHECKING:
+    from spd.conversation.chat import chat, stream_chat
     from spd.errors import SpdError
     from spd.formats.demo import demo_folder
     from spd.runtime import *
@@ -25,9 +26,15 @@ __all__ = [
     "Request",
     "RequestMetrics",
 ]
-__all__ += ["RoundRecord", "SamplingParams", "SpdError", "__version__", "demo_folder", "make_plan"]
+__all__ += ["RoundRecord", "SamplingParams", "SpdError", "__version__", "chat", "demo_folder"]
+__all__ += ["make_plan", "stream_chat"]
 __dir__ = __all__.copy
 
 
-_HOMES = {"errors": ["SpdError"], "formats.demo": ["demo_folder"], "runtime": __all__}
+_HOMES = {
+    "conversation.chat": ["chat", "stream_chat"],
+    "errors": ["SpdError"],
+    "formats.demo": ["demo_folder"],
+    "runtime": __all__,
+}
 __getattr__ = lazily(__name__, _HOMES)

@@ -1,6 +1,7 @@
 """The built wheel, not the checkout: it carries the demos, and its one executable does the main job."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -68,3 +69,16 @@ def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
         where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
     )
     assert str(site) in found.stdout
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        ran = subprocess.run(
+            [sys.executable, "-c", snippet],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.strip()

@@ -1,0 +1,254 @@
+"""A turn of a chat from Python: the reply whole, or in parts as it grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from spd.conversation.fields import FieldError
+from spd.conversation.messages import check_messages, in_template_order, with_system_first
+from spd.conversation.prompt import SWITCH, Prompt
+from spd.conversation.reply import Part, ReplyBuilder
+from spd.conversation.sampling import SamplingWishes, resolve_sampling
+from spd.conversation.settings import REQUEST_ID, PreparedRequest, Settings
+from spd.conversation.tool_choice import function, read_tools
+from spd.conversation.vocabulary import open_vocabulary
+from spd.errors import EngineError, UsageError
+from spd.formats.folder import ModelFolder
+from spd.runtime import Engine, EngineConfig, RequestMetrics
+from spd.runtime.engine.request import GrammarText
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from spd.conversation.tools.call_grammar import Tools
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages as OpenAI's chat completions write them: `role`, `content`, and what else they have."""
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """The assistant's turn."""
+
+    text: str
+    thinking: str
+    calls: tuple[Part, ...]
+    """Calls of tools: `name`, `id`, and their arguments as JSON in `text`."""
+    finish_reason: str
+    """stop or length."""
+    message: Mapping[str, Any]
+    """The turn as a message, to be appended to the others."""
+    notes: tuple[str, ...]
+    """What may not be expected of the reply."""
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class ChatDelta:
+    """What a reply has grown by."""
+
+    part: Part
+    """Thinking, text or a call, as far as it has come."""
+    text: str
+    """What is new of its text."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """What can be asked of a turn; what is left out follows the model, then spd's own values."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Functions as chat completions write them; each may stand without its wrapper."""
+    tool_choice: object
+    """auto, none, required, or a function, as in chat completions."""
+    schema: Mapping[str, Any]
+    """A JSON schema that the answer keeps."""
+    think: bool
+    """Switches thinking, where the chat template can."""
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    max_tokens: int
+    ignore_eos: bool
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    logit_bias: tuple[tuple[int, float], ...]
+    logprobs: int
+
+
+def chat(
+    model: Engine | str | os.PathLike[str], messages: Messages, **options: Unpack[ChatOptions]
+) -> ChatReply:
+    """Return the assistant's next turn.
+
+    model: an engine, which stays loaded, or a folder or name, which is loaded for this call. messages: as in
+    OpenAI's chat completions. options: see `ChatOptions`.
+
+    Raises UsageError for what is refused, IncompatibleError for a model without a chat template, and
+    EngineError where the engine fails.
+
+    >>> import spd
+    >>> reply = spd.chat("demo", [{"role": "user", "content": "Hi"}], max_tokens=4, temperature=0)
+    >>> reply.message["role"], reply.finish_reason
+    ('assistant', 'length')
+    """
+    with stream_chat(model, messages, **options) as stream:
+        for _ in stream:
+            pass
+        return stream.reply
+
+
+def stream_chat(
+    model: Engine | str | os.PathLike[str], messages: Messages, **options: Unpack[ChatOptions]
+) -> ChatStream:
+    """Return the assistant's next turn while it grows; arguments and errors as in `chat`."""
+    for name in options:
+        if name not in ChatOptions.__annotations__:
+            known = ", ".join(ChatOptions.__annotations__)
+            raise UsageError(f"{name} is no option of a chat", fix=[known])
+    if isinstance(model, Engine):
+        return ChatStream(model, messages, options, closes=False)
+    folder = ModelFolder.named(os.fspath(model))
+    engine = Engine(EngineConfig(model=folder, slots=1))
+    try:
+        return ChatStream(engine, messages, options, closes=True)
+    except BaseException:
+        engine.close()
+        raise
+
+
+class ChatStream(Iterator[ChatDelta]):
+    """A reply while it grows. `close` it, or leave its `with` block, to end it early."""
+
+    def __init__(
+        self, engine: Engine, messages: Messages, options: ChatOptions, *, closes: bool
+    ) -> None:
+        """closes: whether the engine is closed at the end of the reply. Raises UsageError."""
+        settings = _settings(engine, options)
+        vocabulary = settings.vocabulary
+        template = vocabulary.need_template()
+        tools = _tools(options)
+        try:
+            choice = read_tools(
+                tools,
+                template,
+                vocabulary.need_tokenizer(),
+                choice=options.get("tool_choice", "auto"),
+                answer=settings.grammar,
+            )
+        except FieldError as error:
+            raise UsageError(error.message) from None
+        variables: dict[str, Any] = {}
+        if choice is not None and template.takes_tools:
+            variables["tools"] = tools
+        if "think" in options:
+            variables[SWITCH] = options["think"]
+        ordered = with_system_first(check_messages([*messages], "messages"))
+        ordered = in_template_order(ordered, template.for_tools)
+        prompt = Prompt(messages=tuple(ordered), variables=variables)
+        prepared, notes = _prepare(engine, settings, prompt, choice)
+        self._engine = engine
+        self._closes = closes
+        self._builder = ReplyBuilder(
+            0,
+            prepared.inside_thinking,
+            choice,
+            vocabulary.need_tokenizer(),
+            marks=vocabulary.marks,
+            notes=notes,
+        )
+        self._metrics: RequestMetrics | None = None
+        self._deltas = self._run(prepared)
+
+    def __next__(self) -> ChatDelta:
+        return next(self._deltas)
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, prepared: PreparedRequest) -> Generator[ChatDelta]:
+        """Yield what each event brings. Raises EngineError where the engine gives the request up."""
+        engine = self._engine
+        for event in engine.stream([prepared.request]):
+            if event.finish_reason == "error":
+                raise EngineError(event.error or "the engine gave the request up")
+            deltas = self._builder.take(event)
+            if event.finish_reason is not None:
+                self._metrics = engine.metrics(prepared.request.id)
+            for part, text, _ in deltas:
+                yield ChatDelta(part, text)
+
+    def close(self) -> None:
+        """End the reply where it stands, if it has not ended."""
+        self._deltas.close()
+        if self._closes:
+            self._engine.close()
+
+    @property
+    def reply(self) -> ChatReply:
+        """Return the whole reply. Raises UsageError while it has not ended."""
+        builder = self._builder
+        if self._metrics is None or builder.reason is None:
+            raise UsageError("the reply has not ended", fix=["take all of its parts first"])
+        return ChatReply(
+            text=builder.all("text"),
+            thinking=builder.all("thinking"),
+            calls=tuple(builder.calls),
+            finish_reason=builder.reason,
+            message=builder.message(),
+            notes=tuple(builder.noted.get("notes", ())),
+            metrics=self._metrics,
+        )
+
+
+def _settings(engine: Engine, options: ChatOptions) -> Settings:
+    """Return the settings of one reply. Raises UsageError for a parameter that is refused."""
+    folder = ModelFolder.of(engine.config.model)
+    names = {field.name for field in dataclasses.fields(SamplingWishes)}
+    values: dict[str, Any] = {name: one for name, one in options.items() if name in names}
+    schema = options.get("schema")
+    return Settings(
+        config=engine.config,
+        sampling=resolve_sampling(SamplingWishes(**values), folder.generation, engine.usable_vocab),
+        vocabulary=open_vocabulary(str(folder), folder),
+        usable_vocab=engine.usable_vocab,
+        context=engine.info.ctx,
+        grammar=None if schema is None else GrammarText("schema", json.dumps(schema)),
+        think="auto",
+    )
+
+
+def _tools(options: ChatOptions) -> list[Mapping[str, Any]]:
+    """Return tools as chat completions write them."""
+    return [tool if "function" in tool else function(tool) for tool in options.get("tools", ())]
+
+
+def _prepare(
+    engine: Engine, settings: Settings, prompt: Prompt, tools: Tools | None
+) -> tuple[PreparedRequest, tuple[str, ...]]:
+    """Return the request, with a note where no grammar can hold its tools. Raises what `add` raises."""
+    if tools is None:
+        return settings.request(REQUEST_ID, prompt), ()
+    params = settings.sampling.params
+    try:
+        prepared = settings.request(REQUEST_ID, prompt, params, tools.grammar)
+        engine.check(prepared.request)
+    except UsageError as error:
+        if tools.held:
+            raise
+        note = f"calls of tools are not held to their schemas: {error.message}"
+        return settings.request(REQUEST_ID, prompt, params), (note,)
+    return prepared, ()
