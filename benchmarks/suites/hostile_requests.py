@@ -164,6 +164,15 @@ def large_schemas() -> Iterator[tuple[str, Json]]:
     for count in (100, 2000, 20_000):
         yield f"an enum of {count}", {"enum": [f"value {at}" for at in range(count)]}
         yield f"an enum of {count} numbers", {"enum": [*range(count)]}
+        yield (
+            f"an enum of {count} objects",
+            {"enum": [{"a": at, f"k{at}": 1} for at in range(count)]},
+        )
+        yield f"an object of {count} in const", {"const": {f"k{at}": at for at in range(count)}}
+        yield (
+            f"{count} that are required",
+            {"type": "object", "required": [*map(str, range(count))]},
+        )
         yield f"{count} properties", _object({f"p{at}": {"type": "integer"} for at in range(count)})
         yield f"anyOf of {count}", {"anyOf": [{"const": at} for at in range(count)]}
     for size in (1000, 100_000, 10**9, 10**30):

@@ -25,7 +25,7 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import KEPT, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText, ThinkingBudget, ThinkingTokens
-from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PATTERN_BYTES
+from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PATTERN_BYTES, MOST_PARTS
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -338,6 +338,13 @@ BAD = [
     ),
     ("schema", json.dumps({"type": "string", "allOf": [{"pattern": p} for p in MANY]}), "combines"),
     ("schema", json.dumps({p: {"$ref": "#", "pattern": p} for p in MANY}), "combines"),
+    ("schema", json.dumps({"enum": [{"a": n} for n in range(30_000)]}), "it has 60002 parts"),
+    (
+        "lark",
+        f"start: %json {json.dumps({'const': [*range(9000)]})} "
+        f"%json {json.dumps({'required': [f'{n}' for n in range(9000)]})}",
+        f"it has 18004 parts .*, {MOST_PARTS} at most are supported",
+    ),
 ]
 
 
@@ -353,6 +360,50 @@ def test_what_cannot_be_read_is_refused_at_admission(
     assert (
         len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
     )
+
+
+ENUM_OBJECTS = [{"a": n} for n in range(MOST_PARTS // 2 - 1)]  # with two that hold them
+PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"enum": ENUM_OBJECTS}, '{"a":7}'),
+    ({"enum": [f"value {n}" for n in range(2 * MOST_PARTS)]}, '"value 19999"'),
+    ({"description": "a" * 2 * MOST_PARTS, "examples": [[1]] * MOST_PARTS, "const": 1}, "1"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), PARTS)
+def test_as_many_parts_as_are_supported_are_held(
+    compiler: GrammarCompiler, schema: dict[str, Any], text: str
+) -> None:
+    """An `enum` of plain values is one part; what only describes is none."""
+    grammar = compiler.compile(GrammarText("schema", json.dumps(schema)), (END,))
+    assert grammar is not None
+    for byte in text.encode():
+        grammar.accept(byte)
+    assert grammar.complete
+
+
+def test_a_part_more_is_refused(compiler: GrammarCompiler) -> None:
+    schema = {"enum": [*ENUM_OBJECTS, []]}
+    with pytest.raises(UsageError, match=f"it has {MOST_PARTS + 1} parts"):
+        compiler.compile(GrammarText("schema", json.dumps(schema)), (END,))
+
+
+def test_more_symbols_than_the_library_can_number_are_refused_at_the_first_try(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar's text is short; each bound needs symbols of its own."""
+    arrays = [{"type": "array", "minItems": 60_000 + n} for n in range(4000)]
+    tries: list[str] = []
+    matcher = GrammarCompiler._matcher
+
+    def counted(self: GrammarCompiler, kind: str, prepared: str) -> object:
+        tries.append(prepared)
+        return matcher(self, kind, prepared)
+
+    monkeypatch.setattr(GrammarCompiler, "_matcher", counted)
+    with pytest.raises(UsageError, match="needs more than the 65525 symbols"):
+        compiler.compile(GrammarText("schema", json.dumps({"anyOf": arrays})), (END,))
+    assert len(tries) == 1
 
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:

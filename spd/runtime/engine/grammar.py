@@ -17,6 +17,8 @@ from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
 from spd.runtime.engine.schema_text import (
     SHALLOW_BYTES,
+    TOO_MANY_SYMBOLS,
+    check_parts,
     check_patterns,
     check_size,
     closed_schema,
@@ -221,8 +223,10 @@ class GrammarCompiler:
             size = mask_width(self.vocab_size) * WORD
             self._tokenizer = GrammarVocabulary(self._encoder, size).library()
         check_patterns(kind, text)
+        check_parts(kind, text)
         matcher = self._matcher(kind, with_schemas(kind, text, closed_schema))
-        if matcher.is_error():  # perhaps by a schema that has to be looked at by itself
+        if matcher.is_error() and TOO_MANY_SYMBOLS not in matcher.get_error():
+            # perhaps by a schema that has to be looked at by itself
             matcher = self._matcher(kind, with_schemas(kind, text, usable_schema))
         if matcher.is_error():
             raise refused(kind, matcher.get_error())

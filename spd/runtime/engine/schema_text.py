@@ -15,7 +15,15 @@ from math import isfinite, lcm
 from typing import TYPE_CHECKING
 
 from spd.errors import UsageError
-from spd.runtime.engine.json_schema import IN_PLACE_LISTS, Json, JsonObject, close_objects
+from spd.runtime.engine.json_schema import (
+    DEFINITIONS,
+    IN_PLACE_LISTS,
+    MAPS,
+    NOTES,
+    Json,
+    JsonObject,
+    close_objects,
+)
 from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_STYLE
 from spd.runtime.engine.schema_cycles import PREFIX, EndlessSchemaError, without_endless
@@ -35,8 +43,15 @@ SHALLOW_BYTES = 8 * 1024
 MOST_OPTIONAL = 2000
 """Properties that may be absent where an object stands, those of alternatives together. For each
 llguidance's parser holds four items in a row, and its time grows with their square."""
+MOST_PARTS = 10_000
+"""Objects and lists in all schemas of a grammar, with what those lists, `enum` and `const` hold.
+llguidance takes seconds for so many, and its time grows with their square; an `enum` of plain
+values is one part, since they become one expression."""
 MAX_ROW_ITEMS = 80_000
 MAX_STEP_ITEMS = 400_000
+TOO_MANY_SYMBOLS = "grammar.symbols.len() < u16::MAX as usize - 10"
+"""What llguidance's panic says of a grammar with more symbols than its tables can number."""
+MOST_SYMBOLS = (1 << 16) - 1 - 10
 EMPTY = "Unsatisfiable schema"
 """How llguidance begins to say that a schema has no value."""
 FLAGS = {
@@ -208,6 +223,47 @@ def check_patterns(kind: str, text: str) -> None:
         raise refused(kind, f"its expressions are longer than {MAX_PATTERN_BYTES // 1024} KiB")
 
 
+def check_parts(kind: str, text: str) -> None:
+    """Raises UsageError for a grammar whose schemas together have too many parts."""
+    if len(text) <= 2 * MOST_PARTS:  # each is a character and a comma at least
+        return
+    counts: list[int] = []
+
+    def count(schema: Json) -> Json:
+        counts.append(_parts(schema))
+        return True
+
+    with_schemas(kind, text, count)
+    if (parts := sum(counts)) > MOST_PARTS:
+        words = f"it has {parts} parts (objects, lists, and what lists, enum and const hold)"
+        raise refused(kind, f"{words}, {MOST_PARTS} at most are supported")
+
+
+def _parts(schema: Json) -> int:
+    """Return how many parts a schema, or a value of one of its keywords, has."""
+    if isinstance(schema, list):
+        return 1 + sum(_parts(item) if isinstance(item, dict | list) else 1 for item in schema)
+    if not isinstance(schema, dict):
+        return 0
+    parts = 1
+    for key, value in schema.items():
+        if key in (*MAPS, *DEFINITIONS) and isinstance(value, dict):
+            parts += 1 + sum(map(_parts, value.values()))
+        elif key == "const":
+            parts += _held(value)
+        elif key == "enum" and isinstance(value, list):
+            parts += 1 + sum(_held(one) for one in value if isinstance(one, dict | list))
+        elif key not in NOTES:
+            parts += _parts(value)
+    return parts
+
+
+def _held(value: Json) -> int:
+    """Return how many parts a value has that a schema's `enum` or `const` holds."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_held, inner))
+
+
 def _expressions(kind: str, text: str) -> list[str]:
     """Return all regular expressions in a grammar."""
     if kind == "regex":
@@ -339,6 +395,8 @@ def _objects(node: Json) -> Iterator[JsonObject]:
 
 def in_short(text: str) -> str:
     """The first line of what the library says, and the reason that it gives below."""
+    if TOO_MANY_SYMBOLS in text:
+        return f"it needs more than the {MOST_SYMBOLS} symbols that llguidance can number"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [
         "for no reason it gave"
     ]
