@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
-from spd.formats.mtp import FAMILIES as LAYOUTS
 from spd.formats.mtp import head_config
+from spd.formats.mtp_layout import FAMILIES as LAYOUTS
 from spd.runtime.models import FAMILIES
 from tests.recipes.mtp_folders import write_deepseek
 

@@ -21,7 +21,8 @@ from benchmarks.gpu_suite.graph_timer import free_memory
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, usable_bytes
 from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import FAMILIES, MtpLayout, MtpSource
+from spd.formats.mtp import MtpSource
+from spd.formats.mtp_layout import FAMILIES, MtpLayout
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shape

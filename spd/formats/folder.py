@@ -17,13 +17,7 @@ from spd.formats.gguf.model import GgufModel
 from spd.formats.hub import resolve_model
 from spd.formats.json_file import Fields, names_in
 from spd.formats.model_config import GenerationConfig, ModelConfig
-from spd.formats.mtp import (
-    MtpSource,
-    check_fits,
-    find_mtp,
-    is_mtp_tensor,
-    read_head_folder,
-)
+from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import CONFIG_FILE, EMBEDDING, HEAD, TOKENIZER_FILE
 from spd.formats.quantized import with_quantization
 
@@ -151,18 +145,6 @@ class ModelFolder(os.PathLike[str]):
         if self.gguf is not None:
             return self.gguf.generation
         return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
-
-    @cached_property
-    def head(self) -> MtpSource:
-        return read_head_folder(self)
-
-    def mtp_source(self, head: ModelFolder | None = None) -> MtpSource | None:
-        """The MTP head to use with this target: of a head folder made for it, else its own; None without."""
-        if head is not None:
-            check_fits(head.head, self.config, self.path)
-            return head.head
-        layout = find_mtp(self.config.architecture, self.checkpoint.tensors, self.config.num_layers)
-        return None if layout is None else MtpSource(self, layout, self.config)
 
     def __fspath__(self) -> str:
         return str(self.path)

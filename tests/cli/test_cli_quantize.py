@@ -17,7 +17,7 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import verifier_hash
+from spd.formats.mtp import read_head_folder, verifier_hash
 from spd.kernels.linear.few_bits import int4_groups
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
@@ -142,7 +142,7 @@ def test_the_head_is_cut_out_byte_for_byte(
     assert {row["name"] for row in facts["mapped"]} == set(wanted)
     assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == []
     assert equal(load_file(head / "model.safetensors"), wanted)
-    folder = ModelFolder(head).head
+    folder = read_head_folder(ModelFolder(head))
     assert folder.layout.modules == 1 and folder.verifier == str(original)
     assert folder.verifier_sha256 == facts["verifier"]["sha256"]
     assert sorted(os.listdir(tmp_path)) == ["head", "original"]

@@ -15,7 +15,8 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.json_file import Fields
 from spd.formats.model_config import model_config_of
-from spd.formats.mtp import FAMILIES, MtpSource, find_mtp, is_mtp_tensor
+from spd.formats.mtp import MtpSource, read_head_folder
+from spd.formats.mtp_layout import FAMILIES, find_mtp, is_mtp_tensor
 from spd.runtime.models.mtp_weights import check_source, module_layer
 from tests.formats.formats_helpers import QWEN3, refused, write_json
 from tests.helpers import read_model_config
@@ -96,7 +97,7 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
     whole = deepseek(modules=2, copies=True)
     layout = find_mtp("DeepseekV3ForCausalLM", set(whole), LAYERS)
     assert layout is not None
-    target = ModelFolder(head_folder(tmp_path / "target")).head.config
+    target = read_head_folder(ModelFolder(head_folder(tmp_path / "target"))).config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
     with checkpoint_of(tmp_path / "whole", whole) as checkpoint:
         assert set(check_source(source, checkpoint)) == set(whole)
@@ -147,7 +148,7 @@ def head_folder(folder: Path, first: int = LAYERS, **changes: Any) -> Path:
 
 
 def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
-    head = ModelFolder(head_folder(tmp_path / "head")).head
+    head = read_head_folder(ModelFolder(head_folder(tmp_path / "head")))
     assert head.layout.family.name == "deepseek" and head.layout.first_layer == LAYERS
     assert (head.verifier, head.verifier_sha256) == ("org/model", "f" * 64)
     assert head.config.hidden_size == HIDDEN
@@ -164,7 +165,7 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
-    head = ModelFolder(head_folder(tmp_path / "head")).head
+    head = read_head_folder(ModelFolder(head_folder(tmp_path / "head")))
     target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     write_json(tmp_path, "config.json", target)
     mtp.check_fits(head, read_model_config(tmp_path), tmp_path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from spd.cli.options import JsonOptions, ModelArgument, printed
 from spd.cli.text.output import Session, Sink, Size
 from spd.errors import SpdError
+from spd.formats.mtp import mtp_source
 from spd.runtime.plan.config import METHODS, QUANTIZE, EngineConfig
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     from spd.formats.mtp import declared_modules
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
-    declared, source = declared_modules(folder.fields), folder.mtp_source()
+    declared, source = declared_modules(folder.fields), mtp_source(folder)
     if source is None:
         return (
             {"family": None, "modules": 0, "declared": declared, "error": None}

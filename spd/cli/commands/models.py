@@ -140,7 +140,7 @@ def ls(session: Session, options: JsonOptions) -> None:
 def cached_facts(name: str) -> dict[str, Any]:
     """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
     from spd.formats.folder import ModelFolder
-    from spd.formats.mtp import is_mtp_tensor
+    from spd.formats.mtp_layout import is_mtp_tensor
     from spd.runtime import unused_tensors
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(hub.cached_folder(name))}

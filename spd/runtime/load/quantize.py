@@ -14,7 +14,7 @@ from torch import Tensor
 from spd.errors import IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, text_name
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import is_mtp_tensor
+from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.writer import OutputTensor, outputs
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.linear.few_bits import int4_groups

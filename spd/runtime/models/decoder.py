@@ -264,7 +264,7 @@ class HeadModel(Decoder):
     """A running part of a head that drafts: a token and the state before it in, the next state out.
 
     The runner sees a model of one layer. Embedding and head are the target's own, or the head's where its
-    copies differ. What a head takes and does otherwise stands in its `HeadPart`; see `spd.formats.mtp` and
+    copies differ. What a head takes and does otherwise stands in its `HeadPart`; see `formats.mtp_layout` and
     `spd.formats.eagle3` for the conventions, here in slots: the position of the token.
 
     A decoder whose `forward` needs a batch with states; logits are over the target's ids."""

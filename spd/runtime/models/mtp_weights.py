@@ -10,7 +10,8 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import HOW_TO_ATTACH, MtpFamily, MtpSource
+from spd.formats.mtp import HOW_TO_ATTACH, MtpSource
+from spd.formats.mtp_layout import MtpFamily
 from spd.formats.quantized import UNUSED
 from spd.kernels.linear.activation import SILU
 from spd.runtime.models import family_layout, weights

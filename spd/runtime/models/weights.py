@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import listed, shown
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import is_mtp_tensor
+from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED
 from spd.kernels.capabilities import INT4_GROUP

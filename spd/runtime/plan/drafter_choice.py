@@ -16,7 +16,14 @@ from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import assistant_of, cached_name
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
-from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, verifier_hash
+from spd.formats.mtp import (
+    MtpSource,
+    declared_modules,
+    mtp_source,
+    no_mtp,
+    require_equal,
+    verifier_hash,
+)
 from spd.runtime.models import unused_tensors
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.plan.config import METHODS, EngineConfig
@@ -87,7 +94,7 @@ def _asked_draft(config: EngineConfig, target: ModelFolder, draft: ModelFolder) 
 
 
 def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
-    source = target.mtp_source(None if config.mtp is None else ModelFolder.of(config.mtp))
+    source = mtp_source(target, None if config.mtp is None else ModelFolder.of(config.mtp))
     if source is None:
         raise no_mtp(target.path, target.config.num_layers, declared_modules(target.fields))
     check_source(source, source.folder.checkpoint)
@@ -100,7 +107,7 @@ def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
 def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     try:
-        source = target.mtp_source()
+        source = mtp_source(target)
     except SpdError:  # a folder without weights is not refused for its head
         return UNKNOWN
     if source is None:
