@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
-from spd.cli.text.job import plan_settings
+from spd.cli.run_settings import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.text.job import plan_settings
+from spd.cli.run_settings import plan_settings
 from spd.runtime import Engine
 from spd.runtime.engine.driver import EngineThread
 from spd.server.run import Server, listen

@@ -32,7 +32,7 @@ from benchmarks.environment import ForeignLoad, describe_commit, describe_machin
 from benchmarks.peers.entries import find_preload
 from benchmarks.summaries import paired_ratio, summarize
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.text.job import plan_settings
+from spd.cli.run_settings import plan_settings
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
 

@@ -32,10 +32,10 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
+from spd.cli.prompt_input import gather
+from spd.cli.run_settings import sampling_wishes
 from spd.cli.served import served_engine
-from spd.cli.text.job import sampling_wishes
-from spd.cli.text.output import Console
-from spd.cli.text.prompt import gather
+from spd.cli.terminal.console import Console
 from spd.errors import SpdError
 
 SCHEMA = "spd.benchmarks.soak/1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
-from spd.formats import assistant, eagle3, mtp
+from spd.formats import assistant, eagle3, mtp_layout
 from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
@@ -91,7 +91,7 @@ def meaning(layout: Callable[..., object]) -> str:
 def document() -> str:
     """The whole page."""
     heads: dict[str, list[str]] = {}
-    for family in mtp.FAMILIES:
+    for family in mtp_layout.FAMILIES:
         for architecture in family.architectures:
             heads.setdefault(architecture, []).append(family.name)
     families = []
@@ -120,7 +120,7 @@ def document() -> str:
         "## MTP heads",
         "",
         "Heads are found by the names of their tensors; "
-        f"the families known are {', '.join(family.name for family in mtp.FAMILIES)}.",
+        f"the families known are {', '.join(family.name for family in mtp_layout.FAMILIES)}.",
     ]
     if others:
         lines.append(

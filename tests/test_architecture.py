@@ -43,7 +43,7 @@ PLANTED = {  # What is imported within a function, or where that is torch, at on
     "spd.kernels.bad": ["spd.runtime.plan.plan"],
     "spd.formats.bad": ["spd.kernels.attention.rotary_store"],
     "spd.cli.bad": ["torch"],
-    "spd.cli.text.bad": ["spd.cli.commands.chat"],
+    "spd.cli.terminal.bad": ["spd.cli.commands.chat"],
     "spd.conversation.bad": ["spd.cli.options", "spd.server.app", "torch"],
     "spd.server.bad": ["spd.cli.options", "torch"],
     "spd.runtime.bad": [
@@ -112,7 +112,7 @@ NEVER = [  # What is below the first never imports the second.
     (("spd.runtime",), (*ABOVE, "typer", "rich")),
     (("spd.conversation",), ("spd.cli", "spd.server")),
     (("spd.server",), ("spd.cli",)),
-    (("spd.cli.text",), ("spd.cli.commands", "spd.cli.chat.loop")),
+    (("spd.cli.terminal",), ("spd.cli.commands", "spd.cli.chat")),
     (
         room("models", "layers"),
         room("engine", "round", "proposers", "ranks", "plan", "load", "lab"),

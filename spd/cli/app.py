@@ -18,7 +18,9 @@ from typer.main import get_command
 from spd.cli.commands import COMMANDS, build_app, complete
 from spd.cli.parser import ELSEWHERE
 from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
-from spd.cli.text import output as out
+from spd.cli.terminal.console import Console, PrintableStderr, Session, write_error, write_stderr
+from spd.cli.terminal.sink import DISK_FULL, OutputClosed, Sink, cannot_write
+from spd.cli.terminal.streams import hold_standard_descriptors, release_streams, wants_color
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import found
 
@@ -33,13 +35,13 @@ SHARED = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
 
 def main(argv: Sequence[str]) -> int:
     """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
-    out.hold_standard_descriptors()
+    hold_standard_descriptors()
     for name in SEARCH_PATHS & os.environ.keys():
         os.environ[name] = os.pathsep.join(
             filter(os.path.isabs, os.environ[name].split(os.pathsep))
         )
     if (stderr := sys.stderr) is not None:
-        sys.stderr = out.PrintableStderr(stderr)
+        sys.stderr = PrintableStderr(stderr)
     # torch says so on import where NumPy is absent; spd does not need it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     guard = SignalGuard()
@@ -53,15 +55,15 @@ def main(argv: Sequence[str]) -> int:
         return status
     except Interrupted as stop:
         return die_by(stop.signum)
-    except (out.OutputClosed, BrokenPipeError):
+    except (OutputClosed, BrokenPipeError):
         return PIPE_CLOSED
     except OSError as error:  # help into a full disk, known only when it is flushed
-        failure = out.cannot_write("standard output", error, opened=True)
-        out.write_error(failure, out.Console(), as_json=False)
+        failure = cannot_write("standard output", error, opened=True)
+        write_error(failure, Console(), as_json=False)
         return failure.exit_code
     finally:
         guard.uninstall()
-        out.release_streams()
+        release_streams()
         sys.stderr = stderr
 
 
@@ -72,11 +74,11 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     rank, started = found(os.environ) or (0, None)
     words = f"spd {argv[0]} --help" if argv[0] in COMMANDS else "spd --help"
-    console = out.Console(out.wants_color(sys.stderr, os.environ), help=words)
+    console = Console(wants_color(sys.stderr, os.environ), help=words)
     state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
     sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
     dumb = os.environ.get("TERM") in ("dumb", None)
-    session = out.Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=started)
+    session = Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=started)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
@@ -85,16 +87,14 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import stand_by
 
             return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
-        end_when_lost(
-            lambda error: out.write_error(_explain(error, console), session.console, as_json)
-        )
+        end_when_lost(lambda error: write_error(_explain(error, console), session.console, as_json))
         defaults: dict[str, Any] = {}
         _check_working_folder(argv)
         named = os.environ.get("SPD_CONFIG")
         path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
         is_there, session.told = (True, []) if named else _look_for(path)
         if not HELP.isdisjoint(argv):
-            out.Sink.stdout()  # raises where it is closed
+            Sink.stdout()  # raises where it is closed
         elif argv[0] in COMMANDS and is_there:
             from spd.cli.config import read_defaults
 
@@ -110,14 +110,14 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     except SystemExit as stop:  # how Typer ends when standard output breaks under its help
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
-        if isinstance(error, out.OutputClosed) or getattr(error, "errno", None) in out.DISK_FULL:
+        if isinstance(error, OutputClosed) or getattr(error, "errno", None) in DISK_FULL:
             raise
         if session.console.debug:
-            out.write_stderr("".join(traceback.format_exception(error)))
+            write_stderr("".join(traceback.format_exception(error)))
         failure = _explain(error, session.console)
         if failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.told)
-        out.write_error(failure, session.console, as_json)
+        write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
         if started is not None and not rank:
@@ -154,7 +154,7 @@ def _look_for(path: Path) -> tuple[bool, list[str]]:
     return True, []
 
 
-def _explain(error: Exception, console: out.Console) -> SpdError:
+def _explain(error: Exception, console: Console) -> SpdError:
     """The refusal to show for an exception."""
     if isinstance(error, SpdError):
         return error

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.text.output import Console, fact_lines, loading
+from spd.cli.terminal.console import Console
+from spd.cli.terminal.progress import loading
+from spd.cli.terminal.tables import fact_lines
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings

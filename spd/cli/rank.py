@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from spd.cli.text.output import write_stderr
+from spd.cli.terminal.console import write_stderr
 from spd.errors import EngineError
 from spd.runtime.ranks.follower import LEADERLESS, SILENCE, serve
 from spd.runtime.ranks.rendezvous import END, meet, next_crew

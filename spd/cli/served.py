@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.text.output import Sink, clock, loading, tell, to_json, write_stderr
+from spd.cli.terminal.console import tell, write_stderr
+from spd.cli.terminal.progress import clock, loading
+from spd.cli.terminal.sink import Sink, to_json
 from spd.errors import NotFoundError
 from spd.formats.hub import resolve_model
 from spd.runtime.plan.config import show_size
@@ -20,7 +22,7 @@ from spd.server.wire import identity, runtime_folder
 
 if TYPE_CHECKING:
     from spd.cli.options import ReplyOptions
-    from spd.cli.text.output import Session
+    from spd.cli.terminal.console import Session
 
 STATUS_SCHEMA = "spd.serve.status/1"
 
@@ -108,7 +110,7 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Se
     """The engine of a server that has the one which these options ask for; None where none runs."""
     if options.no_server:
         return None
-    from spd.cli.text.job import engine_config
+    from spd.cli.run_settings import engine_config
 
     named = options.model, options.draft_model, options.mtp
     for line, said in servers(session.runtime_folder, session.console.note):

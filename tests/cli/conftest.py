@@ -362,8 +362,8 @@ def failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
 @pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
+    from spd.cli import run_settings as job
     from spd.cli.commands import verify
-    from spd.cli.text import job
 
     real = job.engine_config
     for module in (job, verify):

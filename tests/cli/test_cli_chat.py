@@ -21,7 +21,7 @@ from spd.cli.chat.conversation import (
     shared_spans,
 )
 from spd.cli.chat.slash import Commands
-from spd.cli.text.reply import DraftedText
+from spd.cli.reply_view import DraftedText
 from spd.conversation.vocabulary import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
@@ -89,7 +89,7 @@ def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monk
     assert ran.code == 5 and "out of it" in ran.err and ran.text == "a\n"
     assert len(saved()) == 1  # taken back: a person would find it in the editor
     script.fail = None
-    monkeypatch.setattr("spd.cli.text.output._write_all", failing(OSError(errno.EIO, "gone")))
+    monkeypatch.setattr("spd.cli.terminal.sink._write_all", failing(OSError(errno.EIO, "gone")))
     assert talk("Hi", name="gone").code == 5
     assert [turn["user"] for turn in saved("gone")[1:]] == ["Hi"]
 

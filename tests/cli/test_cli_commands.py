@@ -15,7 +15,7 @@ from spd.cli.chat.slash import Commands
 from spd.cli.commands import build_app, jsonl
 from spd.cli.options import read_settings
 from spd.cli.parser import ELSEWHERE, FIXES, FOREIGN, LAST, SET_NAMES, refuse_by_name
-from spd.cli.text.job import CONFLICTS, NEEDS
+from spd.cli.run_settings import CONFLICTS, NEEDS
 from spd.errors import UsageError
 from tests.cli.conftest import SPECIALS, refused, saved_chat, write_model, write_tokenizer
 

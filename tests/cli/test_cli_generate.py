@@ -14,8 +14,8 @@ import typer
 
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
-from spd.cli.text.job import parse_logit_bias, sampling_wishes, unescape
-from spd.cli.text.prompt import template_variables
+from spd.cli.prompt_input import template_variables
+from spd.cli.run_settings import parse_logit_bias, sampling_wishes, unescape
 from spd.conversation.sampling import resolve_sampling
 from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder

@@ -19,8 +19,9 @@ import pytest
 import spd.runtime
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.options import ChatOptions
-from spd.cli.text import output as module
-from spd.cli.text.output import Console, Ticker, loading
+from spd.cli.terminal import progress as progress_module
+from spd.cli.terminal.console import Console
+from spd.cli.terminal.progress import Ticker, loading
 from spd.kernels.native import build
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.engine import assembly
@@ -37,8 +38,8 @@ from tests.cli.test_cli_terminal import Terminal
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Standard error as a terminal of eighty columns, which shows a bar at once."""
-    monkeypatch.setattr(module, "DELAY", 0.0)
-    monkeypatch.setattr(module, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    monkeypatch.setattr(progress_module, "INTERVAL", 0.0)
     return Terminal()
 
 
@@ -71,14 +72,14 @@ CAPABILITIES = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 
 def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DELAY", 0.0)
+    monkeypatch.setattr(progress_module, "DELAY", 0.0)
     for columns, bar, facts in (
         (40, "...", ""),
         (80, "......", CAPABILITIES),
         (120, f"####{15 * '.'}", CAPABILITIES),
     ):
         terminal, times = Terminal(), iter((0.0, 10.0, 10.0))
-        monkeypatch.setattr(module, "columns_of", lambda stream, columns=columns: columns)
+        monkeypatch.setattr(progress_module, "columns_of", lambda stream, columns=columns: columns)
         monkeypatch.setattr(time, "perf_counter", times.__next__)
         with redirect_stderr(terminal):
             ticker = Ticker(Console())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from rich.cells import cell_len
 
-from spd.cli.chat.markdown import MarkdownStream
+from spd.cli.terminal.markdown import MarkdownStream
 
 
 class Screen:
@@ -130,7 +130,7 @@ def shown(parts: Sequence[str], columns: int = 60) -> Screen:
 
 @pytest.mark.parametrize("columns", [12, 25, 40, 80])
 def test_any_cut_gives_the_same_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spd.cli.chat.markdown.DRAWING_SHARE", float("inf"))
+    monkeypatch.setattr("spd.cli.terminal.markdown.DRAWING_SHARE", float("inf"))
     whole = shown([TEXT], columns)
     source = random.Random(columns)
     for count in (1, 5, 40, 400):
@@ -209,7 +209,7 @@ def test_what_is_drawn_anew() -> None:
 
 def test_what_has_left_the_screen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is longer than the terminal is drawn anew as far as its rows can be reached."""
-    monkeypatch.setattr("spd.cli.chat.markdown.DRAWING_SHARE", float("inf"))
+    monkeypatch.setattr("spd.cli.terminal.markdown.DRAWING_SHARE", float("inf"))
     stream, screen = stream_of(40, 5)
     for number in range(30):
         screen.feed(stream.feed(f"line {number} **b"))

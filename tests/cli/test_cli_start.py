@@ -176,7 +176,7 @@ def test_errors_are_written_in_one_place_with_every_exit_code() -> None:
         for path in (ROOT / "spd").rglob("*.py")
         if re.search(r"""["']error:""", path.read_text())
     ]
-    assert sorted(path.name for path in said) == ["output.py", "rank.py"]
+    assert sorted(path.name for path in said) == ["console.py", "rank.py"]
 
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)

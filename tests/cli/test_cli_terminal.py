@@ -23,8 +23,10 @@ from typing import Any
 
 import pytest
 
-from spd.cli.text import output
-from spd.cli.text.output import Console, Sink, cells, fit_lines, printable, to_json
+from spd.cli.terminal.console import Console, write_error
+from spd.cli.terminal.plain_text import cells, fit_lines, printable
+from spd.cli.terminal.sink import Sink, check_writable, to_json
+from spd.cli.terminal.streams import wants_color
 from spd.errors import IncompatibleError, ResourceError, UsageError
 from tests.cli.conftest import ROOT, failing, program
 from tests.recipes.tiny_dense import write_dense
@@ -141,12 +143,8 @@ def test_colour_order() -> None:
         ),
         ({"CLICOLOR_FORCE": "1"}, True, True),
     ):
-        assert output.wants_color(Terminal(), environ) is on_terminal
-        assert (
-            output.wants_color(io.StringIO(), environ)
-            is output.wants_color(None, environ)
-            is off_terminal
-        )
+        assert wants_color(Terminal(), environ) is on_terminal
+        assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
 
 
 def test_control_characters_are_spelled_out_and_json_is_strict() -> None:
@@ -182,14 +180,14 @@ def test_a_slow_non_blocking_reader_gets_everything() -> None:
 
 def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
     """It is said early; a file that a full disk left empty is removed."""
-    output.check_writable(tmp_path / "new")
+    check_writable(tmp_path / "new")
     assert not (tmp_path / "new").exists()
     for bad in (tmp_path, tmp_path / "no" / "file"):
         with pytest.raises(UsageError, match="cannot write"):
-            output.check_writable(bad)
+            check_writable(bad)
     (tmp_path / "old").write_text("x")
     monkeypatch.setattr(
-        "spd.cli.text.output._write_all", failing(OSError(errno.ENOSPC, "No space left"))
+        "spd.cli.terminal.sink._write_all", failing(OSError(errno.ENOSPC, "No space left"))
     )
     for name in ("new", "old"):
         with pytest.raises(ResourceError, match=f"cannot write to .*{name}: No space left"):
@@ -202,10 +200,10 @@ def test_the_lines_of_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     error = IncompatibleError(
         "no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do\nthis", "that"]
     )
-    output.write_error(error, Console(), as_json=False)
+    write_error(error, Console(), as_json=False)
     shown = "error: no\\x1b[2J way\\nsecond\n  because\\nof two\n  fix: do\\nthis\n       that\n"
     assert capfd.readouterr() == ("", shown)
-    output.write_error(UsageError("x"), Console(help="/help"), as_json=False)
+    write_error(UsageError("x"), Console(help="/help"), as_json=False)
     assert capfd.readouterr() == ("", "error: x\n  fix: /help\n")
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from spd.cli.app import main
-from spd.cli.text.output import Sink
+from spd.cli.terminal.sink import Sink
 from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder

@@ -17,8 +17,8 @@ from typing import Any, cast
 import pytest
 
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.text.job import plan_settings
-from spd.cli.text.output import tell
+from spd.cli.run_settings import plan_settings
+from spd.cli.terminal.console import tell
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.text.job import plan_settings
+from spd.cli.run_settings import plan_settings
 from spd.conversation.prompt import Prompt
 from spd.runtime import Engine, SamplingParams
 from spd.server import app as front

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from spd.cli.text.output import free_space, to_json
+from spd.cli.terminal.sink import free_space, to_json
 from spd.conversation.fields import (
     TEXT,
     FieldError,

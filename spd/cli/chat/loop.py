@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spd.cli import prompt_input as prompt
 from spd.cli.chat.conversation import PROMPT, Conversation, SessionStore, Turn, is_command
 from spd.cli.chat.model import ChatModel
 from spd.cli.commands.models import ensure_models
-from spd.cli.signals import raise_interrupt
-from spd.cli.text import output as out
-from spd.cli.text import prompt
-from spd.cli.text.reply import (
+from spd.cli.reply_view import (
     DIM,
     DraftedText,
     ReplyView,
     stats_line,
 )
+from spd.cli.signals import raise_interrupt
+from spd.cli.terminal.console import Session, tell, write_error, write_stderr
+from spd.cli.terminal.plain_text import as_line, shortened
+from spd.cli.terminal.sink import OutputClosed, Sink, to_json
+from spd.cli.terminal.streams import is_terminal, terminal_size
 from spd.conversation.messages import check_text
 from spd.conversation.thinking import UNANSWERED, thinking_budget
 from spd.conversation.thinking_splitter import ThinkingSplitter, parted
@@ -66,7 +69,7 @@ class Chat:
     """One conversation with one model at a time, and everything that commands may change."""
 
     def __init__(
-        self, session: out.Session, options: ChatOptions, sink: out.Sink, store: SessionStore
+        self, session: Session, options: ChatOptions, sink: Sink, store: SessionStore
     ) -> None:
         self.session, self.sink, self.store = session, sink, store
         self.name, saved = open_session(store, options)
@@ -139,7 +142,7 @@ class Chat:
             except SpdError as error:
                 if not interactive or self._ends(error):
                     raise
-                out.write_error(error, self._console, as_json=False)
+                write_error(error, self._console, as_json=False)
         if not (said or interactive):
             fix = ["spd chat in a terminal", "spd chat < messages.txt, one message a line"]
             raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
@@ -162,7 +165,7 @@ class Chat:
             return f" {loading}"
         slow = ["slow: no C compiler"] * ("no C compiler" in self.model.info.kernels_reason)
         return " " + " · ".join(
-            (self._used(), out.as_line(self.model.name), self.model.spec_words(), *slow)
+            (self._used(), as_line(self.model.name), self.model.spec_words(), *slow)
         )
 
     # -- turns -------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class Chat:
                 return
             results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
             said = [message, *(result for result, _ in results)]
-            answered = self.conversation.with_last(answered=tuple(map(out.to_json, said)))
+            answered = self.conversation.with_last(answered=tuple(map(to_json, said)))
             self.change(answered)
             goes_on = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
             if not all(ran for _, ran in results) or not self.reply(goes_on):
@@ -251,7 +254,7 @@ class Chat:
             self.store.save(self.name, conversation)
         except SpdError as error:
             if not self._warned:
-                out.write_error(error, self._console, as_json=False)
+                write_error(error, self._console, as_json=False)
             self._warned = True
 
     def go_on_with(self, conversation: Conversation) -> None:
@@ -260,11 +263,11 @@ class Chat:
         if turns and turns[-1].reply is None:
             self.draft, self.conversation = turns[-1].user, conversation.without_last()
         for turn in self.conversation.turns[-2:] if self.interactive else ():
-            self.tell(f"› {out.shortened(turn.user, 300)}", out.shortened(turn.reply or "", 300))
+            self.tell(f"› {shortened(turn.user, 300)}", shortened(turn.reply or "", 300))
 
     def _ends(self, error: BaseException) -> bool:
         """Whether a chat cannot go on: the terminal is gone, or there is no model."""
-        gone = isinstance(error, out.OutputClosed) or getattr(error, "code", "") == "write_failed"
+        gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
         return gone or error is self.model.thread.failure
 
     def _used(self) -> str:
@@ -279,7 +282,7 @@ class Chat:
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            out.tell(line, DIM if self.styled else "")
+            tell(line, DIM if self.styled else "")
 
     def start_new(self) -> None:
         """Leave this chat as it was saved and begin another with the same system message."""
@@ -388,9 +391,9 @@ def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     if chat.styled and options.show_drafts:
         view.drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
     elif chat.styled and options.markdown != "off":
-        from spd.cli.chat.markdown import MarkdownStream
+        from spd.cli.terminal.markdown import MarkdownStream
 
-        view.markdown = MarkdownStream(lambda: out.terminal_size(sys.stdout), color=console.color)
+        view.markdown = MarkdownStream(lambda: terminal_size(sys.stdout), color=console.color)
     return view
 
 
@@ -399,8 +402,8 @@ class PlainLines:
 
     def read(self, draft: str = "") -> str | None:
         """The next line. Raises UsageError."""
-        if out.is_terminal(sys.stdin):
-            out.write_stderr(PROMPT)
+        if is_terminal(sys.stdin):
+            write_stderr(PROMPT)
         data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
         if len(data) > INPUT_LIMIT:
             raise UsageError(f"a line of stdin is longer than {INPUT_LIMIT >> 20} MiB")

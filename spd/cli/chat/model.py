@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from spd.cli import prompt_input as prompt
 from spd.cli.chat.conversation import ChatEncoder
+from spd.cli.run_settings import plan_settings
 from spd.cli.served import served_engine
-from spd.cli.text import output as out
-from spd.cli.text import prompt
-from spd.cli.text.job import plan_settings
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.plain_text import as_line
+from spd.cli.terminal.progress import WORDS, compiling, loading
+from spd.cli.terminal.tables import Size, fact_lines
 from spd.conversation.notes import thinking_note
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
@@ -29,7 +32,7 @@ ABANDON_SECONDS = 1.0
 class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
 
-    def __init__(self, options: ChatOptions, session: out.Session) -> None:
+    def __init__(self, options: ChatOptions, session: Session) -> None:
         self._session, self._console, self._first = session, session.console, options
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
@@ -80,10 +83,10 @@ class ChatModel:
                 return served
             from spd.runtime import Engine
 
-            with out.compiling(lambda words: setattr(self, "_doing", words)):
+            with compiling(lambda words: setattr(self, "_doing", words)):
                 return Engine(config, progress=progress)
 
-        self._doing = f"loading {out.as_line(self.name)}"
+        self._doing = f"loading {as_line(self.name)}"
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
@@ -131,7 +134,7 @@ class ChatModel:
         """Show how far loading is until it has ended, or `go_on` says no."""
         if self.thread.ready.is_set():
             return
-        with out.loading(self._doing, self._console) as display:
+        with loading(self._doing, self._console) as display:
             while not self.thread.ready.wait(0.1) and go_on():
                 if self.thread.progress is not None:
                     display(self.thread.progress)
@@ -155,8 +158,8 @@ class ChatModel:
             self.thread.engine()
             return ""
         if (progress := self.thread.progress) is not None and progress.total:
-            done = f"{out.WORDS[progress.phase]} {100 * progress.done // progress.total}%"
-            self._doing = f"loading {out.as_line(self.name)} · {done}"
+            done = f"{WORDS[progress.phase]} {100 * progress.done // progress.total}%"
+            self._doing = f"loading {as_line(self.name)} · {done}"
         return self._doing
 
     def last_stats(self) -> Iterator[str]:
@@ -165,13 +168,13 @@ class ChatModel:
         if metrics is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
         speculation = metrics.speculative_decoding(self.info.spec, self.info.draft_max)
-        return out.fact_lines(metrics.timings() | speculation)
+        return fact_lines(metrics.timings() | speculation)
 
     def sampling_lines(self) -> Iterator[str]:
         """How it draws, and where each value comes from."""
         words = self.settings.sampling.words()
         del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
-        return out.fact_lines(words)
+        return fact_lines(words)
 
     def lines(self) -> Iterator[str]:
         """The model, what drafts for it, and the memory they take."""
@@ -179,4 +182,4 @@ class ChatModel:
         shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
         sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
         facts = {name: plan[name] for name in shown}
-        return out.fact_lines(facts | {name: out.Size(plan[name]) for name in sizes})
+        return fact_lines(facts | {name: Size(plan[name]) for name in sizes})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from spd.cli.chat.conversation import Turn
 from spd.cli.options import model_names, parse_think, read_settings, spec_names
 from spd.cli.parser import in_order, parse_as
-from spd.cli.text.output import shortened
-from spd.cli.text.prompt import read_text
+from spd.cli.prompt_input import read_text
+from spd.cli.terminal.plain_text import shortened
 from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:

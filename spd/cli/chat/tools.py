@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.chat.conversation import Turn
+from spd.cli.prompt_input import read_json
 from spd.cli.signals import SignalGuard
-from spd.cli.text.output import as_line, shortened, tell, write_stderr
-from spd.cli.text.prompt import read_json
+from spd.cli.terminal.console import tell, write_stderr
+from spd.cli.terminal.plain_text import as_line, shortened
 from spd.conversation.fields import (
     OBJECT,
     TEXT,

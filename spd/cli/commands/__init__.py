@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 from spd.cli.parser import Command
-from spd.cli.text.output import Session
+from spd.cli.terminal.console import Session
 from spd.errors import UsageError
 from spd.version import __version__
 

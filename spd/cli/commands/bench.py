@@ -23,15 +23,10 @@ from spd.cli.options import (
 )
 from spd.cli.parser import in_order, parse_as, parse_size
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import (
-    Session,
-    Sink,
-    Ticker,
-    check_writable,
-    fact_lines,
-    table_lines,
-    to_json,
-)
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.sink import Sink, check_writable, to_json
+from spd.cli.terminal.tables import fact_lines, table_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 from spd.runtime.lab import DRAFTING, MACHINE, compare_results, verdict
@@ -235,7 +230,7 @@ def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
 
 def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
     """The object of `spd bench --json`; its schema is shipped in `spd/runtime/lab/schemas`."""
-    from spd.cli.text.reply import versions
+    from spd.cli.reply_view import versions
     from spd.runtime.lab import describe_machine, make_rows
 
     return {

@@ -6,7 +6,9 @@ import sys
 from contextlib import closing
 
 from spd.cli.chat.options import ChatOptions
-from spd.cli.text.output import Session, Sink, is_terminal
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.streams import is_terminal
 from spd.errors import UsageError
 
 
@@ -17,7 +19,7 @@ def chat(session: Session, options: ChatOptions) -> int:
       spd chat Qwen/Qwen3-4B -s "Be terse"
       spd chat demo < messages.txt
     """
-    from spd.cli.text.job import check_shared
+    from spd.cli.run_settings import check_shared
 
     check_shared(options)
     sink = Sink.stdout()

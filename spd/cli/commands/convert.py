@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import JsonOptions, argument, printed
-from spd.cli.text.output import Session, Sink, Size, Ticker, check_new_folder, fact_lines
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.sink import Sink, check_new_folder
+from spd.cli.terminal.tables import Size, fact_lines
 from spd.errors import UsageError
 from spd.formats.names import CONFIG_FILE, WEIGHTS_FILE
 from spd.formats.writer import open_stage, outputs, write_json, write_tensors

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spd.cli.options import CommonOptions, JsonOptions, argument, printed
-from spd.cli.text.output import Session, Sink, loading, to_json
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.progress import loading
+from spd.cli.terminal.sink import Sink, to_json
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.cli.options import JsonOptions, argument
-from spd.cli.text.output import WIDTH, Session, Sink, table_lines
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.plain_text import WIDTH
+from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.tables import table_lines
 from spd.errors import IncompatibleError
 from spd.runtime.lab import Explanation, TraceHeader, explain_traces, paragraph, read_trace
 

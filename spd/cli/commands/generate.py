@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 
 from spd.cli.engine import load, say_before, say_notes
 from spd.cli.options import GenerateOptions
-from spd.cli.text.output import (
-    Session,
-    Sink,
-    check_writable,
-    tell,
-    to_json,
-)
+from spd.cli.terminal.console import Session, tell
+from spd.cli.terminal.sink import Sink, check_writable, to_json
 from spd.conversation.settings import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -29,8 +24,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -s "Be terse" "Summarise"
     """
-    from spd.cli.text.job import check_conflicts, plan_settings
-    from spd.cli.text.reply import Delivery
+    from spd.cli.reply_view import Delivery
+    from spd.cli.run_settings import check_conflicts, plan_settings
     from spd.conversation.prompt import render_prompt
 
     check_conflicts(options)  # and options are final from here on: a server gets them as they are
@@ -51,7 +46,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.text.prompt import gather
+        from spd.cli.prompt_input import gather
 
         settings, asked = plan_settings(options), gather(options)
         request, inside = settings.request(REQUEST_ID, asked)
@@ -77,9 +72,9 @@ def _generate_served(
     session: Session, options: GenerateOptions, sink: Sink, engine: ServedEngine
 ) -> int:
     """Answer one prompt by a running server."""
-    from spd.cli.text.job import sampling_wishes
-    from spd.cli.text.prompt import gather, read_grammar
-    from spd.cli.text.reply import Delivery
+    from spd.cli.prompt_input import gather, read_grammar
+    from spd.cli.reply_view import Delivery
+    from spd.cli.run_settings import sampling_wishes
 
     wishes = sampling_wishes(options)
     served = engine.prepare(gather(options), wishes, read_grammar(options), options.think)

@@ -9,9 +9,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import JsonOptions, ModelArgument, printed
-from spd.cli.text.output import Session, Sink, Size
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.tables import Size
 from spd.errors import SpdError
-from spd.formats.mtp import mtp_source
 from spd.runtime.plan.config import METHODS, QUANTIZE, EngineConfig
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
-    from spd.formats.mtp import declared_modules
+    from spd.formats.mtp import declared_modules, mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), mtp_source(folder)

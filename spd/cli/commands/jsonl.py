@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.engine import load, say_before
 from spd.cli.options import GenerateOptions
+from spd.cli.prompt_input import gather_shared
+from spd.cli.reply_view import reply_failure, reply_fields
+from spd.cli.run_settings import plan_settings
 from spd.cli.served import served_engine
 from spd.cli.signals import Interrupted
-from spd.cli.text.job import plan_settings
-from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
-from spd.cli.text.prompt import gather_shared
-from spd.cli.text.reply import reply_failure, reply_fields
+from spd.cli.terminal.console import Session, tell
+from spd.cli.terminal.progress import Ticker, clock
+from spd.cli.terminal.sink import Sink, cannot_write, to_json
 from spd.conversation.fields import (
     TEXT,
     FieldError,

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
-from spd.cli.text.output import (
-    Session,
-    Sink,
-    as_line,
-    is_terminal,
-    loading,
-    table_lines,
-    tell,
-    write_stderr,
-)
+from spd.cli.terminal.console import Session, tell, write_stderr
+from spd.cli.terminal.plain_text import as_line
+from spd.cli.terminal.progress import loading
+from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.streams import is_terminal
+from spd.cli.terminal.tables import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
 from spd.runtime.plan.config import show_size

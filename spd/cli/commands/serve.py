@@ -14,7 +14,8 @@ import typer
 
 from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, first, option
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import Session, loading, tell
+from spd.cli.terminal.console import Session, tell
+from spd.cli.terminal.progress import loading
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def serve(session: Session, options: ServeOptions) -> int:
         model = options.model if is_named else None
         return served.control(session, model, stop=options.stop, as_json=options.json)
     from spd.cli.commands.models import ensure_models
-    from spd.cli.text.job import plan_settings
+    from spd.cli.run_settings import plan_settings
     from spd.server.run import check_address, listen, load, run
 
     def load_engine() -> EngineThread[Engine]:

@@ -12,8 +12,11 @@ from typing import Any
 from spd.cli.commands.bench import chosen_prompts, numbers, split
 from spd.cli.options import MODEL, EngineOptions, first, option
 from spd.cli.parser import parse_as
-from spd.cli.text.job import engine_config
-from spd.cli.text.output import Session, Sink, Ticker, fact_lines
+from spd.cli.run_settings import engine_config
+from spd.cli.terminal.console import Session
+from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.tables import fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
 
@@ -72,7 +75,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
       spd verify -m FOLDER --lag 2 --json > certificate.json
       spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
     """
-    from spd.cli.text.reply import versions
+    from spd.cli.reply_view import versions
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 

@@ -12,7 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.signals import Interrupted
-from spd.cli.text import output as out
+from spd.cli.terminal.console import Console, Session, tell, write_error, write_stderr
+from spd.cli.terminal.plain_text import CONTROL, printable
+from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.sink import Sink, to_json
+from spd.cli.terminal.streams import is_terminal, paint
 from spd.conversation.logprobs import logprob_entry
 from spd.conversation.thinking import UNANSWERED, ThinkingCount
 from spd.conversation.thinking_splitter import ThinkingSplitter, parted
@@ -24,8 +28,8 @@ from spd.runtime.engine.request import Event, Gathered, Request
 from spd.version import __version__
 
 if TYPE_CHECKING:
-    from spd.cli.chat.markdown import MarkdownStream
     from spd.cli.options import GenerateOptions
+    from spd.cli.terminal.markdown import MarkdownStream
     from spd.runtime import EngineClient, EngineInfo
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
@@ -61,7 +65,7 @@ class ReplyView:
     markdown: MarkdownStream | None = None
 
     def __init__(
-        self, console: out.Console, sink: out.Sink, splitter: ThinkingSplitter, *, hidden: bool
+        self, console: Console, sink: Sink, splitter: ThinkingSplitter, *, hidden: bool
     ) -> None:
         self._sink, self._splitter, self._color, self._hidden = (
             sink,
@@ -70,8 +74,8 @@ class ReplyView:
             hidden,
         )
         self._shows, self._ticker = (
-            out.is_terminal(sys.stderr) and not console.quiet,
-            out.Ticker(console),
+            is_terminal(sys.stderr) and not console.quiet,
+            Ticker(console),
         )
         self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
         """What hears how far a prompt is read, of how many tokens."""
@@ -100,8 +104,8 @@ class ReplyView:
                 self._ticker.write("thinking…")
             elif thinking and self._shows and part:
                 self._ticker.write("")
-                out.write_stderr(
-                    _styled_lines(out.printable(part), DIM if self._color else ""), styled=True
+                write_stderr(
+                    _styled_lines(printable(part), DIM if self._color else ""), styled=True
                 )
                 self._thought = part[-1]
             elif part and not thinking:
@@ -112,32 +116,32 @@ class ReplyView:
     def _end_thinking(self) -> None:
         """Leave a blank line before the answer, once."""
         self._ticker.write("")
-        out.write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
+        write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
         self._thought = ""
 
     def _write(self, text: str, drafted: bool) -> None:
         if self.markdown is not None:
-            shown = out.printable(text.replace("\r\n", "\n"), out.CONTROL)
+            shown = printable(text.replace("\r\n", "\n"), CONTROL)
             self._sink.write_styled(self.markdown.feed(shown))
         elif drafted:
             style = GREEN if self._color else UNDERLINE
-            self._sink.write_styled(_styled_lines(out.printable(text, out.CONTROL), style))
+            self._sink.write_styled(_styled_lines(printable(text, CONTROL), style))
         else:
             self._sink.write(text)
 
 
 def _styled_lines(text: str, style: str) -> str:
     """Text in a style that never crosses the end of a line."""
-    return "\n".join(out.paint(line, style, bool(style and line)) for line in text.split("\n"))
+    return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
 @dataclass
 class Delivery:
     """Runs the request of `spd generate`; writes its text, or its token ids where there is no tokenizer."""
 
-    session: out.Session
+    session: Session
     options: GenerateOptions
-    sink: out.Sink
+    sink: Sink
     engine: EngineClient
     request: Request
     inside: bool | None
@@ -206,13 +210,13 @@ class Delivery:
         if options.json:
             shown = {"schema": "spd.generate/1", "model": options.model, **fields}
             shown |= {"params": vars(request.params), "plan": self.engine.info.plan}
-            self.sink.write(out.to_json({**shown, "versions": versions()}) + "\n")
+            self.sink.write(to_json({**shown, "versions": versions()}) + "\n")
         else:
             self._finish_text()
         if note := unanswered(fields, self.reply, request):
             self.session.console.note(note)
         if options.stats:
-            out.tell(stats_line(metrics))
+            tell(stats_line(metrics))
 
     def _outcome(self) -> int:
         """Return the exit status of a reply that has ended. Raises EngineError and IncompleteError."""
@@ -221,7 +225,7 @@ class Delivery:
             return 0
         if not self.options.json:
             raise failure
-        out.write_error(failure, self.session.console)  # the one object on stdout is the reply
+        write_error(failure, self.session.console)  # the one object on stdout is the reply
         return failure.exit_code
 
 

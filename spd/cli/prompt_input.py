@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import GenerateOptions, ReplyOptions
-from spd.cli.text.output import is_terminal
+from spd.cli.terminal.streams import is_terminal
 from spd.conversation.messages import CHAT, check_messages, check_text
 from spd.conversation.prompt import RESERVED_ARGS, Prompt
 from spd.errors import UsageError

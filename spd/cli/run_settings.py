@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions
-from spd.cli.text.prompt import read_grammar
+from spd.cli.prompt_input import read_grammar
 from spd.conversation.sampling import SamplingWishes, resolve_sampling
 from spd.conversation.settings import Settings
 from spd.conversation.thinking import thinking_budget

@@ -1,0 +1,1 @@
+"""The terminal, its streams, and what is written there."""

@@ -1,1 +1,0 @@
-"""What commands share: prompts, sampling, output, progress and refusals."""
