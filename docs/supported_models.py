@@ -11,6 +11,8 @@ from typing import get_args
 from spd.formats import assistant, eagle3, mtp_layout
 from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
+from spd.formats.gguf.architectures import ARCHITECTURES
+from spd.formats.gguf.block_types import READ
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
 from spd.runtime.models import FAMILIES
@@ -38,7 +40,7 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   W4A4 releases run as W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32,
   64, a multiple of 128 or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings,
   heads, what stands outside the layers, and on a GPU everything in float16. MTP layers may be stored in the
-  same way or left as they were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse
+  same way or left as they were, whatever the ignore list says. Bitsandbytes, EXL3, rotated or sparse
   weights and planar GPTQ are refused by name, and so are patterns with references to
   groups or with flags.
 - **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
@@ -88,6 +90,28 @@ def meaning(layout: Callable[..., object]) -> str:
     return words.split(". ")[0].rstrip(".")
 
 
+GGUF = """\
+## GGUF files
+
+A GGUF file (v2 or v3, little-endian, split or not) is read by its own keys and tensors; what
+llama.cpp's converter did to weights is undone when they are loaded. Types: {types}. Others are refused
+by name. Values equal those of ggml's reference bit for bit in float32 and are rounded once, to the run's
+dtype; nothing stays packed in memory yet. Not read: files of heads or adapters alone, images, and what a
+file cannot say, such as the windows of Mistral's first models, which llama.cpp drops.
+"""
+
+
+def gguf_section() -> list[str]:
+    """The architectures of GGUF files, and the classes of Hugging Face that they are."""
+    rows = []
+    for name, row in ARCHITECTURES.items():
+        classes = dict.fromkeys((row.model, *row.variants.values()))
+        heads = "read" if row.mtp else ""
+        rows.append((f"`{name}`", ", ".join(f"`{each}ForCausalLM`" for each in classes), heads))
+    header = ("`general.architecture`", "read as", "MTP layers")
+    return [*GGUF.format(types=", ".join(READ)).split("\n"), *table(header, rows)]
+
+
 def document() -> str:
     """The whole page."""
     heads: dict[str, list[str]] = {}
@@ -126,6 +150,7 @@ def document() -> str:
         lines.append(
             f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
         )
+    lines += ["", *gguf_section()]
     lines += [
         "",
         "[Every class of transformers](every-class.md): which open, and why others do not.",

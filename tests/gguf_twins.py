@@ -20,6 +20,7 @@ from tests.recipes.tiny import VARIANTS, write_json, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, FULL, SLIDING, write_dense
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime.test_runtime_hybrid import write_sparse
 
 SCRIPT = "convert_hf_to_gguf.py"
 
@@ -31,14 +32,18 @@ def llama_cpp() -> Path | None:
 
 
 def _variant(folder: Path, name: str, config: Mapping[str, Any]) -> Path:
-    write_tiny(folder, **VARIANTS[name])
+    options = dict(VARIANTS[name])
+    if "extra" in options:
+        options["extra"] = {**options["extra"], **config}
+    write_tiny(folder, **options)
     return _with_keys(folder, config)
 
 
 def _family(folder: Path, name: str, config: Mapping[str, Any]) -> Path:
-    options = {"layers": config["num_hidden_layers"]} if "num_hidden_layers" in config else {}
-    write_dense(folder, name, max_positions=2048, config=dict(config), **options)
-    return folder
+    options: dict[str, Any] = {"tie": True} if config.get("tie_word_embeddings") else {}
+    if "num_hidden_layers" in config:
+        options["layers"] = config["num_hidden_layers"]
+    return write_dense(folder, name, max_positions=2048, config=dict(config), **options)
 
 
 def _hybrid(folder: Path, config: Mapping[str, Any], **options: Any) -> Path:
@@ -50,12 +55,30 @@ def _mtp(folder: Path, config: Mapping[str, Any], **options: Any) -> Path:
     return _with_keys(folder, config)
 
 
+def _sparse_hybrid(folder: Path, name: str) -> Path:
+    write_sparse(folder, name)
+    return folder
+
+
 def _with_keys(folder: Path, keys: Mapping[str, Any]) -> Path:
     path = folder / "config.json"
     write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **keys})
     return folder
 
 
+OPTIONS = dict.fromkeys(("mimo_v2", "qwen35_moe", "qwen3_next"), ("--no-mtp",))
+"""Of the converter."""
+PUBLISHED = ("mimo_v2", "step3", "mimo_v2_mtp", "step3_mtp")
+"""Read by the converter as their published configurations say, which `transformers` says in another way."""
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 HALF = {"query_pre_attn_scalar": 16}
 """Of heads of 16, whose root scores are divided by."""
 KEYS: dict[str, dict[str, Any]] = {
@@ -67,8 +90,30 @@ KEYS: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
     "hunyuan": {"rope_scaling": None, "rope_theta": 1e4},
     "hunyuan_moe": {"rope_scaling": None, "rope_theta": 1e4},
-    "granite_hybrid_moe": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "granite_hybrid_moe": {
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "position_embedding_type": "nope",
+    },
     "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"tie_embedding": True, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "deepseek_v2_lite": {"n_group": 1, "topk_group": 1, "rope_scaling": YARN},
+    "step3": {
+        "num_attention_groups": 2,
+        "rope_parameters": FAMILIES["step3"][1]["rope_scaling"],
+    },
+    "mimo_v2": {
+        "rope_parameters": None,
+        "rope_theta": 1e5,
+        "swa_rope_theta": 200.0,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 10,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc",
+    },
 }
 """What a file can say, where the recipe's own choice is lost by the converter."""
 NOT_CONVERTED = (
@@ -91,10 +136,26 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         for name in VARIANTS
         if name not in NOT_CONVERTED
     },
-    "qwen35_mtp": partial(_hybrid, config={"mtp_num_hidden_layers": 1}, mtp=True),
-    "glm4_moe_mtp": partial(
-        _mtp, config={"num_nextn_predict_layers": 1}, family="glm4", variant="glm4_moe"
-    ),
+    "qwen35_moe": partial(_sparse_hybrid, name="Qwen3_5Moe"),
+    "qwen3_next": partial(_sparse_hybrid, name="Qwen3Next"),
+    "qwen35_mtp": partial(_hybrid, config={"mtp_num_hidden_layers": 1}, mtp=True, agreeing=True),
+    **{
+        f"{variant}_mtp": partial(
+            _mtp,
+            config={**KEYS.get(variant, {}), "num_nextn_predict_layers": 1},
+            family=family,
+            variant=variant,
+            kind="copy",
+            modules=3 if variant == "mimo_v2" else 1,
+        )
+        for variant, family in (
+            ("glm4_moe", "glm4"),
+            ("glm4_moe_lite", "glm4"),
+            ("nemotron_h_latent", "nemotron_h"),
+            ("step3", "step3"),
+            ("mimo_v2", "mimo_v2"),
+        )
+    },
 }
 """By names, what writes their folders."""
 
@@ -122,6 +183,11 @@ def main(source: str, folder: str, out: str, kind: str, *options: str) -> None:
         without_vocabulary(conversion.base.TextModel)
         return result
 
+    def as_published(folder: Path, *_: object) -> Any:
+        return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+
+    if Path(folder).name in PUBLISHED:
+        conversion.base.ModelBase.load_hparams = staticmethod(as_published)
     conversion.get_model_class = found
     sys.argv = [SCRIPT, folder, "--outfile", out, "--outtype", kind, *options]
     runpy.run_path(str(Path(source, SCRIPT)), run_name="__main__")

@@ -114,7 +114,7 @@ class JsonOptions(CommonOptions):
 class ModelArgument:
     """The model in the place of --model."""
 
-    model_argument: str | None = argument("MODEL", "A folder, org/name, demo or demo-hybrid.", None)
+    model_argument: str | None = argument("MODEL", "A folder, GGUF file, org/name or demo.", None)
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line, not in a file or the environment."""
 
@@ -124,7 +124,7 @@ class ModelOptions(CommonOptions):
     """Which model, and where it runs."""
 
     model: str = first(
-        "demo", "MODEL", "A folder, org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL"
+        "demo", "MODEL", "A folder, GGUF file, org/name or demo.", "-m", envvar="SPD_MODEL"
     )
     device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(

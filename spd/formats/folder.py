@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd.errors import NotFoundError, SpdError
+from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.gguf.file_kind import is_gguf
@@ -145,6 +145,12 @@ class ModelFolder(os.PathLike[str]):
         if self.gguf is not None:
             return self.gguf.generation
         return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
+
+    def require_folder(self, command: str) -> None:
+        """Raise UsageError for a GGUF file: the command reads safetensors."""
+        if self.gguf is not None:
+            why = f"{self.path}: is a GGUF file, {command} reads a folder with safetensors"
+            raise UsageError(why, fix=["the model as it was published, before it was converted"])
 
     def __fspath__(self) -> str:
         return str(self.path)

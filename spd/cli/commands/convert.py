@@ -42,6 +42,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     from spd.runtime import check_source
 
     source = ModelFolder.named(options.source)
+    source.require_folder("spd convert-mtp")
     destination = options.destination or Path(f"{Path(options.source).resolve().name}-mtp")
     destination = destination.expanduser().absolute()
     check_new_folder(destination)
@@ -117,6 +118,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
     source = ModelFolder.named(options.model)
+    source.require_folder("spd quantize")
     destination = options.destination.expanduser()
     check_new_folder(destination)
     beside, notes = side_files(source.path, without=(CONFIG_FILE,))

@@ -258,6 +258,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         names={
             **MAMBA,
             "attn_norm": "norm",
+            "post_attention_norm": "post_attention_layernorm",
             "ffn_latent_down": "mlp.fc1_latent_proj",
             "ffn_latent_up": "mlp.fc2_latent_proj",
         },

@@ -155,7 +155,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def stored_types(file: GgufFile) -> dict[str, int]:
-    """Return how many tensors there are of each type, most bytes first."""
+    """Return how many tensors there are of each type, the one of most bytes first."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():

@@ -153,7 +153,7 @@ def _gemma4(keys: Keys, values: Values) -> dict[str, object]:
         },
         "enable_moe_block": bool(values.get("num_experts")),
     }
-    if isinstance(widths, tuple):
+    if isinstance(widths, tuple) and widths:
         found["intermediate_size"] = widths[0]
         found["use_double_wide_mlp"] = len(set(widths)) > 1
     if table is not None:

@@ -10,9 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, TensorMeta, read_exactly
+from spd.formats.checkpoint import (
+    FLOAT_DTYPES,
+    TORCH_NAMES,
+    Checkpoint,
+    TensorMeta,
+    read_exactly,
+)
 from spd.formats.gguf.block_types import READ
-from spd.formats.gguf.config import architecture_of, config_fields
+from spd.formats.gguf.config import (
+    architecture_of,
+    config_fields,
+    general_facts,
+    stored_types,
+)
 from spd.formats.gguf.container import GgufFile, GgufTensor
 from spd.formats.gguf.sampling import read_sampling
 from spd.formats.gguf.tensors import StoredTensor, stored_tensors
@@ -88,6 +99,20 @@ class GgufModel:
         """Return the tensors. Raises CheckpointError where they do not fit each other."""
         row = architecture_of(self.file)[1]
         return GgufCheckpoint(self.file, *stored_tensors(self.file, row, self.fields))
+
+    @property
+    def packed_types(self) -> tuple[str, ...]:
+        """Return the types in few bits that its tensors have, the one of most bytes first."""
+        return tuple(name for name in stored_types(self.file) if name not in FLOAT_DTYPES)
+
+    def facts(self) -> dict[str, object]:
+        """Return what it says of itself, as JSON values: types with their tensors, and `general.*`."""
+        return {
+            "architecture": architecture_of(self.file)[0],
+            "version": self.file.version,
+            "types": [f"{count} {name}" for name, count in stored_types(self.file).items()],
+            "general": general_facts(self.file),
+        }
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:

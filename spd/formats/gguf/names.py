@@ -148,10 +148,15 @@ class MtpNames:
 _NORMS = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "eh_proj"}
 
 
-def _numbered(head: str, norm: str, layer: str = "model.layers.{l}.") -> MtpNames:
-    """Return the names of a head that stands behind the layers, whose own tables are called so."""
+def _numbered(
+    head: str,
+    norm: str,
+    layer: str = "model.layers.{l}.",
+    stored: str = "nextn.shared_head_norm",
+) -> MtpNames:
+    """Return the names of a head whose layers have all tensors, its last norm `stored` under a name."""
     found = {own: f"{layer}{name}" for own, name in _NORMS.items()}
-    found["nextn.shared_head_norm"] = f"{layer}{norm}"
+    found[stored] = f"{layer}{norm}"
     found["nextn.shared_head_head"] = f"{layer}{head}"
     found["nextn.embed_tokens"] = f"{layer}embed_tokens"
     return MtpNames(layer, found)
@@ -160,7 +165,7 @@ def _numbered(head: str, norm: str, layer: str = "model.layers.{l}.") -> MtpName
 NUMBERED = _numbered("shared_head.head", "shared_head.norm")
 STEP = _numbered("transformer.shared_head.output", "transformer.shared_head.norm")
 ENDS = _numbered("head", "final_layernorm", "mtp.layers.{i}.")
-MIMO = _numbered("head", "final_layernorm", "model.mtp.layers.{i}.")
+MIMO = _numbered("head", "final_layernorm", "model.mtp.layers.{i}.", "layer_output_norm")
 OUTSIDE = MtpNames(
     "mtp.layers.{i}.",
     {

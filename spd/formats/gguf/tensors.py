@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spd.errors import CheckpointError
+from spd.formats.block_config import MAX_EXPERTS
 from spd.formats.gguf import changes as to
 from spd.formats.gguf.architectures import GgufArchitecture
 from spd.formats.gguf.container import GgufFile, GgufTensor
@@ -141,7 +142,7 @@ class _Reader:
             if "{e}" not in each:
                 yield name, StoredTensor((part,), shape, changes)
                 continue
-            for number in range(tensor.shape[0]):
+            for number in range(_experts(tensor)):
                 expert = _expert(part, number)
                 yield name.format(e=number), StoredTensor((expert,), expert.shape, changes)
 
@@ -234,13 +235,15 @@ class _Reader:
         if "{e}" not in name:
             yield name, self._made(joined, parts)
             return
-        for number in range(min(part.shape[0] for part in parts)):
+        for number in range(min(map(_experts, parts))):
             own = [_expert(part, number) for part in parts]
             yield name.format(e=number), self._made(joined, own)
 
     def _made(self, joined: Joined, parts: Sequence[GgufTensor]) -> StoredTensor:
+        """Return a tensor of its parts. Raises CheckpointError where they do not fit each other."""
         first = parts[0].shape
         sizes = self.sizes
+        _check_fit(joined, parts)
         if joined.change == "below":
             rows = sum(part.shape[0] for part in parts)
             return StoredTensor(tuple(parts), (rows, *first[1:]), (to.Below(),))
@@ -249,12 +252,35 @@ class _Reader:
             shape = (*first[:dim], 2 * first[dim], *first[dim + 1 :])
             return StoredTensor(tuple(parts), shape, (to.Interleaved(dim + 1),))
         if joined.change == "latent_heads":
-            heads, rank, nope = (*first, 1, 1, 1)[:3]
+            heads, rank, nope = first
             rows = heads * (nope + parts[1].shape[-2])
             return StoredTensor(tuple(parts), (rows, rank), (to.LatentHeads(),))
         rows = sum(part.shape[0] for part in parts)
         change = to.KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
         return StoredTensor(tuple(parts), (rows, *first[1:]), (change,))
+
+
+def _check_fit(joined: Joined, parts: Sequence[GgufTensor]) -> None:
+    """Refuse parts of one tensor whose shapes are not such parts'."""
+    shapes = [part.shape for part in parts]
+    first, second = shapes
+    fits = len(first) == len(second) > 1 and first[1:] == second[1:]
+    if joined.change == "interleaved":
+        fits = first == second
+    elif joined.change == "latent_heads":
+        fits = len(first) == len(second) == 3 and (first[0], first[1]) == (second[0], second[2])
+    if not fits:
+        why = f"{list(first)} does not fit {list(second)} of {shown(parts[1].name)}"
+        raise CheckpointError(f"{parts[0].path}: tensor {shown(parts[0].name)}: shape {why}")
+
+
+def _experts(tensor: GgufTensor) -> int:
+    """Return how many experts a tensor stacks. Raises CheckpointError for one that stacks none."""
+    count = tensor.shape[0]
+    if len(tensor.shape) < 2 or count > MAX_EXPERTS:
+        why = f"shape {list(tensor.shape)} does not stack up to {MAX_EXPERTS:,} experts"
+        raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
+    return count
 
 
 def _looked_up(

@@ -203,7 +203,8 @@ def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: i
         for each in layout.attending
     }
     given = (positions, exact, place.device, layout.shift)
-    table = RotaryTable(config.rope, dims.get(False) or dims[True], *given)
+    alone = None if False in dims else config.local_rope  # of a head whose layers all slide
+    table = RotaryTable(alone or config.rope, dims.get(False) or dims[True], *given)
     if config.local_rope is not None:
         table.local = RotaryTable(config.local_rope, dims.get(True) or dims[False], *given)
     return table

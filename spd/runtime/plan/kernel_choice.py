@@ -115,11 +115,13 @@ def choose_form(
     dtype: str,
 ) -> tuple[WeightForm, str]:
     """The form of a folder's weights, and why; headers are read where they are quantized, and only there."""
+    types = () if folder.gguf is None else folder.gguf.packed_types
     if wishes.quantize != "none":
-        if model.quantization is not None:
-            reason = [
-                f"quantization_config in config.json speaks of {model.quantization.method} weights."
-            ]
+        if model.quantization is not None or types:
+            reason = [f"The file's tensors are {', '.join(types)}."]
+            if model.quantization is not None:
+                method = model.quantization.method
+                reason = [f"quantization_config in config.json speaks of {method} weights."]
             why = f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already"
             raise IncompatibleError(why, reason=reason, fix=["leave --quantize out"])
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
@@ -131,7 +133,7 @@ def choose_form(
         )
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)
-    return WIDE, AS_STORED
+    return WIDE, f"{', '.join(types)} multiplied out" if types else AS_STORED
 
 
 def _packed(

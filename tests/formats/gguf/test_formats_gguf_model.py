@@ -1,0 +1,266 @@
+"""What a GGUF file says, in Hugging Face's words: keys, names, what is cut or joined, what is refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import resource
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from spd.errors import CheckpointError, NotFoundError, SpdError
+from spd.formats.folder import ModelFolder
+from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
+from spd.formats.gguf.keys import decimal
+from spd.formats.gguf.model import GgufCheckpoint
+from spd.formats.gguf.names import LAYER, OUTER
+from spd.formats.hub import resolve_model
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES
+from spd.runtime import unused_tensors
+from tests.formats.gguf.gguf_helpers import Stored, Typed, Value, gguf_bytes, header_bytes
+from tests.formats.gguf.test_formats_gguf_container import mutated
+from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors, write_tiny_gguf
+
+SMALL = {"hidden": 32, "inner": 64, "heads": 2, "kv_heads": 1, "layers": 1, "vocab": 32}
+
+
+def written(
+    tmp_path: Path,
+    keys: Mapping[str, Value | None],
+    tensors: Mapping[str, Stored | None] | None = None,
+) -> ModelFolder:
+    """Write a small Llama with other keys and tensors, None: without it."""
+    metadata = {**tiny_metadata(**SMALL), **keys}
+    own = {**tiny_tensors("Q8_0", **SMALL), **(tensors or {})}
+    path = tmp_path / "a.gguf"
+    path.write_bytes(
+        gguf_bytes(
+            {key: value for key, value in metadata.items() if value is not None},
+            {name: tensor for name, tensor in own.items() if tensor is not None},
+        )
+    )
+    return ModelFolder(path)
+
+
+def test_keys_become_a_configuration(tmp_path: Path) -> None:
+    folder = written(tmp_path, {})
+    config = folder.config
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.hidden_size, config.num_layers, config.vocab_size) == (32, 1, 32)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (2, 1, 16)
+    assert config.rms_norm_eps == 1e-5
+    assert config.rope.theta == 10000.0
+    assert config.dtype == "bfloat16"
+    assert config.eos_token_ids == (2,)
+    assert not config.tie_embeddings
+    assert unused_tensors(config, folder.checkpoint) == []
+
+
+def test_facts_that_tensors_say(tmp_path: Path) -> None:
+    bias = Stored("F32", [32])
+    keys = Stored("F32", [16])
+    found = {"blk.0.attn_q.bias": bias, "blk.0.attn_k.bias": keys, "blk.0.attn_v.bias": keys}
+    config = written(tmp_path, {}, {**found, "output.weight": None}).config
+    assert config.attention_bias
+    assert config.tie_embeddings
+
+
+def test_a_fused_matrix_is_cut(tmp_path: Path) -> None:
+    """As the converter's --fuse-qkv writes it: queries, keys and values below each other."""
+    parts = dict.fromkeys(("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"))
+    fused = {**parts, "blk.0.attn_qkv.weight": Stored("Q8_0", [64, 32])}
+    folder = written(tmp_path, {}, fused)
+    checkpoint = folder.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
+    rows = [
+        checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"].parts[0] for name in "qkv"
+    ]
+    assert [part.shape for part in rows] == [(32, 32), (16, 32), (16, 32)]
+    offsets = [part.offset - rows[0].offset for part in rows]
+    assert offsets == [0, 32 * 34, 48 * 34]
+    assert unused_tensors(folder.config, folder.checkpoint) == []
+
+
+def test_factors_of_angles_are_read(tmp_path: Path) -> None:
+    factors = Stored("F32", [8], struct.pack("<8f", *[1.0] * 4, *[8.0] * 4))
+    rope = written(tmp_path, {}, {"rope_freqs.weight": factors}).config.rope
+    assert rope.kind == "longrope"
+    assert rope.short_factor == (1.0,) * 4 + (8.0,) * 4
+
+
+def test_float32_reads_as_the_shortest_decimal_that_means_it() -> None:
+    assert decimal(9.999999747378752e-06) == 1e-5
+    assert decimal(1000000.0) == 1e6
+    assert decimal(0.1) == 0.1
+    assert math.isnan(decimal(math.nan))
+    assert decimal(math.inf) == math.inf
+
+
+def test_a_file_without_its_ending_is_opened(tmp_path: Path) -> None:
+    """Other programs keep files by their hashes."""
+    path = write_tiny_gguf(tmp_path / "sha256-0123", "Q8_0", **SMALL)
+    assert resolve_model(str(path)) == path
+    assert ModelFolder(path).config.hidden_size == 32
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no such file"):
+        resolve_model(str(tmp_path / "b.gguf"))
+
+
+def test_a_folder_of_files_says_which_there_are(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "b.gguf", "Q8_0", **SMALL)
+    with pytest.raises(CheckpointError, match=r"one of which is to be named: b\.gguf"):
+        resolve_model(str(tmp_path))
+
+
+REFUSED: list[tuple[dict[str, Value | None], dict[str, Stored | None], str]] = [
+    ({"general.architecture": "mamba"}, {}, "general.architecture: 'mamba' is not supported"),
+    ({"general.architecture": None}, {}, "general.architecture: is missing"),
+    ({"general.type": "mmproj"}, {}, "general.type: 'mmproj' is not a model"),
+    ({"llama.attention.head_count": 0}, {}, "llama.attention.head_count: 0 is not a whole number"),
+    ({"llama.attention.head_count": "x"}, {}, "llama.attention.head_count: 'x' is not"),
+    ({"llama.block_count": 1 << 30}, {}, "llama.block_count: 1073741824 is not"),
+    ({"llama.context_length": None}, {}, "max_position_embeddings: is missing"),
+    ({}, {"token_embd.weight": None}, "tensor 'token_embd.weight': is missing"),
+    ({}, {"blk.0.attn_qkv.weight": Stored("F32", [7, 32])}, "7 rows are not 32 \\+ 16 \\+ 16"),
+    (
+        {},
+        {"blk.0.ffn_up_exps.weight": Stored("F32", [32])},
+        "shape \\[32\\] does not stack up to 16,384 experts",
+    ),
+    ({}, {"rope_freqs.weight": Stored("F16", [8])}, "F16 \\[8\\] is not a list of up to 512 F32"),
+    (
+        {},
+        {"blk.0.attn_qkv.weight": Stored("F32", [64, 32])},
+        "tensor 'blk.0.attn_q",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "tensors", "why"), REFUSED)
+def test_what_is_wrong_is_refused_by_name(
+    tmp_path: Path,
+    keys: dict[str, Value | None],
+    tensors: dict[str, Stored | None],
+    why: str,
+) -> None:
+    folder = written(tmp_path, keys, tensors)
+    with pytest.raises(SpdError, match=why) as caught:
+        unused_tensors(folder.config, folder.checkpoint)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_what_is_missing_is_listed(tmp_path: Path) -> None:
+    folder = written(tmp_path, {}, {"blk.0.attn_q.weight": None})
+    with pytest.raises(
+        CheckpointError, match=r"1 missing; first: 'model\.layers\.0\.self_attn\.q_proj"
+    ):
+        unused_tensors(folder.config, folder.checkpoint)
+
+
+def test_unknown_tensors_are_noted(tmp_path: Path) -> None:
+    folder = written(tmp_path, {}, {"blk.0.strange.weight": Stored("F32", [4])})
+    assert folder.checkpoint.notes == ("not used: 'blk.0.strange.weight'",)
+
+
+def test_experts_without_number_cost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    tensors = {"token_embd.weight": Stored("F32", [1, 32])}
+    many = {**tensors, "blk.0.ffn_up_exps.weight": Stored("F32", [1, 1, 1])}
+    head = header_bytes(tiny_metadata(**SMALL), many, 32, 3)
+    one = (1).to_bytes(8, "little") * 3
+    assert head.count(one) == 1
+    head = head.replace(one, one[:16] + (1 << 30).to_bytes(8, "little"))
+    path.write_bytes(head + bytes(-len(head) % 32) + bytes(128))
+    os.truncate(path, 5 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="does not stack up to 16,384 experts"):
+        ModelFolder(path).checkpoint  # noqa: B018
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_every_architecture_is_of_a_class_that_is_served() -> None:
+    for row in ARCHITECTURES.values():
+        for model in (row.model, *row.variants.values()):
+            assert f"{model}ForCausalLM" in SUPPORTED_ARCHITECTURES
+
+
+def opened_or_refused(path: Path) -> bool:
+    """Open a file as a model; return whether it was refused, in one printable line that names the file."""
+    folder = ModelFolder(path)
+    try:
+        unused_tensors(folder.config, folder.checkpoint)
+        assert folder.tokenizer is None or folder.tokenizer.vocab_size >= 0
+        assert folder.generation.eos_token_ids is not None
+    except SpdError as error:
+        assert error.message.isprintable()
+        assert path.name in error.message
+        return True
+    return False
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_mutated_models_are_refused_or_opened(tmp_path: Path, count: int) -> None:
+    draw = random.Random(50)
+    metadata = tiny_metadata(**SMALL)
+    tensors = tiny_tensors("Q8_0", **SMALL)
+    whole = gguf_bytes(metadata, tensors)
+    header = len(header_bytes(metadata, tensors, 32, 3))
+    path = tmp_path / "a.gguf"
+    refused = 0
+    for _ in range(count):
+        path.write_bytes(mutated(whole, draw, header))
+        refused += opened_or_refused(path)
+    assert refused > count // 3
+
+
+def random_value(draw: random.Random) -> Value:
+    """Return a value of any type, mostly a small number."""
+    numbers: list[Value] = [draw.randrange(1, 9), 32, 64, 2, 0, 1 << 31, 16]
+    others: list[Value] = [
+        Typed("f", draw.choice([1e-5, 0.0, math.nan, math.inf, -1.0, 1e30])),
+        [draw.randrange(3) for _ in range(draw.randrange(5))],
+        (True, False),
+        "text",
+        Typed("q", -1),
+        True,
+    ]
+    return draw.choice(numbers * 3 + others)
+
+
+def random_file(draw: random.Random, name: str) -> bytes:
+    """Return a file of an architecture with any of its keys and tensors, of small shapes."""
+    row = ARCHITECTURES[name]
+    metadata: dict[str, Value] = {"general.architecture": name}
+    for key in [*KEYS, *row.keys, "rope.dimension_count", "ssm.inner_size", "rope.scaling.type"]:
+        if draw.random() < 0.9:
+            metadata[f"{name}.{key}"] = random_value(draw)
+    names = [*OUTER, *row.outer, "rope_freqs"]
+    joined = (part.rpartition(".")[0] for each in row.joined for part in each.parts)
+    stems = [*LAYER, *row.names, *joined, *(row.mtp.outer if row.mtp else ())]
+    names += [f"blk.{draw.randrange(3)}.{stem}" for stem in stems]
+    tensors: dict[str, Stored] = {"token_embd.weight": Stored("F32", [4, 32])}
+    for stem in names:
+        shape = [draw.choice([1, 2, 4, 32]) for _ in range(draw.choice([1, 2, 2, 3]))]
+        ending = "" if re.search(r"\.(weight|bias|scale)$", stem) else draw.choice([".weight", ""])
+        if draw.random() < 0.8:
+            tensors.setdefault(f"{stem}{ending}", Stored("F32", shape))
+    return gguf_bytes(metadata, tensors)
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_random_files_of_every_architecture_are_refused(
+    tmp_path: Path, name: str, count: int
+) -> None:
+    draw = random.Random(f"{name} {count}")
+    path = tmp_path / "a.gguf"
+    for _ in range(count):
+        path.write_bytes(random_file(draw, name))
+        opened_or_refused(path)

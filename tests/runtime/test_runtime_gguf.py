@@ -1,0 +1,114 @@
+"""GGUF files as models: every type runs as its own values do in a folder, whatever drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spd.errors import CheckpointError, IncompatibleError
+from spd.formats.folder import ModelFolder
+from spd.formats.gguf.block_types import READ
+from spd.runtime import SamplingParams
+from spd.runtime.load import gguf_weights
+from spd.runtime.load.gguf_weights import read_values
+from tests.formats.formats_helpers import LLAMA
+from tests.helpers import (
+    assert_same,
+    drafted,
+    logits_of,
+    make_engine,
+    random_prompts,
+    run_all,
+)
+from tests.recipes.tiny import write_json
+from tests.recipes.tiny_gguf import SIZES, write_tiny_gguf
+
+PARAMS = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.9)]
+
+
+def as_folder(file: Path, folder: Path) -> Path:
+    """Write a file's values as safetensors of float32, and its configuration."""
+    folder.mkdir()
+    model = ModelFolder(file)
+    with model.checkpoint as opened:
+        tensors = {name: read_values(opened, name).contiguous() for name in opened.tensors}
+    save_file(tensors, folder / "model.safetensors")
+    sizes = {
+        "hidden_size": SIZES["hidden"],
+        "intermediate_size": SIZES["inner"],
+        "num_attention_heads": SIZES["heads"],
+        "num_key_value_heads": SIZES["kv_heads"],
+        "num_hidden_layers": SIZES["layers"],
+        "vocab_size": SIZES["vocab"],
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    }
+    write_json(folder / "config.json", {**LLAMA, **sizes})
+    return folder
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind)
+    folder = as_folder(file, tmp_path / "folder")
+    prompt = random_prompts(1, 40, 300, seed=1)[0]
+    found = logits_of(make_engine(file), prompt)
+    assert torch.equal(found, logits_of(make_engine(folder), prompt))
+    assert 0.1 < found.std() < 30
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_speculation_changes_no_token(tmp_path: Path, kind: str) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind)
+    prompts = [random_prompts(1, 12, 8, seed=3)[0] * 4] * 2
+    plain = run_all(make_engine(file), prompts, PARAMS)
+    spoken = run_all(make_engine(file, spec="ngram", draft_max=4), prompts, PARAMS)
+    assert_same(spoken, plain)
+    assert drafted(spoken) > 0
+
+
+def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
+    target = write_tiny_gguf(tmp_path / "a.gguf", "Q4_K")
+    draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
+    prompts = random_prompts(2, 20, 300, seed=4)
+    plain = run_all(make_engine(target), prompts, PARAMS)
+    spoken = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
+    assert_same(spoken, plain)
+    assert drafted(spoken) > 0
+
+
+def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", "IQ2_XS")
+    with pytest.raises(CheckpointError, match="dtype IQ2_XS is not supported here"):
+        make_engine(file)
+
+
+def test_weights_in_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
+    packed = write_tiny_gguf(tmp_path / "a.gguf", "Q4_K")
+    with pytest.raises(IncompatibleError, match=r"the weights of a\.gguf are quantized already"):
+        make_engine(packed, quantize="int8")
+    make_engine(write_tiny_gguf(tmp_path / "b.gguf", "F16"), quantize="int8")
+
+
+def test_values_are_rounded_once_to_the_run_s_dtype(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", "Q6_K")
+    folder = as_folder(file, tmp_path / "folder")
+    prompt = random_prompts(1, 40, 300, seed=1)[0]
+    narrow = [
+        logits_of(make_engine(path, dtype="bfloat16", kernels="torch"), prompt)
+        for path in (file, folder)
+    ]
+    assert torch.equal(*narrow)
+
+
+def test_rows_are_read_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of few rows give what one strip of all gives."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", "Q5_K")
+    with ModelFolder(file).checkpoint as opened:
+        whole = read_values(opened, "model.embed_tokens.weight")
+        monkeypatch.setattr(gguf_weights, "STRIP", 7 * SIZES["hidden"])
+        assert torch.equal(read_values(opened, "model.embed_tokens.weight"), whole)
+        assert torch.equal(read_values(opened, "model.embed_tokens.weight", (5, 9)), whole[5:9])

@@ -1,0 +1,92 @@
+"""GGUF files of llama.cpp's own converter against the folders that they were made of.
+
+    LLAMA_CPP=.../vendor/llama.cpp pytest -m "oracle and slow" tests/runtime/test_runtime_gguf_twins.py
+
+Every tensor is what the folder holds, and the text, the logits and the drafts are the folder's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from spd.formats.folder import ModelFolder
+from spd.formats.names import HEAD
+from spd.runtime import SamplingParams
+from spd.runtime.load.gguf_weights import read_values
+from tests.gguf_twins import OPTIONS, TWINS, convert, llama_cpp
+from tests.helpers import drafts, logits_of, make_engine, random_prompts, run_all
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+DECAYS = 1e-6
+"""How far the logarithm of what the converter took the exponential of may be from what was there."""
+CLOSE = 1e-4
+"""Of logits: factors of rotary angles are stored in float32."""
+
+
+@pytest.fixture
+def source() -> Path:
+    found = llama_cpp()
+    if found is None:
+        pytest.skip("LLAMA_CPP does not name a folder of llama.cpp's source")
+    return found
+
+
+def written(source: Path, tmp_path: Path, name: str) -> tuple[Path, Path]:
+    """Write a twin's folder and convert it; return both."""
+    folder = TWINS[name](tmp_path / name)
+    try:
+        file = convert(source, folder, tmp_path / f"{name}.gguf", "f32", *OPTIONS.get(name, ()))
+    except subprocess.CalledProcessError as error:
+        pytest.fail(f"the converter failed: {error.stderr[-500:]}")
+    return folder, file
+
+
+def assert_same_tensors(folder: Path, file: Path) -> None:
+    """Assert that a file's tensors are the folder's."""
+    one = ModelFolder(folder)
+    other = ModelFolder(file)
+    with one.checkpoint as wanted, other.checkpoint as found:
+        assert [*found.notes] == []
+        tied = {HEAD} if one.config.tie_embeddings else set()
+        names = wanted.tensors.keys() - tied
+        if one.config.architecture == "GptOssForCausalLM":  # whose experts stand another way up
+            names = {name for name in names if ".experts." not in name}
+        assert names <= found.tensors.keys()
+        for name in names:
+            whole = wanted.read(name).float()
+            own = read_values(found, name)
+            assert own.shape == whole.shape, name
+            assert (own - whole).abs().max() <= DECAYS, name
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_converted_file_is_the_folder(source: Path, tmp_path: Path, name: str) -> None:
+    folder, file = written(source, tmp_path, name)
+    assert_same_tensors(folder, file)
+    prompts = random_prompts(2, 90, 256, seed=len(name))
+    params = [SamplingParams(max_tokens=40, ignore_eos=True)] * 2
+    engines = [make_engine(path, ctx=256) for path in (folder, file)]
+    logits = [logits_of(engine, prompts[0]) for engine in engines]
+    assert (logits[0] - logits[1]).abs().max() < CLOSE
+    texts = [[run.tokens for run in run_all(each, prompts, params)] for each in engines]
+    assert texts[0] == texts[1]
+    if not name.endswith("_mtp"):
+        return
+    heads = [make_engine(path, ctx=256, spec="mtp", draft_max=3) for path in (folder, file)]
+    runs = [run_all(engine, prompts, params) for engine in heads]
+    assert [run.tokens for run in runs[1]] == texts[1]
+    assert drafts(runs[0]) == drafts(runs[1])
+    assert any(accepted for run in drafts(runs[1]) for _, accepted in run)
+
+
+def test_files_of_bfloat16_are_the_folder_in_bfloat16(source: Path, tmp_path: Path) -> None:
+    folder = TWINS["llama2"](tmp_path / "llama2")
+    file = convert(source, folder, tmp_path / "a.gguf", "bf16")
+    found = read_values(ModelFolder(file).checkpoint, "model.layers.0.self_attn.q_proj.weight")
+    whole = ModelFolder(folder).checkpoint.read("model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(found, whole.bfloat16().float())
+    assert ModelFolder(file).config.dtype == "bfloat16"
