@@ -115,7 +115,7 @@ def test_refused_alone(name, others, why, fix, spd_run, model) -> None:
     refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
 
 
-LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10, "serve": 33}
+LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10, "serve": 30}
 ADVANCED = {
     "--kernels",
     "--graphs",

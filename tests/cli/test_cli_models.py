@@ -254,9 +254,7 @@ def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
     assert hub.fetched() == []
 
 
-@pytest.mark.parametrize(
-    "typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m", "serve --port 0"]
-)
+@pytest.mark.parametrize("typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m"])
 def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
     """Without it a script downloads nothing."""
     monkeypatch.setattr(run, "load", failing(UsageError("no lines to answer")))
@@ -265,6 +263,11 @@ def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> Non
     ran = spd_run(*typed.split(), NAME, "--pull", stdin=b"")
     assert ran.code == 0 or "no lines to answer" in ran.err
     assert "model.safetensors" in hub.fetched(), ran
+
+
+def test_serve_downloads_nothing_by_itself(hub, cache, spd_run) -> None:
+    refused(spd_run("serve", "--port", "0", NAME), 3, f"spd pull {NAME}")
+    assert hub.log == [] and not cache.exists()
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
