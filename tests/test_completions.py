@@ -22,11 +22,16 @@ OFFERED: dict[str, list[str]] = {
     "generate --draft-": ["--draft-model", "--draft-max", "--draft-tp"],
     "generate --spec ": spec_names(""),
     "generate --spec = d": ["draft", "draft+ngram"],
-    "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
+    "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2", "tiny:1b", "my.gguf"],
     **{
         "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
         "inspect --draft de": ["demo", "demo-hybrid"],
     },
+    "generate -m m": ["models/", "my.gguf"],
+    "generate -m models/": ["models/large.GGUF", "models/sub/"],
+    "generate -m models/l": ["models/large.GGUF"],
+    "generate -m ./my": ["./my.gguf"],
+    "inspect nothing/": [],
     "generate -f ": [],  # which the shell completes
 }
 
@@ -41,14 +46,21 @@ def test_the_files_are_current(shell: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """In which `spd` is this one, and the cache holds two models."""
+    """In which `spd` is this one, the cache holds two models, Ollama one, and two GGUF files lie here."""
     binary = tmp_path / "bin" / "spd"
     binary.parent.mkdir()
     binary.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m spd \"$@\"\n")
     binary.chmod(0o755)
     for name in ("models--Qwen--Qwen3-0.6B", "models--gpt2"):
         (tmp_path / "hub" / name / "snapshots" / "abc").mkdir(parents=True)
+    manifest = tmp_path / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "1b"
+    for file in (manifest, tmp_path / "my.gguf", tmp_path / "models" / "large.GGUF"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "models" / "sub").mkdir()
+    (tmp_path / "models" / ".hidden.gguf").touch()
     own = {
+        "OLLAMA_MODELS": str(tmp_path / "ollama"),
         "PATH": f"{binary.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TERM": "xterm",

@@ -8,8 +8,10 @@ generated that is never called: that is a fifth of the time until `--help`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,18 +25,36 @@ from spd.runtime.plan.config import ARBITRATED, METHODS
 
 MODEL = "Model and drafts"
 THINK = "on|off|hide|N"
+MOST_PATHS = 200  # that TAB offers
 
 
 def model_names(incomplete: str) -> list[str]:
-    """What TAB offers for a model: the demos and what the local cache holds; never an error."""
+    """Return what TAB offers for a model: the demos, what is stored here, GGUF files; never an error."""
     from spd.formats.demo import DEMOS
 
     try:
-        from spd.formats.hub import list_cached_models
+        from spd.formats.hub import list_models
 
-        return sorted({*DEMOS, *list_cached_models()})
+        return [*sorted({*DEMOS, *(model.name for model in list_models())}), *_paths(incomplete)]
     except Exception:
         return list(DEMOS)
+
+
+def _paths(incomplete: str) -> list[str]:
+    """Return GGUF files that begin so, and folders where something is typed."""
+    folder, name = incomplete.rpartition("/")[::2]
+    folder = folder + "/" if "/" in incomplete else ""
+    paths = []
+    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as entries:
+        for entry in entries:
+            is_hidden = entry.name.startswith(".") and not name.startswith(".")
+            if is_hidden or not entry.name.startswith(name):
+                continue
+            if entry.name.lower().endswith(".gguf"):
+                paths.append(f"{folder}{entry.name}")
+            elif incomplete and entry.is_dir():
+                paths.append(f"{folder}{entry.name}/")
+    return sorted(paths)[:MOST_PATHS]
 
 
 def spec_names(incomplete: str) -> list[str]:

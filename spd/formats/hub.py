@@ -1,7 +1,8 @@
-"""From what a person types to a model folder: a path, an embedded demo, or `org/name` in the local cache.
+"""From what a person types to a model: a path, an embedded demo, or a name in a store on this machine.
 
-Never touches the network. Follows the cache layout of huggingface_hub (`models--org--name/refs`,
-`snapshots`); this is the only module of the room that reads the environment.
+Stores are the hub's cache, in the layout of huggingface_hub (`models--org--name/refs`, `snapshots`), and
+those of other programs (`stores`). Never touches the network; this is the only module of the room that
+reads the environment.
 """
 
 from __future__ import annotations
@@ -19,12 +20,38 @@ from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.json_file import Fields, listed, names_in, read_text, shown
 from spd.formats.names import CONFIG_FILE
+from spd.formats.stores import (
+    HUB,
+    LLAMA_CPP,
+    LM_STUDIO,
+    OLLAMA,
+    Store,
+    StoredModel,
+    has_safetensors,
+    in_hub_cache,
+    in_llama_cpp,
+    in_lm_studio,
+    in_ollama,
+    used_snapshot,
+)
 
 ADAPTER = "adapter_config.json"
 REF_LIMIT = 1000  # bytes of the file that says which snapshot a revision is
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
+_TAGGED = re.compile(rf"((?:{_WORD}/)*{_WORD}):({_WORD})")
+"""A name, and which of a repository's GGUF files or of Ollama's models of that name is meant."""
+_OLLAMA_FOLDERS = (
+    "~/.ollama/models",
+    "/usr/share/ollama/.ollama/models",
+    "/var/lib/ollama/models",
+    "/var/lib/ollama/.ollama/models",
+    "/var/snap/ollama/common/models",
+)
+"""Where Ollama keeps models: started by a person, or as a service of several systems."""
+_LM_STUDIO_POINTER = "~/.lmstudio-home-pointer"
+"""The file that says where LM Studio's folder is, if it was moved."""
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _ADDRESS = re.compile(
     r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
@@ -44,33 +71,119 @@ def own_cache() -> Path:
     return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
-def resolve_model(reference: str) -> Path:
-    """The folder that a reference means.
+def stores() -> list[Store]:
+    """Return where programs keep models on this machine, the hub's cache first."""
+    home = Path("~").expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    caches = home / "Library/Caches" if sys.platform == "darwin" else caches
+    llama_cpp = Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp").expanduser()
+    lm_studio = [home / ".lmstudio/models", home / ".cache/lm-studio/models"]
+    with suppress(SpdError):
+        moved = read_text(Path(_LM_STUDIO_POINTER).expanduser(), REF_LIMIT).strip()
+        lm_studio.insert(0, Path(moved).expanduser() / "models")
+    variable = os.environ.get("OLLAMA_MODELS")
+    roots = (variable,) if variable else _OLLAMA_FOLDERS
+    return [
+        Store(HUB, cache_folder(), in_hub_cache),
+        Store(LLAMA_CPP, llama_cpp, in_llama_cpp),
+        *(Store(LM_STUDIO, root, in_lm_studio) for root in dict.fromkeys(lm_studio)),
+        *(Store(OLLAMA, Path(root).expanduser(), in_ollama) for root in roots),
+    ]
 
-    A folder wins over a cached model of the same name, of which the revision `main` counts, or the only one.
-    Raises `NotFoundError`, and `UsageError` for words that cannot be a model.
+
+def resolve_model(reference: str) -> Path:
+    """The folder or GGUF file that a reference means.
+
+    What lies at a path wins over a stored model of the same name; of a cached one the revision `main`
+    counts, or the only one. Raises `NotFoundError`, and `UsageError` for words that cannot be a model.
     """
     if not reference.strip() or "\0" in reference:
-        known = f"a folder, org/name or {' or '.join(DEMOS)}"
+        known = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
         raise UsageError(f"{shown(reference)}: is not a model: give {known}")
+    path = Path(os.path.expanduser(reference))
+    if reference in DEMOS:  # whatever lies in the working directory: ./demo is a folder
+        return _model_at(demo_folder(reference))
+    if os.path.lexists(path):
+        return _model_at(path)
+    if _REPOSITORY.fullmatch(reference):
+        return _named_model(reference)
+    if _TAGGED.fullmatch(reference) and (stored := stored_model(reference)):
+        return stored.path
     if address := _ADDRESS.fullmatch(reference):
         name = address[1] + (
             f" --revision {address[2]}" if address[2] not in (None, "main") else ""
         )
         why = f"{reference}: is an address; a model on the hub is named org/name"
         raise UsageError(why, fix=[f"spd pull {name}", f"-m {name}"])
-    path = Path(os.path.expanduser(reference))
-    is_demo = reference in DEMOS  # whatever lies in the working directory: ./demo is a folder
-    if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
-        folder = demo_folder(reference) if is_demo else path
-        if is_gguf(folder):
-            return folder
-        if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
-            raise NotFoundError(f"{folder}: there is no such folder")
-        if not (folder / CONFIG_FILE).exists() and (wrong := not_a_model(folder)):
-            raise wrong
-        return folder
-    return _cached_snapshot(reference)
+    if tagged := _TAGGED.fullmatch(reference):
+        raise _not_stored(reference, tagged[1])
+    return _model_at(path)
+
+
+def _model_at(path: Path) -> Path:
+    """Return a path that leads to a model. Raises what says why it leads to none."""
+    if is_gguf(path):
+        return path
+    if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
+        raise NotFoundError(f"{path}: there is no such folder")
+    if not (path / CONFIG_FILE).exists() and (wrong := not_a_model(path)):
+        raise wrong
+    return path
+
+
+def _named_model(name: str) -> Path:
+    """Return the model of a repository's name: a folder in the hub's cache, else what a store has of it."""
+    snapshot = used_snapshot(cached_folder(name))
+    if snapshot is None or not has_safetensors(snapshot):
+        check_repository_name(name)
+        if stored := stored_model(name):
+            return stored.path
+    return _cached_snapshot(name)
+
+
+def stored_model(reference: str) -> StoredModel | None:
+    """Return the model that a name means in the stores; None for none.
+
+    Raises UsageError where it means several, CheckpointError where it is one that cannot be opened.
+    """
+    answering = [
+        model for store in stores() for model in store.models() if model.answers(reference)
+    ]
+    lowered = reference.casefold()
+    exact = [model for model in answering if model.name.casefold() == lowered]
+    models = exact or answering
+    names = list(dict.fromkeys(model.name for model in models))
+    if len(names) > 1:
+        message = f"{reference}: names {len(names)} models on this machine"
+        fix = listed([f"-m {name}" for name in names], 20)
+        raise UsageError(message, fix=fix, code="choose_file")
+    for model in models:
+        if not model.fault:
+            return model
+    if models:
+        raise CheckpointError(f"{names[0]}: {models[0].fault}")
+    return None
+
+
+def _not_stored(reference: str, name: str) -> NotFoundError:
+    """Return the error for a name with a tag that no store has."""
+    near = difflib.get_close_matches(reference, [model.name for model in list_models()], n=1)
+    message = f"{reference}: no store on this machine has it"
+    message += f": did you mean {near[0]}?" if near else ""
+    pull = [f"spd pull {reference}"] if name.count("/") == 1 else []
+    return NotFoundError(message, fix=[*(f"-m {match}" for match in near), *pull, "spd ls"])
+
+
+def list_models() -> list[StoredModel]:
+    """Return every model in the stores of this machine, the hub's cache first."""
+    stored = [model for store in stores() for model in store.models()]
+    as_gguf = {alias for model in stored if model.store == HUB for alias in model.aliases}
+    folders: list[StoredModel] = []
+    for name in list_cached_models():
+        snapshot = used_snapshot(cached_folder(name))
+        if name not in as_gguf or (snapshot is not None and has_safetensors(snapshot)):
+            folders.append(StoredModel(name, HUB, snapshot or cached_folder(name), 0))
+    return [*folders, *stored]
 
 
 def not_a_model(path: Path) -> SpdError | None:
@@ -117,18 +230,28 @@ def is_offline() -> bool:
 
 
 def is_repository_name(reference: str) -> bool:
-    """Whether a reference can only mean a model on the hub: org/name, and no folder of that name."""
+    """True if a reference can only mean a model on the hub: org/name or org/name:TAG, and no path."""
+    name, _ = split_tag(reference)
     return (
-        "/" in reference
-        and bool(_REPOSITORY.fullmatch(reference))
+        name.count("/") == 1
+        and bool(_REPOSITORY.fullmatch(name))
         and not os.path.lexists(reference)
     )
 
 
+def split_tag(reference: str) -> tuple[str, str | None]:
+    """Return a repository's name and which of its GGUF files is meant; None where that is not said."""
+    tagged = _TAGGED.fullmatch(reference)
+    return (tagged[1], tagged[2]) if tagged else (reference, None)
+
+
 def check_repository_name(name: str, revision: str | None = None) -> None:
     """Raise `UsageError` for an invalid model name on the hub, and an invalid branch, tag or commit."""
-    if _ADDRESS.fullmatch(name) or name.lower().endswith(".gguf"):
+    if _ADDRESS.fullmatch(name):
         resolve_model(name)  # which says what it is
+    if name.lower().endswith(".gguf"):
+        message = f"{name}: is a file; a repository's is named by what follows its name"
+        raise UsageError(message, fix=["org/name:Q4_K_M"])
     if name in DEMOS:
         raise UsageError(
             f"{name}: is built in: there is nothing to download or remove", fix=[f"-m {name}"]
@@ -174,9 +297,8 @@ def _cached_snapshot(name: str) -> Path:
     with suppress(OSError):
         snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
-        short = {
-            model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]
-        }
+        full_names = [*(model.name for model in list_models()), *DEMOS]
+        short = {full.rpartition("/")[2].partition(":")[0].lower(): full for full in full_names}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
         close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
         why = (

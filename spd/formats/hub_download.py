@@ -26,6 +26,7 @@ from spd import errors
 from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
 from spd.formats.checkpoint import read_weight_map
 from spd.formats.files import write_whole
+from spd.formats.gguf.file_sets import FileSet, drafter_files, file_sets, the_one
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
 from spd.formats.names import (
@@ -56,6 +57,7 @@ SMALL_FILES |= {
 SMALL_FILES |= {*QUANTIZATION_FILES}
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
+_GGUF_NAME = re.compile(r"(?:\w[\w.+ -]*/)?\w[\w.+ -]*\.gguf", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
 
@@ -69,12 +71,17 @@ class RemoteModel:
     commit: str
     files: tuple[RepoSibling, ...]
     missing_bytes: int  # of the files that are not in the cache yet
+    gguf: FileSet | None = None  # what was chosen of a repository of GGUF files
 
 
-def look_up(name: str, revision: str | None = None) -> RemoteModel:
-    """What the hub has of a model, and what of it is to come; fetches the index of the shards at most.
+def look_up(
+    name: str, revision: str | None = None, tag: str | None = None, free: int = 0
+) -> RemoteModel:
+    """Look up what the hub has of a model, and what is to come; fetches the index of the shards at most.
 
-    Raises UsageError for what is no name, NotFoundError, NetworkError, IncompatibleError without safetensors.
+    tag: which of its GGUF files; where it has several, and no safetensors, one has to be chosen. free: bytes
+    of memory, by which is said what fits. Raises UsageError for what is no name or no choice, NotFoundError,
+    NetworkError, IncompatibleError without a model that can be read.
     """
     check_repository_name(name, revision)
     with _in_words(name):
@@ -84,17 +91,50 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        if CONFIG_FILE not in every:
+        chosen = _chosen(name, tag, every, free)
+        if chosen is not None:
+            wanted = [every[file] for file in _with_drafter(chosen, every)]
+        elif CONFIG_FILE not in every:
             raise IncompatibleError(
                 f"{name}: the repository has no config.json, so it is no model folder"
             )
-        wanted = [file for file in every.values() if file.rfilename in SMALL_FILES]
-        wanted += _weights(name, commit, every)
+        else:
+            wanted = [file for file in every.values() if file.rfilename in SMALL_FILES]
+            wanted += _weights(name, commit, every)
         there = cached_folder(name) / "snapshots" / commit
         missing = sum(
             int(file.size or 0) for file in wanted if not (there / file.rfilename).is_file()
         )
-        return RemoteModel(name, revision, commit, tuple(wanted), missing)
+        return RemoteModel(name, revision, commit, tuple(wanted), missing, chosen)
+
+
+def _chosen(
+    name: str, tag: str | None, offered: Mapping[str, RepoSibling], free: int
+) -> FileSet | None:
+    """Return the GGUF files that are meant of a repository; None where its safetensors are."""
+    if tag is None and (WEIGHTS_FILE in offered or INDEX_FILE in offered):
+        return None
+    sets = file_sets(_gguf_sizes(offered))
+    if not sets and tag is None:
+        return None
+    chosen = the_one(sets, name, tag, free)
+    if len(chosen.files) != chosen.expected:
+        files = f"{len(chosen.files)} of the {chosen.expected} files of {chosen.tag}"
+        raise IncompatibleError(f"{name}: the repository has {files}")
+    return chosen
+
+
+def _gguf_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
+    """Return the bytes of a repository's GGUF files by name, without names that could lead elsewhere."""
+    return {
+        name: int(file.size or 0) for name, file in offered.items() if _GGUF_NAME.fullmatch(name)
+    }
+
+
+def _with_drafter(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
+    """Return the files of a model, and of its MTP layers where they are beside it."""
+    drafter = drafter_files(_gguf_sizes(offered), chosen)
+    return [*chosen.files, *(drafter.files if drafter else ())]
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 COMMIT = "a" * 40
 NAME = "org/Tiny"
@@ -44,7 +45,7 @@ class Hub:
         siblings: list[dict[str, Any]] = [{"rfilename": name} for name in self.extra]
         for name, data in self.files.items():
             entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_sha1(data)}
-            if name.endswith(".safetensors"):
+            if name.endswith((".safetensors", ".gguf")):
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 1}
             siblings.append(entry)
@@ -75,8 +76,8 @@ class HubHandler(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{NAME}"):
             data = json.dumps(hub.listing()).encode() if hub.answer is None else hub.answer
             self._send(200, data, {"Content-Type": "application/json"}, body)
-        elif path.startswith(f"/{NAME}/resolve/{COMMIT}/") and path.rpartition("/")[2] in hub.files:
-            self._send_file(hub, path.rpartition("/")[2], body)
+        elif (file := unquote(path).removeprefix(f"/{NAME}/resolve/{COMMIT}/")) in hub.files:
+            self._send_file(hub, file, body)
         else:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -292,7 +293,15 @@ def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable)
     assert not shown["org/Odd"]["supported"] and "Odd" in shown["org/Odd"]["reason"]
     assert "config.json" in shown["org/Empty"]["reason"]
     text = spd_run("ls").text
-    assert text.splitlines()[0].split() == ["MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"]
+    assert text.splitlines()[0].split() == [
+        "MODEL",
+        "SIZE",
+        "DTYPE",
+        "ARCHITECTURE",
+        "MTP",
+        "STORE",
+        "RUNS",
+    ]
     assert "no: " in text and "yes" in text
     assert spd_run("ls", "-q").text.split() == ["org/Empty", "org/Odd", NAME]
 
@@ -324,3 +333,119 @@ def test_rm_asks(
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("rm", NAME, stdin=answer.encode())
     assert ran.code == 0 and "[y/N]" in ran.err and (cache / "models--org--Tiny").exists() == stays
+
+
+# GGUF files, and what other programs keep
+
+QUANTIZED = {
+    "T-Q4_K_M.gguf": b"GGUF" + bytes(400),
+    "T-Q8_0.gguf": b"GGUF" + bytes(800),
+    "BF16/T-BF16-00001-of-00002.gguf": b"GGUF" + bytes(700),
+    "BF16/T-BF16-00002-of-00002.gguf": b"GGUF" + bytes(900),
+    "mtp-T-Q8_0.gguf": b"GGUF" + bytes(80),
+    "mmproj-F16.gguf": b"GGUF",
+    "config.json": b"{}",
+}
+
+
+def test_one_of_several_gguf_files_has_to_be_chosen(
+    hub: Hub, cache: Path, spd_run: Callable
+) -> None:
+    hub.files = dict(QUANTIZED)
+    ran = spd_run("pull", NAME)
+    assert ran.code == 2 and "holds 3 models as GGUF, one of which is to be chosen" in ran.err
+    for tag in ("Q4_K_M", "Q8_0", "BF16"):
+        assert re.search(rf"GiB +fits +{tag}\n", ran.err)
+    assert f"fix: spd pull {NAME}:BF16" in ran.err, "the largest that fits"
+    assert hub.fetched() == [] and not cache.exists()
+    assert "has no GGUF file 'Q2_K'" in spd_run("pull", f"{NAME}:Q2_K").err
+
+
+@pytest.mark.parametrize(
+    ("tag", "first", "fetched"),
+    [
+        ("q4_k_m", "T-Q4_K_M.gguf", ["T-Q4_K_M.gguf", "mtp-T-Q8_0.gguf"]),
+        (
+            "BF16",
+            "BF16/T-BF16-00001-of-00002.gguf",
+            ["T-BF16-00001-of-00002.gguf", "T-BF16-00002-of-00002.gguf", "mtp-T-Q8_0.gguf"],
+        ),
+    ],
+)
+def test_the_files_that_a_tag_means_are_fetched(
+    tag: str, first: str, fetched: list[str], hub: Hub, cache: Path, spd_run: Callable
+) -> None:
+    """Those of the model, and its MTP layers where they are a file of their own."""
+    hub.files = dict(QUANTIZED)
+    ran = spd_run("pull", f"{NAME}:{tag}", "--json")
+    assert hub.fetched() == fetched
+    assert ran.json["file"] == str(snapshot(cache) / first) and Path(ran.json["file"]).exists()
+    assert spd_run("ls", "-q").text.split() == [f"{NAME}:{tag.upper()}"]
+    assert spd_run("pull", f"{NAME}:{tag}").text.strip() == ran.json["file"]
+    assert hub.fetched() == fetched, "not twice"
+
+
+def test_a_single_gguf_file_needs_no_choice(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    hub.files = {"T-Q8_0.gguf": b"GGUF"}
+    assert spd_run("pull", NAME).text.strip() == str(snapshot(cache) / "T-Q8_0.gguf")
+    hub.files = {"T-Q8_0-00001-of-00003.gguf": b"GGUF"}
+    assert "has 1 of the 3 files of Q8_0" in spd_run("pull", NAME).err
+
+
+@pytest.mark.parametrize(
+    "name", ["../T-Q8_0.gguf", "/T-Q8_0.gguf", "a/../../T-Q8_0.gguf", ".a/T-Q8_0.gguf"]
+)
+def test_no_name_of_a_gguf_file_leads_out_of_the_cache(
+    name: str, hub: Hub, spd_run: Callable
+) -> None:
+    hub.files = {name: b"GGUF"}
+    ran = spd_run("pull", f"{NAME}:Q8_0")
+    assert ran.code == 2 and "has no GGUF file 'Q8_0'" in ran.err and hub.fetched() == []
+
+
+def test_a_person_is_asked_for_a_gguf_file_that_is_not_here(
+    hub, cache, spd_run, monkeypatch
+) -> None:
+    hub.files = dict(QUANTIZED)
+    monkeypatch.setattr(models, "is_terminal", lambda stream: True)
+    ran = spd_run("inspect", f"{NAME}:Q4_K_M")
+    assert "no store on this machine has it" in ran.err and f"spd pull {NAME}:Q4_K_M" in ran.err
+    spd_run("generate", "-m", f"{NAME}:Q4_K_M", "Hi", stdin=b"y\n")
+    assert hub.fetched() == ["T-Q4_K_M.gguf", "mtp-T-Q8_0.gguf"]
+
+
+def test_what_other_programs_keep_is_listed_and_never_removed(
+    cache: Path, tmp_path: Path, spd_run: Callable, monkeypatch: Any
+) -> None:
+    root = tmp_path / "ollama"
+    monkeypatch.setenv("OLLAMA_MODELS", str(root))
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama"))
+    manifest = root / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "1b"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{'a' * 64}"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    blob = root / "blobs" / f"sha256-{'a' * 64}"
+    blob.parent.mkdir()
+    blob.write_bytes(b"GGUF" + bytes(20))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "old.gguf").write_bytes(b"GGUF" + bytes(20))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    shown = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
+    assert {name: model["store"] for name, model in shown.items()} == {
+        "tiny:1b": "Ollama",
+        "old": "llama.cpp",
+    }
+    assert "GGUF version 0" in shown["tiny:1b"]["reason"]
+    ran = spd_run("rm", "-y", "tiny:1b")
+    assert ran.code == 2 and "is kept by Ollama" in ran.err and "fix: ollama rm tiny:1b" in ran.err
+    ran = spd_run("rm", "-y", "old")
+    assert ran.code == 2 and f"fix: delete {tmp_path / 'llama' / 'old.gguf'}" in ran.err
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_one_file_of_a_repository_is_not_removed_alone(hub, cache, spd_run) -> None:
+    hub.files = dict(QUANTIZED)
+    spd_run("pull", f"{NAME}:Q8_0")
+    ran = spd_run("rm", "-y", f"{NAME}:Q8_0")
+    assert ran.code == 2 and f"fix: spd rm {NAME}" in ran.err and snapshot(cache).exists()
+    assert spd_run("rm", "-y", NAME).code == 0 and not snapshot(cache).exists()

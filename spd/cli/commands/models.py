@@ -1,4 +1,4 @@
-"""`spd pull`, `spd ls`, `spd rm`: models in the Hugging Face cache, downloaded here and on request only."""
+"""`spd pull`, `spd ls`, `spd rm`: models on this machine, downloaded into the hub's cache on request only."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from spd.cli.terminal.streams import is_terminal
 from spd.cli.terminal.tables import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
+from spd.formats.stores import HUB
 from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.formats.hub_download import RemoteModel
+    from spd.formats.stores import StoredModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PullOptions(JsonOptions):
     """Everything `spd pull` takes."""
 
-    name: str = argument("NAME", "org/name on the Hugging Face hub.")
+    name: str = argument("NAME", "org/name on the Hugging Face hub; of GGUF files org/name:Q4_K_M.")
     revision: str | None = printed(None, "REV", "Branch, tag or commit.")
     dry_run: bool = printed(False, None, "List the files; download none of the weights.")
 
@@ -41,10 +43,11 @@ class RemoveOptions(CommonOptions):
 
 
 def pull(session: Session, options: PullOptions) -> None:
-    """Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.
+    """Download a model into the Hugging Face cache: safetensors and what belongs to them, or a GGUF file.
 
     Examples:
       spd pull Qwen/Qwen3-8B --dry-run
+      spd pull unsloth/Qwen3-8B-GGUF:Q4_K_M
     """
     sink = Sink.stdout()
     model = _look_up(session, options.name, options.revision)
@@ -52,11 +55,15 @@ def pull(session: Session, options: PullOptions) -> None:
     shown: dict[str, Any] = {"schema": "spd.pull/1", "model": model.name, "commit": model.commit}
     shown["files"] = [{"name": name, "size": size} for name, size in sizes.items()]
     shown |= {"bytes": sum(sizes.values()), "missing_bytes": model.missing_bytes}
+    answer = ""
     if not options.dry_run:
-        shown["folder"] = str(_download(session, model))
+        folder = _download(session, model)
+        shown["folder"] = answer = str(folder)
+        if model.gguf is not None:
+            shown["file"] = answer = str(folder / model.gguf.files[0])
     lines = [f"{show_size(size):>12}  {name}" for name, size in sizes.items()]
     dry = [*lines, f"{show_size(model.missing_bytes)} to download"]
-    sink.answer(options.json, shown, dry if options.dry_run else [shown["folder"]])
+    sink.answer(options.json, shown, dry if options.dry_run else [answer])
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
@@ -75,11 +82,14 @@ def ensure_models(session: Session, options: RunOptions) -> None:
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
-    hub.check_repository_name(name, revision)  # before anything says that the hub is asked
-    with loading(f"asking the hub for {name}", session.console):
+    from spd.runtime import foreseen_machine
+
+    repository, tag = hub.split_tag(name)
+    hub.check_repository_name(repository, revision)  # before anything says that the hub is asked
+    with loading(f"asking the hub for {repository}", session.console):
         from spd.formats.hub_download import look_up
 
-        return look_up(name, revision)
+        return look_up(repository, revision, tag, foreseen_machine().free)
 
 
 def _download(session: Session, model: RemoteModel) -> Path:
@@ -103,17 +113,18 @@ def _download(session: Session, model: RemoteModel) -> Path:
 
 
 def ls(session: Session, options: JsonOptions) -> None:
-    """List the models in the Hugging Face cache: size, type, architecture, and whether they run.
+    """List the models on this machine: size, type, architecture, who keeps them, whether they run.
 
     Examples:
       spd ls
     """
     sink = Sink.stdout()
-    names = hub.list_cached_models()
+    stored = hub.list_models()
     if session.console.quiet:
+        names = dict.fromkeys(model.name for model in stored)
         sink.write("".join(f"{as_line(name)}\n" for name in names))
         return
-    models = [cached_facts(name) for name in names]
+    models = [stored_facts(model) for model in stored]
     if not models and not options.json:
         tell(
             "no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in"
@@ -127,23 +138,30 @@ def ls(session: Session, options: JsonOptions) -> None:
             model["dtype"] or "?",
             model["architecture"] or "?",
             "yes" if model["mtp"] else "no",
+            model["store"],
         )
         rows.append((model["model"], show_size(model["bytes"]), *facts, runs))
-    lines = table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows)
+    titles = ("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "STORE", "RUNS")
+    lines = table_lines(titles, rows)
     sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
 
 
-def cached_facts(name: str) -> dict[str, Any]:
-    """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
+def stored_facts(stored: StoredModel) -> dict[str, Any]:
+    """Return what is known of one model, from headers only; a fault is its `reason`, never an error."""
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp_layout import is_mtp_tensor
     from spd.runtime import unused_tensors
 
-    facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(hub.cached_folder(name))}
+    size = stored.nbytes or _bytes_below(hub.cached_folder(stored.name))
+    facts: dict[str, Any] = {"model": stored.name, "store": stored.store, "bytes": size}
     facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
     facts |= dict.fromkeys(("mtp", "head", "supported"), False)
+    if stored.fault:
+        facts["reason"] = stored.fault
+        return facts
     try:
-        folder = ModelFolder.named(name)
+        is_folder = stored.store == HUB and not stored.nbytes
+        folder = ModelFolder.named(stored.name) if is_folder else ModelFolder(stored.path)
         facts["folder"] = str(folder)
         config, checkpoint = folder.config, folder.checkpoint
         unused_tensors(config, checkpoint)
@@ -153,7 +171,8 @@ def cached_facts(name: str) -> dict[str, Any]:
         )
         facts["head"] = config.head_kind is not None
     except SpdError as error:
-        facts["reason"] = error.message.replace(f"{facts['folder']}/", "").removeprefix(f"{name}: ")
+        reason = error.message.replace(f"{facts['folder']}/", "").removeprefix(f"{stored.name}: ")
+        facts["reason"] = reason.removeprefix(f"{facts['folder']}: ")
     return facts
 
 
@@ -165,6 +184,7 @@ def rm(session: Session, options: RemoveOptions) -> None:
     """
     folders: dict[str, Path] = {}
     for name in dict.fromkeys(options.names):
+        _refuse_others(name)
         hub.check_repository_name(name)
         folder = folders[name] = hub.cached_folder(name)
         if not folder.is_dir():
@@ -191,6 +211,21 @@ def rm(session: Session, options: RemoveOptions) -> None:
             words = f"cannot remove {error.filename or folder}: {error.strerror or error}"
             raise ResourceError(words, fix=["check who owns the cache"]) from None
         session.console.note(f"removed {name}")
+
+
+def _refuse_others(name: str) -> None:
+    """Raise where a name means one file of a repository, or what another program keeps."""
+    if hub.cached_folder(name).is_dir():
+        return
+    stored = next((model for model in hub.list_models() if model.answers(name)), None)
+    if stored is None:
+        return
+    if stored.store == HUB:
+        repository, _ = hub.split_tag(stored.name)
+        message = f"{stored.name}: is one of the files of {repository}, which are removed together"
+        raise UsageError(message, fix=[f"spd rm {repository}"])
+    message = f"{stored.name}: is kept by {stored.store}; spd removes nothing of another program's"
+    raise UsageError(message, fix=[stored.removal], code="not_ours")
 
 
 def _agrees(question: str) -> bool:

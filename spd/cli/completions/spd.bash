@@ -14,6 +14,7 @@ _spd_completion() {
     done
     COMPREPLY=( $( env COMP_WORDS="${words[*]}" COMP_CWORD="$((count - 1))" \
         _SPD_COMPLETE=complete_bash "$1" 2>/dev/null ) )
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == */ ]]; then compopt -o nospace; fi
 }
 
 complete -o default -F _spd_completion spd

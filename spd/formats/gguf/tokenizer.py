@@ -88,10 +88,9 @@ def _rule(words: Vocabulary) -> PreTokenizer:
     if rule is not None:
         return rule
     if name in ("", "default"):
-        why = "does not say how a text is cut into words, so that ids would be guessed"
-        raise CheckpointError(
-            f"{words.fields.where}: {key}: {why}", fix=["a newer file of this model"]
-        )
+        message = "does not say how a text is cut into words, so that ids would be guessed"
+        fix = ["a newer file of this model"]
+        raise CheckpointError(f"{words.fields.where}: {key}: {message}", fix=fix)
     raise words.fields.refused(key, f"{shown(name)} is not supported")
 
 
@@ -172,12 +171,12 @@ def _file_merges(words: Vocabulary) -> list[Pair]:
     key = "tokenizer.ggml.merges"
     total = sum(map(len, words.merges))
     words.fields.require(total <= MAX_MERGED, key, f"have more than {MAX_MERGED:,} characters")
-    found: list[Pair] = []
+    merges: list[Pair] = []
     for merge in words.merges:
         at = merge.find(" ", 1)
         words.fields.require(0 < at < len(merge) - 1, key, f"{shown(merge)} is not two parts")
-        found.append((merge[:at], merge[at + 1 :]))
-    return found
+        merges.append((merge[:at], merge[at + 1 :]))
+    return merges
 
 
 def _merges(words: Vocabulary, texts: Sequence[str], ids: Mapping[str, int]) -> list[Pair]:
@@ -191,30 +190,30 @@ def _merges(words: Vocabulary, texts: Sequence[str], ids: Mapping[str, int]) -> 
     longest = max((len(texts[number]) for _, number in pieces), default=0)
     key = "tokenizer.ggml.tokens"
     words.fields.require(longest <= MAX_PIECE, key, f"one has more than {MAX_PIECE} characters")
-    found: list[Pair] = []
+    merges: list[Pair] = []
     left = MAX_MERGED
     for _, group in groupby(pieces, key=itemgetter(0)):
-        start = len(found)
+        start = len(merges)
         members = 0
         for _, number in group:
             text = texts[number]
             pairs = _parts_of(text, ids)
-            found += pairs if order is _lengths or len(pairs) < 2 else sorted(pairs, key=order)
+            merges += pairs if order is _lengths or len(pairs) < 2 else sorted(pairs, key=order)
             members += 1
             left -= len(text) * len(pairs)
             words.fields.require(left >= 0, key, f"mean merges of over {MAX_MERGED:,} characters")
         if members > 1 and order is _lengths:
-            found[start:] = sorted(found[start:], key=order, reverse=True)
-    return found
+            merges[start:] = sorted(merges[start:], key=order, reverse=True)
+    return merges
 
 
 def _ranked_pieces(words: Vocabulary, texts: Sequence[str]) -> list[tuple[float, int]]:
     """Return scores and ids of tokens that merges may make, the highest score first, then by id."""
-    whole = (BYTE, CONTROL, UNKNOWN)
+    unmerged = (BYTE, CONTROL, UNKNOWN)
     pieces = [
         (0.0 if kind == USER_DEFINED and score == _CONVERTERS_SCORE else score, number)
         for number, (score, kind) in enumerate(zip(words.scores, words.types, strict=True))
-        if kind not in whole and len(texts[number]) > 1
+        if kind not in unmerged and len(texts[number]) > 1
     ]
     pieces.sort(key=itemgetter(0), reverse=True)
     return pieces

@@ -109,7 +109,7 @@ class Vocabulary:
         Files name the id 0 for a padding token that there is none of, so that an ordinary word counts only
         where it begins or ends a text.
         """
-        found: dict[str, int] = {}
+        roles: dict[str, int] = {}
         for role, name in _ROLES.items():
             key = f"tokenizer.ggml.{name}"
             number = _USUAL_IDS.get(role) if self.kind == SENTENCE_PIECE else None
@@ -119,8 +119,8 @@ class Vocabulary:
                 continue
             is_word = self.types[number] in (NORMAL, BYTE)
             if not is_word or (role in ("bos_token", "eos_token") and key in self.fields):
-                found[role] = number
-        return found
+                roles[role] = number
+        return roles
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -129,11 +129,11 @@ class Vocabulary:
         listed = _integers(self.fields, "tokenizer.ggml.eos_token_ids")
         named += [number for number in listed if 0 <= number < len(self.tokens)]
         there = _END_TEXTS & self.ids.keys()
-        others = {self.ids[text] for text in there}
+        by_text = {self.ids[text] for text in there}
         for text in _CONTROL_END_TEXTS & self.ids.keys():
             if self.types[self.ids[text]] == CONTROL:
-                others.add(self.ids[text])
-        ends = dict.fromkeys((*named, *sorted(others)))
+                by_text.add(self.ids[text])
+        ends = dict.fromkeys((*named, *sorted(by_text)))
         if any(calls <= there for calls in _CALLS):
             ends.pop(self.ids.get("<|end|>", -1), None)
         return tuple(ends)
