@@ -94,7 +94,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention", "mamba", "mamba"],
         "position_embedding_type": "nope",
     },
-    "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"tie_embedding": True, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
     "qwen3_moe": {"mlp_only_layers": []},
     "deepseek_v2_lite": {"n_group": 1, "topk_group": 1, "rope_scaling": YARN},

@@ -123,13 +123,40 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
     return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
 
 
+def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
+    """Find the head for a target in a GGUF file, which may hold nothing else. Raises IncompatibleError.
+
+    The layers are like the target's: of their own configuration the file says only what such layers need.
+    """
+    fields = file.fields
+    config = target.config
+    names = fields.get("architectures")
+    pairs = [
+        ("architecture", names, [config.architecture]),
+        ("hidden size", fields.get("hidden_size"), config.hidden_size),
+        ("vocabulary size", fields.get("vocab_size"), config.vocab_size),
+        ("layers", fields.get("num_hidden_layers"), config.num_layers),
+    ]
+    require_equal("MTP", pairs, file.path, target.path, "--mtp")
+    checkpoint = file.checkpoint
+    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    if layout is None:
+        raise no_mtp(file.path, config.num_layers, declared_modules(fields))
+    known = FINAL_NORM in checkpoint.tensors and target.gguf is not None
+    return MtpSource(
+        file, layout, config, file.path.name, verifier_hash(checkpoint) if known else ""
+    )
+
+
 def mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSource | None:
     """Return the MTP head to use with a target; None without one.
 
-    head: a head folder made for the target; None: the target's own. Raises IncompatibleError where the head
-    was made for another model.
+    head: a head folder made for the target, or a GGUF file with a head; None: the target's own. Raises
+    IncompatibleError where the head was made for another model.
     """
     config = target.config
+    if head is not None and head.gguf is not None:
+        return read_head_file(head, target)
     if head is not None:
         source = read_head_folder(head)
         check_fits(source, config, target.path)

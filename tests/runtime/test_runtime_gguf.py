@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf import changes as did
 from spd.formats.gguf.block_types import READ
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
@@ -78,6 +79,65 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
     spoken = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
     assert_same(spoken, plain)
     assert drafted(spoken) > 0
+
+
+def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
+    """Do to a tensor what the converter does: the other way round, and by its own description."""
+    if isinstance(change, did.HeadPairs):
+        heads = meant.reshape(change.heads, 2, -1, *meant.shape[1:])
+        return [torch.stack((heads[:, 0], heads[:, 1]), dim=2).reshape(meant.shape)]
+    if isinstance(change, did.Shifted):
+        return [meant + 1]
+    if isinstance(change, did.Decay):
+        return [-meant.exp()]
+    if isinstance(change, did.TiledHeads):
+        count = change.keys * change.per_key
+        rows = meant.movedim(change.dim, 0)
+        each = rows[change.first :].reshape(count, change.width, *rows.shape[1:])
+        order = [
+            key * change.per_key + i for i in range(change.per_key) for key in range(change.keys)
+        ]
+        tiled = torch.cat((rows[: change.first], each[order].flatten(0, 1)))
+        return [tiled.movedim(0, change.dim)]
+    if isinstance(change, did.Below):
+        return [meant[:5], meant[5:]]
+    if isinstance(change, did.Interleaved):
+        whole = meant.movedim(change.dim - 1, 0)
+        return [whole[start::2].movedim(0, change.dim - 1) for start in range(2)]
+    if isinstance(change, did.LatentHeads):
+        heads = meant.reshape(3, 6, -1)
+        return [heads[:, :2].transpose(1, 2), heads[:, 2:]]
+    parts = meant.reshape(change.keys, -1, meant.shape[1])
+    size, rest = change.key_dim, parts.shape[1] - 2 * change.key_dim
+    cuts = [*parts.split((size, size, rest // 2, rest // 2), dim=1)]
+    queries, keys, values, gates = (cut.flatten(0, 1) for cut in cuts)
+    return [torch.cat((queries, keys, values)), gates]
+
+
+CHANGES: list[tuple[did.Change, tuple[int, ...]]] = [
+    (did.HeadPairs(3), (24, 5)),
+    (did.HeadPairs(3), (24,)),
+    (did.Shifted(), (7,)),
+    (did.Decay(), (7,)),
+    (did.TiledHeads(2, 3, 4), (24, 5)),
+    (did.TiledHeads(2, 3, 1), (6,)),
+    (did.TiledHeads(2, 3, 4, first=8), (32, 5)),
+    (did.TiledHeads(2, 3, 4, dim=1), (5, 24)),
+    (did.Below(), (12, 3)),
+    (did.Interleaved(1), (12, 3)),
+    (did.Interleaved(2), (3, 12)),
+    (did.LatentHeads(), (18, 5)),
+    (did.KeyHeadMajor(2, 3), (32, 5)),
+]
+
+
+@pytest.mark.parametrize(("change", "shape"), CHANGES)
+def test_what_the_converter_did_is_undone(change: did.Change, shape: tuple[int, ...]) -> None:
+    meant = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+    stored = converted(change, meant)
+    assert not torch.equal(stored[0].flatten(), meant.flatten())
+    found = gguf_weights.undone(change, stored).reshape(shape)
+    assert torch.allclose(found, meant, rtol=0, atol=1e-6)
 
 
 def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,26 @@ def test_a_converted_file_is_the_folder(source: Path, tmp_path: Path, name: str)
     assert [run.tokens for run in runs[1]] == texts[1]
     assert drafts(runs[0]) == drafts(runs[1])
     assert any(accepted for run in drafts(runs[1]) for _, accepted in run)
+
+
+@pytest.mark.parametrize("name", ["qwen35_mtp", "glm4_moe_mtp", "nemotron_h_latent_mtp"])
+def test_a_head_in_a_file_of_its_own_drafts(source: Path, tmp_path: Path, name: str) -> None:
+    """For the file beside it, which finds it by its name, and for the folder."""
+    folder = TWINS[name](tmp_path / name)
+    file = convert(source, folder, tmp_path / "m-F32.gguf", "f32", "--no-mtp")
+    head = convert(source, folder, tmp_path / "mtp-m-Q8_0.gguf", "f32", "--mtp")
+    prompts = random_prompts(2, 30, 256, seed=len(name))
+    params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
+    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3}
+    own = run_all(make_engine(folder, spec="mtp", **wishes), prompts, params)
+    found = [
+        run_all(make_engine(file, spec="auto", **wishes), prompts, params),
+        run_all(make_engine(file, spec="mtp", mtp=head, **wishes), prompts, params),
+        run_all(make_engine(folder, spec="mtp", mtp=head, **wishes), prompts, params),
+    ]
+    for runs in found:
+        assert [run.tokens for run in runs] == [run.tokens for run in own]
+        assert drafts(runs) == drafts(own)
 
 
 def test_files_of_bfloat16_are_the_folder_in_bfloat16(source: Path, tmp_path: Path) -> None:

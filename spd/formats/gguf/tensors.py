@@ -255,7 +255,12 @@ class _Reader:
             heads, rank, nope = first
             rows = heads * (nope + parts[1].shape[-2])
             return StoredTensor(tuple(parts), (rows, rank), (to.LatentHeads(),))
-        rows = sum(part.shape[0] for part in parts)
+        keys = sizes.delta_keys
+        values = first[0] - 2 * keys * sizes.key_dim
+        if not keys or values <= 0 or values % keys or parts[1].shape[0] != values:
+            why = f"{first[0]} rows are not those of {keys} key heads and of their values"
+            raise CheckpointError(f"{parts[0].path}: tensor {shown(parts[0].name)}: {why}")
+        rows = first[0] + values
         change = to.KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
         return StoredTensor(tuple(parts), (rows, *first[1:]), (change,))
 

@@ -14,6 +14,7 @@ from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf.sidecars import sidecar_of
 from spd.formats.hub import assistant_of, cached_name
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import (
@@ -99,25 +100,37 @@ def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
         raise no_mtp(target.path, target.config.num_layers, declared_modules(target.fields))
     check_source(source, source.folder.checkpoint)
     reason = "asked for"
-    if config.mtp is not None and verifier_hash(target.checkpoint) != source.verifier_sha256:
+    made_for = source.verifier_sha256
+    if config.mtp is not None and made_for and verifier_hash(target.checkpoint) != made_for:
         reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
     return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
 
 def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
+    beside: Path | None = None
     try:
         source = mtp_source(target)
+        if source is None and target.gguf is not None:
+            beside = sidecar_of(target.path)
     except SpdError:  # a folder without weights is not refused for its head
         return UNKNOWN
+    try:
+        if beside is not None:
+            source = mtp_source(target, ModelFolder(beside))
+    except SpdError as error:
+        return f"{beside} cannot be used: {error.message}"
     if source is None:
         missing = declared_modules(target.fields)
         return f"{UNKNOWN}, and its MTP layers are missing" if missing else UNKNOWN
     try:
-        check_source(source, target.checkpoint)
+        check_source(source, source.folder.checkpoint)
     except SpdError as error:
         return f"the MTP head cannot be used: {error.message}"
-    return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
+    reason = "the checkpoint's own MTP head"
+    if beside is not None:
+        reason = f"the MTP head beside it, {beside.name}"
+    return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
 
 def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:

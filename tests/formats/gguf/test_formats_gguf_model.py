@@ -13,20 +13,30 @@ from pathlib import Path
 
 import pytest
 
-from spd.errors import CheckpointError, NotFoundError, SpdError
+from spd.errors import CheckpointError, IncompatibleError, NotFoundError, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
 from spd.formats.gguf.keys import decimal
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.names import LAYER, OUTER
+from spd.formats.gguf.sidecars import sidecar_of
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
+from spd.formats.mtp import mtp_source
 from spd.runtime import unused_tensors
 from tests.formats.gguf.gguf_helpers import Stored, Typed, Value, gguf_bytes, header_bytes
 from tests.formats.gguf.test_formats_gguf_container import mutated
 from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors, write_tiny_gguf
 
 SMALL = {"hidden": 32, "inner": 64, "heads": 2, "kv_heads": 1, "layers": 1, "vocab": 32}
+
+
+GLM_KEYS: dict[str, Value] = {
+    "block_count": 2,
+    "embedding_length": 32,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+}
 
 
 def written(
@@ -84,6 +94,57 @@ def test_a_fused_matrix_is_cut(tmp_path: Path) -> None:
     offsets = [part.offset - rows[0].offset for part in rows]
     assert offsets == [0, 32 * 34, 48 * 34]
     assert unused_tensors(folder.config, folder.checkpoint) == []
+
+
+def test_stacked_experts_are_cut(tmp_path: Path) -> None:
+    """Expert by expert, and as --fuse-gate-up-exps writes them: gates before inputs in each."""
+    dense = dict.fromkeys(f"blk.0.ffn_{name}.weight" for name in ("gate", "up", "down"))
+    routed = {
+        **dense,
+        "blk.0.ffn_gate_inp.weight": Stored("F32", [3, 32]),
+        "blk.0.ffn_gate_up_exps.weight": Stored("Q8_0", [3, 128, 32]),
+        "blk.0.ffn_down_exps.weight": Stored("Q8_0", [3, 32, 64]),
+    }
+    folder = written(tmp_path, {"llama.expert_count": 3, "llama.expert_used_count": 2}, routed)
+    checkpoint = folder.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
+    assert folder.config.architecture == "MixtralForCausalLM"
+    assert unused_tensors(folder.config, checkpoint) == []
+    whole = folder.gguf.file.tensors if folder.gguf else {}
+    for name, stem, rows, columns in (
+        ("gate_up", "gate", 64, 32),
+        ("gate_up", "up", 64, 32),
+        ("down", "down", 32, 64),
+    ):
+        start = whole[f"blk.0.ffn_{name}_exps.weight"].offset
+        size = rows * columns // 32 * 34
+        for expert in range(3):
+            part = checkpoint.stored[f"model.layers.0.mlp.experts.{expert}.{stem}_proj.weight"]
+            step = 2 * size if name == "gate_up" else size
+            assert part.parts[0].offset == start + expert * step + (stem == "up") * size
+            assert (part.shape, part.nbytes) == ((rows, columns), size)
+
+
+def test_layers_of_an_mtp_head_stand_behind_the_others(tmp_path: Path) -> None:
+    tensors = {f"blk.1.nextn.{name}.weight": Stored("F32", [32]) for name in ("enorm", "hnorm")}
+    folder = written(
+        tmp_path,
+        {
+            "general.architecture": "glm4moe",
+            "glm4moe.nextn_predict_layers": 1,
+            **{f"glm4moe.{key}": value for key, value in GLM_KEYS.items()},
+        },
+        {
+            **tensors,
+            "blk.1.nextn.eh_proj.weight": Stored("F32", [32, 64]),
+            "blk.1.attn_norm.weight": Stored("F32", [32]),
+        },
+    )
+    found = folder.checkpoint.tensors
+    assert folder.fields.get("num_hidden_layers") == 1
+    names = ("enorm", "hnorm", "eh_proj", "input_layernorm")
+    assert {f"model.layers.1.{name}.weight" for name in names} <= found.keys()
+    assert found["model.layers.1.eh_proj.weight"].shape == (32, 64)
 
 
 def test_factors_of_angles_are_read(tmp_path: Path) -> None:
@@ -156,6 +217,26 @@ def test_what_is_wrong_is_refused_by_name(
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("gpt-oss", {"ffn_gate_exps": [2, 4, 32], "ffn_up_exps": [2, 8, 32]}),
+        ("deepseek2", {"attn_k_b": [2, 4, 32], "attn_v_b": [3, 32, 4]}),
+        ("granitehybrid", {"ffn_gate": [4, 32], "ffn_up": [4, 16]}),
+        ("qwen3next", {"attn_qkv": [8, 32], "attn_gate": [8]}),
+        ("qwen3next", {"attn_qkv": [8, 32], "attn_gate": [8, 32]}),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, shapes: dict[str, list[int]]
+) -> None:
+    parts = {f"blk.0.{stem}.weight": Stored("F32", shape) for stem, shape in shapes.items()}
+    keys = {f"{name}.{key}": value for key, value in GLM_KEYS.items()}
+    folder = written(tmp_path, {"general.architecture": name, **keys}, parts)
+    with pytest.raises(CheckpointError, match=r"does not fit|are not those of"):
+        folder.checkpoint  # noqa: B018
+
+
 def test_what_is_missing_is_listed(tmp_path: Path) -> None:
     folder = written(tmp_path, {}, {"blk.0.attn_q.weight": None})
     with pytest.raises(
@@ -183,6 +264,35 @@ def test_experts_without_number_cost_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not stack up to 16,384 experts"):
         ModelFolder(path).checkpoint  # noqa: B018
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "fits"),
+    [
+        ("Model-9B-Q4_K_M.gguf", "mtp-Model-9B-Q8_0.gguf", True),
+        ("Model-9B.Q4_K_M.gguf", "mtp-model-9b-UD-Q4_K_XL.gguf", True),
+        ("Model-9B-BF16-00001-of-00002.gguf", "mtp-Model-9B.gguf", True),
+        ("Model-9B-Q4_K_M.gguf", "mtp-Model-27B-Q8_0.gguf", False),
+        ("Model-9B-Q4_K_M.gguf", "Model-9B-Q8_0.gguf", False),
+    ],
+)
+def test_a_head_s_file_is_found_by_its_name(
+    tmp_path: Path, model: str, head: str, fits: bool
+) -> None:
+    for name in (model, head):
+        (tmp_path / name).write_bytes(b"")
+    assert sidecar_of(tmp_path / model) == (tmp_path / head if fits else None)
+
+
+def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
+    target = ModelFolder(write_tiny_gguf(tmp_path / "a.gguf", "Q8_0", **SMALL))
+    head = ModelFolder(write_tiny_gguf(tmp_path / "b.gguf", "Q8_0", **{**SMALL, "layers": 2}))
+    with pytest.raises(IncompatibleError, match="was made for another model") as caught:
+        mtp_source(target, head)
+    assert "layers: head 2, target 1" in caught.value.reason
+    same = ModelFolder(write_tiny_gguf(tmp_path / "c.gguf", "Q4_0", **SMALL))
+    with pytest.raises(IncompatibleError, match="holds no MTP layers"):
+        mtp_source(target, same)
 
 
 def test_every_architecture_is_of_a_class_that_is_served() -> None:
