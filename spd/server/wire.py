@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import ResourceError
+from spd.formats.gguf.file_kind import model_files
 from spd.formats.thinking import MarkPair, ThinkingMarks
 from spd.runtime.engine.request import GrammarText, Request, ThinkingBudget, ThinkingTokens
 from spd.runtime.round.sampling_params import SamplingParams
@@ -42,14 +43,12 @@ def runtime_folder(folder: Path) -> Path:
 
 
 def identity(config: EngineConfig) -> dict[str, Any]:
-    """What an engine is made of, as JSON: this version, its wishes but for slots, and its folders' files."""
+    """What an engine is made of, as JSON: this version, its wishes but for slots, and its models' files."""
     shown = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del shown["slots"]
     for name in ("model", "draft_model", "mtp"):
         if (folder := shown[name]) is not None:
-            files = {
-                path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()
-            }
+            files = {path.name: path.stat() for path in model_files(Path(folder))}
             stamps = [
                 [file, each.st_size, each.st_mtime_ns, each.st_ino] for file, each in files.items()
             ]

@@ -18,6 +18,7 @@ from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import fact_lines
 from spd.errors import CheckFailedError, UsageError
+from spd.formats.gguf.file_kind import model_files
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
 
 SCHEMA = "spd.verify/1"
@@ -166,8 +167,11 @@ def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:
     """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
     found = {}
     for label, folder in (("", model), ("draft/", draft)):
-        for path in sorted(Path(folder).iterdir()) if folder is not None else ():
-            if path.suffix in (".json", ".safetensors") and path.is_file():
+        if folder is None:
+            continue
+        is_file = Path(folder).is_file()
+        for path in model_files(Path(folder)):
+            if is_file or path.suffix in (".json", ".safetensors"):
                 digest = hashlib.sha256()
                 with path.open("rb") as file:
                     while block := file.read(2**24):

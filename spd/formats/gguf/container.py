@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.block_types import BY_NUMBER, UNREAD, BlockType
-from spd.formats.gguf.file_kind import MAGIC
+from spd.formats.gguf.file_kind import MAGIC, MAX_SPLITS
 from spd.formats.json_file import Identity, identity_of, open_regular_file, os_errors, shown
 
 VERSIONS = (2, 3)
@@ -42,7 +42,6 @@ MAX_ELEMENTS = 1 << 22
 """Elements of all arrays together; a vocabulary of 262 thousand with scores and merges has 1.3 million."""
 MAX_HEADER = 1 << 28
 """Bytes of everything before the tensors'; published files have up to 20 million."""
-MAX_SPLITS = 1024
 PIECE = 4 << 20
 """Bytes of a header that are read at a time."""
 

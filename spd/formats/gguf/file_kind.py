@@ -1,11 +1,14 @@
-"""Which files are GGUF."""
+"""Which files are GGUF, and which belong to a model."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 MAGIC = b"GGUF"
 """How every such file begins."""
+MAX_SPLITS = 1024
+_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 def is_gguf(path: Path) -> bool:
@@ -19,3 +22,15 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
+
+
+def model_files(model: Path) -> list[Path]:
+    """Return the files of a model: those in its folder, or its GGUF file with all splits, in order."""
+    if model.is_dir():
+        return [path for path in sorted(model.iterdir()) if path.is_file()]
+    split = _SPLIT.fullmatch(model.name)
+    if split is None:
+        return [model]
+    numbers = range(1, min(int(split[2]), MAX_SPLITS) + 1)
+    names = [f"{split[1]}-{number:05d}-of-{split[2]}{split[3]}" for number in numbers]
+    return [path for name in names if (path := model.with_name(name)).is_file()]
