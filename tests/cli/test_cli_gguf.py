@@ -21,7 +21,7 @@ from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
 )
-VOCABULARY = byte_level(("<|user|>", CONTROL), ("<|end|>", CONTROL), pre="qwen2", eos_token_id=257)
+VOCABULARY = byte_level(("<|user|>", CONTROL), ("<|end|>", CONTROL), pre="qwen2")
 
 
 def write_model(path: Path, **keys: Value) -> Path:

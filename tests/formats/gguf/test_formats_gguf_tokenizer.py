@@ -477,3 +477,28 @@ def test_ids_equal_those_of_the_models_own_file(name: str) -> None:
     for text in random_texts(20_000, names):
         expected = library.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text, parse_special=True) == expected, ascii(text)
+
+
+PUBLISHED_PAIRS = {
+    "gemma-3-270m-q4_k_m.gguf": "gemma3",
+    "ggml-vocab-llama-bpe.gguf": "llama3",
+    "ggml-vocab-qwen2.gguf": "qwen3",
+}
+"""Published GGUF files, and folders with a `tokenizer.json` of the same tokens."""
+
+
+@needs_published
+@pytest.mark.parametrize("name", PUBLISHED_PAIRS)
+def test_ids_of_a_published_file_equal_those_of_the_models_own(name: str) -> None:
+    """A newer `tokenizer.json` may have more added tokens: only those of both are written."""
+    if not Path(PUBLISHED, name).exists():
+        pytest.skip(f"{name} is not there")
+    tokenizer = open_tokenizer(GgufFile.open(Path(PUBLISHED, name)))
+    path = Path(PUBLISHED, PUBLISHED_PAIRS[name], "tokenizer.json")
+    file = json.loads(path.read_text("utf-8"))
+    library = tokenizers.Tokenizer.from_str(json.dumps(file))
+    added = {token["content"]: token["id"] for token in file["added_tokens"]}
+    names = [text for text, number in added.items() if tokenizer.token_to_id(text) == number]
+    for text in random_texts(20_000, names[:300]):
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, parse_special=True) == expected, ascii(text)
