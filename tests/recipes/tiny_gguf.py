@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spd.formats.gguf.block_types import BY_NAME
@@ -58,8 +58,9 @@ def _floats(kind: str, values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}{'e' if kind == 'F16' else 'f'}", *values)
 
 
-def tiny_tensors(kind: str, seed: int = 0, **sizes: int) -> dict[str, Stored]:
-    """Return the tensors of a Llama whose matrices are all of one type, norms of float32."""
+def tiny_tensors(kind: str | Mapping[str, str], seed: int = 0, **sizes: int) -> dict[str, Stored]:
+    """Return the tensors of a Llama whose matrices are of one type, or of types by the ends of names."""
+    kinds = {"": kind} if isinstance(kind, str) else kind
     own = SIZES | sizes
     hidden = own["hidden"]
     keys = hidden // own["heads"] * own["kv_heads"]
@@ -87,7 +88,9 @@ def tiny_tensors(kind: str, seed: int = 0, **sizes: int) -> dict[str, Stored]:
             found[name] = Stored("F32", shape, _floats("F32", [1.0] * shape[0]))
             continue
         std = 1.5 / math.sqrt(shape[1])
-        found[name] = Stored(kind, shape, block_bytes(kind, shape, f"{seed} {name}", std))
+        own_kind = next(other for end, other in kinds.items() if name.endswith(end))
+        data = block_bytes(own_kind, shape, f"{seed} {name}", std)
+        found[name] = Stored(own_kind, shape, data)
     return found
 
 
@@ -110,6 +113,6 @@ def tiny_metadata(**sizes: int) -> dict[str, Value]:
     }
 
 
-def write_tiny_gguf(path: Path, kind: str, **sizes: int) -> Path:
-    """Write a Llama whose matrices are of one type. Returns its path."""
+def write_tiny_gguf(path: Path, kind: str | Mapping[str, str], **sizes: int) -> Path:
+    """Write a Llama whose matrices are of one type, or of types by the ends of names. Returns its path."""
     return write_gguf(path, tiny_metadata(**sizes), tiny_tensors(kind, **sizes))

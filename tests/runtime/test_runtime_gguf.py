@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from spd.formats.gguf.block_types import READ
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
 from spd.runtime.load.gguf_weights import read_values
+from spd.runtime.models.gguf_forms import FORMS
 from tests.formats.formats_helpers import LLAMA
 from tests.helpers import (
     assert_same,
@@ -24,6 +26,7 @@ from tests.helpers import (
     random_prompts,
     run_all,
 )
+from tests.kernels.forms import needs_compiled
 from tests.recipes.tiny import write_json
 from tests.recipes.tiny_gguf import SIZES, write_tiny_gguf
 
@@ -56,17 +59,57 @@ def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> No
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
     folder = as_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
-    found = logits_of(make_engine(file), prompt)
-    assert torch.equal(found, logits_of(make_engine(folder), prompt))
+    found = logits_of(make_engine(file, kernels="torch"), prompt)
+    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
+    assert torch.equal(found, expected)
     assert 0.1 < found.std() < 30
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
-def test_speculation_changes_no_token(tmp_path: Path, kind: str) -> None:
+@needs_compiled
+@pytest.mark.parametrize("kind", FORMS)
+def test_packed_types_run_as_their_values(tmp_path: Path, kind: str) -> None:
+    """By the C kernels in float32, whose sums alone differ; nothing is kept multiplied out."""
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
-    prompts = [random_prompts(1, 12, 8, seed=3)[0] * 4] * 2
-    plain = run_all(make_engine(file), prompts, PARAMS)
-    spoken = run_all(make_engine(file, spec="ngram", draft_max=4), prompts, PARAMS)
+    folder = as_folder(file, tmp_path / "folder")
+    prompt = random_prompts(1, 40, 300, seed=1)[0]
+    engine = make_engine(file, kernels="native", dtype="float32")
+    assert engine.plan.weights == FORMS[kind].kind
+    found = logits_of(engine, prompt)
+    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiled
+def test_a_file_of_several_types_is_kept_packed(tmp_path: Path) -> None:
+    """Values are of another type than queries and keys: the three are one matrix of pieces."""
+    kinds = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q8_0"}
+    file = write_tiny_gguf(tmp_path / "a.gguf", {**kinds, "": "Q4_K"})
+    folder = as_folder(file, tmp_path / "folder")
+    prompt = random_prompts(1, 40, 300, seed=1)[0]
+    engine = make_engine(file, kernels="native", dtype="float32")
+    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
+    torch.testing.assert_close(logits_of(engine, prompt), expected, rtol=1e-3, atol=1e-3)
+    assert engine.info.plan["weight_bytes"] < 1.1 * file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("Q4_K", "torch"),
+        *(pytest.param(kind, "native", marks=needs_compiled) for kind in FORMS),
+    ],
+)
+def test_speculation_changes_no_token(tmp_path: Path, kind: str, kernels: str) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind)
+    draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
+    prompts = random_prompts(2, 20, 300, seed=4)
+    how: dict[str, Any] = {"kernels": kernels}
+    if kernels == "native":
+        how["dtype"] = "bfloat16"
+    plain = run_all(make_engine(file, **how), prompts, PARAMS)
+    spoken = run_all(
+        make_engine(file, spec="draft", draft_model=draft, draft_max=4, **how), prompts, PARAMS
+    )
     assert_same(spoken, plain)
     assert drafted(spoken) > 0
 

@@ -1,13 +1,13 @@
-"""Weights in four or eight bits with a scale a group of columns: kept packed, multiplied by wider rows.
+"""Weights in four to eight bits with a scale a group of columns: kept packed, multiplied by wider rows.
 
 Every layout that checkpoints have comes to this form. Activations are not rounded: W4A16 and W8A16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,29 @@ from torch import Tensor
 
 from spd.kernels.capabilities import INT4_GROUP
 
-CodeKind = Literal["int4", "int8", "e2m1", "e4m3"]
-MIDDLE = {"int4": 8, "int8": 128}  # the zero point of integers where none is kept
+CodeKind = Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
+CODE_BITS: Mapping[CodeKind, int] = {
+    "int4": 4,
+    "int5": 5,
+    "int6": 6,
+    "int8": 8,
+    "e2m1": 4,
+    "e4m3": 8,
+    "iq4": 4,
+    "mx4": 4,
+}
+PAIRED = ("int4", "e2m1", "iq4", "mx4")
+"""Kinds of which two codes stand in a byte; others have a byte each until they are packed."""
+MIDDLE = {"int4": 8, "int5": 16, "int6": 32, "int8": 128}
+"""The zero point of integers where none is kept."""
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Numbers by code of ggml's IQ4_NL and IQ4_XS."""
+SUPER = 256
+"""Columns that share a factor of scales in bytes."""
+BYTE_MIDDLE = 128
+"""The byte that stands for 0 among factored scales and minima, and for 1 among exponents."""
+BESIDE = ("scales", "zeros", "minima", "factors", "minimum_factors")
+"""What may stand beside codes, as kernels take it."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
 INT8_LARGEST = 127
@@ -30,9 +51,13 @@ STRIP = 2**24  # values that are made at a time, in float32
 class Codes:
     """What stands for a weight [N, K], or for one an expert, [E, N, K].
 
-    scales: float32 or bfloat16 [..., N, K / group], the last group of FP8 blocks partial. zeros: uint8 too,
-    the integer code that stands for 0; None: `MIDDLE`. columns [K]: factors of the columns, such as the
-    weight of the norm before.
+    scales: float32, bfloat16 or float16 [..., N, K / group], the last group of FP8 blocks partial. zeros:
+    uint8, the integer code that stands for 0; None: `MIDDLE`. columns [K]: factors of the columns, such as
+    the weight of the norm before.
+
+    Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16 [..., N, K / `SUPER`], a whole
+    number that is 128 less, times the factor. minima, of the type of scales: what a group's numbers are less
+    by, behind the scale; no code stands for 0 then.
     """
 
     kind: CodeKind
@@ -48,28 +73,35 @@ class Codes:
         return self.codes.device
 
 
+@dataclass(frozen=True)
 class GroupedWeight(Codes):
     """codes: uint8 [..., N, K], or [..., N, K / 2] of two, that of the even column in the low half."""
+
+    minima: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_factors: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         """(N, K), behind the number of experts if there are any."""
-        each = 2 if self.kind in ("int4", "e2m1") else 1
+        each = 2 if self.kind in PAIRED else 1
         return torch.Size((*self.codes.shape[:-1], each * self.codes.shape[-1]))
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What stands beside the codes of its rows, by `BESIDE`."""
+        found = {name: getattr(self, name) for name in BESIDE}
+        return {name: part for name, part in found.items() if part is not None}
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What belongs to its rows."""
-        return (
-            (self.codes, self.scales)
-            if self.zeros is None
-            else (self.codes, self.scales, self.zeros)
-        )
+        return (self.codes, *self.beside.values())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Its parts changed alike."""
-        codes, scales, *zeros = map(change, self.parts)
-        return replace(self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None)
+        changed: dict[str, Any] = {name: change(part) for name, part in self.beside.items()}
+        return replace(self, codes=change(self.codes), **changed)
 
     def expert(self, number: int | slice) -> GroupedWeight:
         """One of several weights, or some rows of one."""
@@ -86,12 +118,38 @@ class GroupedWeight(Codes):
         step = max(1, STRIP // width)
         for first in range(0, rows.shape[0], step):
             own = rows.expert(slice(first, first + step))
-            codes = unpaired(own.codes) if self.kind in ("int4", "e2m1") else own.codes
-            made = values(self.kind, codes, own.scales, own.zeros, self.group)
+            made = own._values()
             whole[first : first + step] = (
                 made if self.columns is None else made * self.columns.float()
             )
         return whole.view(self.shape)
+
+    def _values(self) -> Tensor:
+        """Return rows [N, K] in float32, as ggml's reference computes them where scales have factors."""
+        codes = unpaired(self.codes) if self.kind in PAIRED else self.codes
+        scales = scale_values(self.scales, self.factors)
+        if self.minima is None:
+            return values(self.kind, codes, scales, self.zeros, self.group)
+        made = decoded(self.kind, codes) * scales.repeat_interleave(self.group, -1)
+        minima = scale_values(self.minima, self.minimum_factors)
+        return made.sub_(minima.repeat_interleave(self.group, -1))
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """Weights [N, K] of different forms below each other."""
+
+    pieces: tuple[GroupedWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        rows = sum(piece.shape[0] for piece in self.pieces)
+        return torch.Size((rows, self.pieces[0].shape[1]))
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in a dtype, each value rounded once."""
+        return torch.cat([piece.plain(dtype) for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -134,6 +192,8 @@ def tiled(weight: GroupedWeight) -> TiledWeight:
     group = weight.group if weight.group < width else -(-width // 128) * 128
     if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
         codes, group = (codes ^ MIDDLE["int8"]).view(torch.int8), 0
+    if weight.minima is not None or weight.factors is not None:
+        raise ValueError("tiles hold neither minima nor factored scales")
     if weight.kind in ("int4", "e2m1"):
         step, parts = (
             tile_step(weight.kind, group),
@@ -159,8 +219,22 @@ def paired(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def scale_values(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return scales or minima [N, G] in float32; factors: float16 [N, K / `SUPER`]. See `Codes`."""
+    if numbers.dtype != torch.uint8:
+        return numbers.float()
+    whole = numbers.float() - BYTE_MIDDLE
+    if factors is None:
+        return torch.exp2(whole)
+    return factors.float().repeat_interleave(numbers.shape[-1] // factors.shape[-1], -1) * whole
+
+
 def decoded(kind: CodeKind, codes: Tensor) -> Tensor:
     """What codes uint8 stand for in float32, but for zero points: exact, in bfloat16 too."""
+    if kind == "iq4":
+        return torch.tensor(IQ4, dtype=torch.float32, device=codes.device)[codes.long()]
+    if kind == "mx4":
+        return 2 * decoded("e2m1", codes)
     if kind == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if kind == "e2m1":

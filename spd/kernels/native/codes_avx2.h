@@ -97,7 +97,7 @@ INLINE void multiply_columns(const float *row, const Weight *w, const int kind,
     for (int side = 0; side < 2; side++, at += SIDE, c += SIDE) {
         __m256i zeros = _mm256_set1_epi32(kind == E2M1 ? 12 : 8);
         if (w->zeros) zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(w->zeros + at)));
-        __m256 scales = w->wide ? _mm256_loadu_ps((const float *)w->scales + at) : eight_of((const bf16 *)w->scales + at);
+        __m256 scales = w->scale_kind == FLOAT32 ? _mm256_loadu_ps((const float *)w->scales + at) : eight_of((const bf16 *)w->scales + at);
         end_sums(sums[side], _mm256_mullo_epi32(zeros, _mm256_set1_epi32(rest)), _mm256_mul_ps(scales, unit), c);
     }
 }
@@ -133,8 +133,9 @@ INLINE void codes_rows(
 /* Rows `top` on, `count` of them, of a left side: c [count][32]. at: the block's first group. A few rows at a time read
    a step's codes while the first cache has them. */
 static void codes_product(
-    const float *left, long top, long count, const Weight *w, const uint8_t *codes, long at, float *c)
+    Rows from_rows, long top, long count, const Weight *w, const uint8_t *codes, long at, float *c)
 {
+    const float *left = from_rows.left;
     const long apart = w->steps * LEFT_STEP;
     for (long r = 0, rows; r < count; r += rows, c += rows * WIDTH) {
         const float *a = left + left_row(top + r, w->steps);

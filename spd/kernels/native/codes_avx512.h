@@ -1,12 +1,16 @@
-/* Products with codes of four bits by AVX512-BF16: codes become pairs of bfloat16 in registers. */
+/* Products with codes of four to six bits by AVX512-BF16: codes become pairs of bfloat16 in registers. */
 
-/* Numbers by code, twice, for a look-up takes five bits; or by code minus zero point, modulo 32. */
-static inline __m512i numbers_of(const Weight *w)
+/* Numbers by code from `first` on, of four bits twice, for a look-up takes five; or by code minus zero point, modulo 32. */
+static inline __m512i numbers_of(const Weight *w, int first)
 {
-    static const float e2m1[SIDE] = {OF_E2M1}, int4[SIDE] = {OF_INT4};
+    static const float e2m1[SIDE] = {OF_E2M1}, iq4[SIDE] = {OF_IQ4}, mx4[SIDE] = {OF_MX4};
     bf16 table[DEPTH];
     for (int i = 0; i < DEPTH; i++) {
-        float x = w->kind == E2M1 ? e2m1[i % SIDE] : w->zeros ? (i < SIDE ? i : i - 2 * SIDE) : int4[i % SIDE] - 8;
+        float x = (float)(first + (upper_bits(w->kind) ? i : i % SIDE)) - middle_of(w);
+        if (w->kind == E2M1) x = e2m1[i % SIDE];
+        if (w->kind == IQ4) x = iq4[i % SIDE];
+        if (w->kind == MX4) x = mx4[i % SIDE];
+        if (w->zeros) x = (float)(i < SIDE ? i : i - 2 * SIDE);
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
         table[i] = (bf16)(bits >> 16);
@@ -21,12 +25,27 @@ static inline __m512i zeros_of(const uint8_t *p)
     return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
 }
 
-/* Of `count` rows from a on, with codes of one block: c [count][32]. */
-INLINE void codes_rows(const bf16 *a, const int count, const Weight *w,
-    const int zeroed, const uint8_t *codes, long at, float *c)
+/* Codes n of lane z, of which x holds the lower four bits; what is above their bits does not count. */
+INLINE __m512i whole_codes(__m512i x, const uint8_t *step, const int bits, int z, const int n)
 {
-    const __m512i table = numbers_of(w), low = _mm512_set1_epi16(15);
+    __m512i code = _mm512_srli_epi16(x, 4 * (unsigned)n);
+    if (bits == 4) return code;
+    const int each = bits - 4, lanes = 4 / each;
+    __m512i upper = _mm512_loadu_si512(step + (8 + z / lanes) * LANES);
+    upper = _mm512_srl_epi16(upper, _mm_cvtsi32_si128(4 * each * (z % lanes)));
+    if (each * n <= 4) upper = _mm512_slli_epi16(upper, 4 - (unsigned)(each * n));
+    else upper = _mm512_srli_epi16(upper, (unsigned)(each * n) - 4);
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), code, upper, 0xca); /* the code where 15 has bits */
+}
+
+/* Of `count` rows from a on, with codes of one block: c [count][32]. sums: of the first row's steps. */
+INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, const Weight *w,
+    const int zeroed, const int bits, const uint8_t *codes, long at, float *c)
+{
+    const __m512i table = numbers_of(w, 0), low = _mm512_set1_epi16(15);
+    const __m512i more = bits == 6 ? numbers_of(w, DEPTH) : table;
     const int halved = w->group < DEPTH;
+    const long size = step_bytes(w->kind);
     memset(c, 0, (size_t)count * WIDTH * sizeof *c);
     for (long g = 0; g < w->groups; g++) {
         long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
@@ -38,14 +57,17 @@ INLINE void codes_rows(const bf16 *a, const int count, const Weight *w,
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         for (last = last < w->steps ? last : w->steps; k < last; k++)
             for (int z = from; z < to; z++) {
-                const uint8_t *lane = codes + (k * 8 + z) * LANES;
+                const uint8_t *step = codes + k * size, *lane = step + z * LANES;
                 __m512i x = _mm512_loadu_si512(lane);
                 _mm_prefetch((const char *)lane + 4096, _MM_HINT_T0);
+                if (bits > 4 && z % (8 - bits) == 0)
+                    _mm_prefetch((const char *)step + (8 + z * (bits - 4) / 4) * LANES + 4096, _MM_HINT_T0);
 #pragma GCC unroll 4
                 for (int n = 0; n < 4; n++) {
-                    __m512i code = _mm512_srli_epi16(x, 4 * (unsigned)n);
+                    __m512i code = whole_codes(x, step, bits, z, n);
                     if (zeroed) code = _mm512_sub_epi16(_mm512_and_si512(code, low), zeros[n % 2]);
-                    __m512i pairs = _mm512_permutexvar_epi16(code, table);
+                    __m512i pairs = bits == 6 ? _mm512_permutex2var_epi16(table, code, more)
+                                              : _mm512_permutexvar_epi16(code, table);
 #pragma GCC unroll 8
                     for (int r = 0; r < count; r++) {
                         int32_t pair;
@@ -57,11 +79,13 @@ INLINE void codes_rows(const bf16 *a, const int count, const Weight *w,
             }
 #pragma GCC unroll 2
         for (int side = 0; side < 2; side++) {
-            vec scale = scales_of(w, at + g, side);
+            vec scale = scales_of(w, at + g, side), minimum = w->minima ? minima_of(w, at + g, side) : vzero();
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
                 float *to = c + r * WIDTH + side * SIDE; /* registers are full */
-                _mm512_storeu_ps(to, vfma(sums[r][side], scale, _mm512_loadu_ps(to)));
+                vec sum = vfma(sums[r][side], scale, _mm512_loadu_ps(to));
+                if (w->minima) sum = vfnma(vall(row_sums[r * w->steps + g]), minimum, sum);
+                _mm512_storeu_ps(to, sum);
             }
         }
     }
@@ -69,16 +93,20 @@ INLINE void codes_rows(const bf16 *a, const int count, const Weight *w,
 
 /* Rows `top` on, `count` of them, of a left side: c [count][32]. at: the block's first group. */
 static void codes_product(
-    const bf16 *left, long top, long count, const Weight *w, const uint8_t *codes, long at, float *c)
+    Rows rows, long top, long count, const Weight *w, const uint8_t *codes, long at, float *c)
 {
+    const int bits = 4 + upper_bits(w->kind);
     for (long r = 0; r < count;) {
         long room = SIDE - (top + r) % SIDE, rest = count - r < room ? count - r : room;
-        const bf16 *a = left + left_row(top + r, w->steps);
+        const bf16 *a = rows.left + left_row(top + r, w->steps);
+        const float *sums = rows.sums + (top + r) * w->steps;
         float *to = c + r * WIDTH;
 #define ROWS(n) \
     if (rest >= n) { \
-        if (w->zeros) codes_rows(a, n, w, 1, codes, at, to); \
-        else codes_rows(a, n, w, 0, codes, at, to); \
+        if (w->zeros) codes_rows(a, sums, n, w, 1, 4, codes, at, to); \
+        else if (bits == 4) codes_rows(a, sums, n, w, 0, 4, codes, at, to); \
+        else if (bits == 5) codes_rows(a, sums, n, w, 0, 5, codes, at, to); \
+        else codes_rows(a, sums, n, w, 0, 6, codes, at, to); \
         r += n; \
         continue; \
     }

@@ -116,7 +116,7 @@ typedef struct {
     int64_t *place, *start, *next, *used;
     element *made, *out;
     float *sums;
-    Left *left;
+    Rows left;
     long rows, depth, inner, opened, experts, per_token; /* opened: columns of gate_up */
     long second; /* 0, then 1 in the product with `down` */
 } Experts;
@@ -127,9 +127,8 @@ static void place_pairs(const void *work, Share *share, int member)
     long size = o->second ? o->inner : o->depth, deep = parts(size, DEPTH);
     for (long p; (p = take(share, member)) >= 0;) {
         int64_t e = o->ids[p], at = o->place[p] - o->start[e];
-        Left *left = o->left + (o->start[e] / SIDE + e) * deep * TILE;
         const element *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
-        place_left(&o->packed[o->second], from, 0, 0, size, left + left_row(at, deep));
+        place_left(&o->packed[o->second], from, 0, 0, size, rows_at(o->left, (o->start[e] / SIDE + e) * deep), at);
     }
 }
 
@@ -145,7 +144,7 @@ static void multiply_experts(const void *work, Share *share, int member)
         if (bias) bias += e * (o->second ? o->depth : o->opened);
         const Ending gated = {bias, 0, o->made + first * o->inner, o->opened, o->inner, o->act};
         const Ending plain = {bias, 0, o->sums + first * o->depth, o->depth, o->depth, {TO_FLOAT, 0, 0}};
-        multiply_weight(o->left + (first / SIDE + e) * deep * TILE, count, &o->packed[o->second], e * blocks + block,
+        multiply_weight(rows_at(o->left, (first / SIDE + e) * deep), count, &o->packed[o->second], e * blocks + block,
             o->second ? &plain : &gated, block);
     }
     tiles_end();

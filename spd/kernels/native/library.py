@@ -7,7 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,19 @@ from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.launch import ceil_div
 from spd.kernels.linear.activation import Activation
-from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.few_bits import CODE_BITS, GroupedWeight, StackedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.packed import (
     CODES,
     DEPTH,
     SIDE,
+    SUM_BYTES,
     TILE_BYTES,
     WEIGHT,
+    AnyMatrix,
     PackedWeight,
     SumEnding,
+    in_column_blocks,
     in_large_pages,
     numbers,
     packed,
@@ -60,15 +63,16 @@ ROUND = (
 """The tensors of `RoundTensors` as round.c has them."""
 STRUCTURES = {
     "pack": "2P2li",
-    "pack_codes": "6P3l3i",
+    "pack_codes": "2P2l2i",
     "linear": f"3P{WEIGHT}3P2li2f6lf",
+    "rows": f"{WEIGHT}2P2l",
     "norm": "4P2lf",
     "rotary_store": "9P5lf",
     "attend": "7P10l2f",
     "latent_store": "9P7lf",
     "router": "3P3l",
     "route": "5P6l2i2f",
-    "experts": f"6P{WEIGHT}{WEIGHT}i2f8P7l",
+    "experts": f"6P{WEIGHT}{WEIGHT}i2f9P7l",
     "sample": "10P5l2i",
     "short_conv": "2P2l5P4li",
     "delta_rule": "2P2l10P6li",
@@ -165,8 +169,8 @@ class NativeKernels(TorchKernels):
         self.call(name, packed(STRUCTURES[name], *given), self.threads)
 
     def room(self, tiles: int) -> int:
-        """The address of room for so many left-side tiles, of float32 where products are."""
-        size = 2 * tiles * TILE_BYTES
+        """Return the address of room for left-side tiles, float32 where products are, and sums of rows."""
+        size = tiles * (2 * TILE_BYTES + SUM_BYTES)
         if self.rooms[-1].nbytes() < size:
             self.rooms.append(torch.UntypedStorage(max(size, 2 * self.rooms[-1].nbytes())))
         address: int = self.rooms[-1].data_ptr()
@@ -225,10 +229,15 @@ class NativeKernels(TorchKernels):
         k, stride = window.draft.shape[1], 0 if generated is None else generated.stride(0)
         self.call("round_commit", _round(state), *drawn, accepted, generated, k, stride)
 
-    def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
+    def pack(self, weight: AnyMatrix, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
         if isinstance(weight, GroupedWeight):
             return self._pack_codes(weight, gated)
+        if isinstance(weight, StackedWeight) and not gated:
+            first, *rest = (self._pack_codes(piece, gated) for piece in weight.pieces)
+            return replace(first, below=tuple(rest))
+        if isinstance(weight, StackedWeight):  # gates and what they open are of one form
+            weight = weight.plain(self.dtype)
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
         size = tile_steps(width, depth, gated) * 2 * SIDE * DEPTH
@@ -241,23 +250,18 @@ class NativeKernels(TorchKernels):
         """Groups are 16, multiples of 32, or a whole row."""
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
-        every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
-        count, kind, steps = (
-            every.shape[0],
-            1 + CODES.index(weight.kind),
-            tile_steps(width, depth, gated),
-        )
-        step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
-        tiles = in_large_pages(torch.empty(count, steps * step, dtype=torch.uint8))
-        size = steps // ceil_div(depth, DEPTH) * groups * 2 * SIDE
-        beside = [torch.empty(count, size, dtype=each.dtype) for each in every.parts[1:]]
-        for number in range(count):
-            own = [part.contiguous() for part in every.expert(number).parts]
-            to = [tiles[number], *(each[number] for each in beside)]
-            wide = weight.scales.dtype == torch.float32
-            parts = (*[*own, None][:3], *[*to, None][:3])
-            self.share("pack_codes", *parts, width, depth, groups, gated, kind, wide)
-        return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, *beside)
+        codes = weight.codes.view(-1, width, weight.codes.shape[-1])
+        count = codes.shape[0]
+        kind = 1 + CODES.index(weight.kind)
+        size = tile_steps(width, depth, gated) * 2 * SIDE * CODE_BITS[weight.kind] * DEPTH // 8
+        tiles = in_large_pages(torch.empty(count, size, dtype=torch.uint8))
+        for to, own in zip(tiles, codes, strict=True):
+            self.share("pack_codes", own.contiguous(), to, width, depth, gated, kind)
+        beside = {
+            name: in_column_blocks(part.reshape(count, width, part.shape[-1]), gated)
+            for name, part in weight.beside.items()
+        }
+        return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, beside)
 
     def packed_linear(
         self,
@@ -277,16 +281,26 @@ class NativeKernels(TorchKernels):
         """
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, heads, depth = x.shape[0], weight.count, weight.depth
-        width = weight.width // 2 if weight.gated else weight.width
+        width = weight.width // 2 if weight.gated else weight.rows
         kind = torch.float32 if ending is FLOAT32 else self.dtype
         y = torch.empty(*x.shape[:-1], width, dtype=kind)
         room = self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH))
-        ends = (bias, residual, y, weight.width, heads * width, *ending)
         strides = (x.stride(0), x.stride(-2), width)
-        self.share(
-            "linear", x, norm, room, *weight.fields, *ends, rows, heads, depth, *strides, epsilon
-        )
+        sizes = (rows, heads, depth, *strides, epsilon)
+        first = 0
+        for part in (weight, *weight.below):
+            columns = slice(first, None)
+            own = (None if each is None else each[..., columns] for each in (bias, residual, y))
+            ends = (*own, part.width, heads * width, *ending)
+            self.share("linear", x, norm, room, *part.fields, *ends, *sizes)
+            first += part.width
         return y
+
+    def packed_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Return rows [T, K] of a weight in codes, each value rounded once; ids: int64 [T]."""
+        made = torch.empty(ids.shape[0], weight.depth, dtype=self.dtype)
+        self.share("rows", *weight.fields, ids.contiguous(), made, ids.shape[0], weight.depth)
+        return made
 
     def head_linear(self, x: Tensor, weight: HeadMatrices) -> Tensor:
         """Compute `Kernels.head_linear`; the weight packs the heads' matrices, transposed."""
@@ -534,7 +548,8 @@ class NativeKernels(TorchKernels):
             torch.empty(pairs, inner, dtype=self.dtype),
         )
         lists = [torch.empty(size, dtype=torch.int64) for size in (pairs, count + 1, count, count)]
-        room = self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH))
+        num_tiles = (pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH)
+        room = self.room(num_tiles)
         given = (
             x,
             stream,
@@ -545,7 +560,8 @@ class NativeKernels(TorchKernels):
             *gate_up.fields,
             *down.fields,
         )
-        places = (*lists, made, out, torch.empty(pairs, depth), room)
+        row_sums = room + num_tiles * 2 * TILE_BYTES
+        places = (*lists, made, out, torch.empty(pairs, depth), room, row_sums)
         sizes = (rows, depth, inner, gate_up.width, count, per_token, 0)
         self.share("experts", *given, *ending_of(own.act), *places, *sizes)
         return out, None

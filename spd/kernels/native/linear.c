@@ -45,43 +45,40 @@ void spd_pack(const Packing *p, long threads)
 }
 
 typedef struct {
-    const uint8_t *codes, *scales, *zeros;
-    uint8_t *packed, *packed_scales, *packed_zeros;
-    long width, depth, groups;
-    int gated, kind, wide;
+    const uint8_t *codes;
+    uint8_t *packed;
+    long width, depth;
+    int gated, kind;
 } CodePacking;
 
 static void pack_codes(const void *work, Share *share, int member)
 {
     const CodePacking *p = work;
     long steps = parts(p->depth, DEPTH), size = step_bytes(p->kind);
-    int paired = is_paired(p->kind), scale = p->wide ? 4 : 2;
+    const int paired = is_paired(p->kind), upper = upper_bits(p->kind), lanes = upper ? 4 / upper : 1;
     for (long block; (block = take(share, member)) >= 0;) {
         uint8_t *to = p->packed + block * steps * size;
         memset(to, 0, (size_t)(steps * size));
         for (int side = 0; side < 2; side++)
             for (int column = 0; column < SIDE; column++) {
                 long row = row_of(p->width, p->gated, block, side, column);
-                for (long g = 0; g < p->groups; g++) {
-                    long at = (block * p->groups + g) * WIDTH + side * SIDE + column, from = row * p->groups + g;
-                    if (row < 0) memset(p->packed_scales + at * scale, 0, (size_t)scale);
-                    else memcpy(p->packed_scales + at * scale, p->scales + from * scale, (size_t)scale);
-                    if (p->zeros) p->packed_zeros[at] = row < 0 ? 0 : p->zeros[from];
-                }
                 for (long d = 0; row >= 0 && d < p->depth; d++) {
                     uint8_t *lane = to + d / DEPTH * size + column * 4;
                     int j = (int)(d % DEPTH) / 2, second = (int)d % 2;
                     if (paired) {
-                        int code = p->codes[(row * p->depth + d) / 2] >> 4 * (d % 2) & 15, n = j % 2 * 2 + side;
-                        lane[j / 2 * LANES + 2 * second + n / 2] |= (uint8_t)(code << 4 * (n % 2));
+                        long place = row * p->depth + d;
+                        int code = upper ? p->codes[place] : p->codes[place / 2] >> 4 * (d % 2), n = j % 2 * 2 + side;
+                        int z = j / 2, bit = 4 * upper * (z % lanes) + upper * n;
+                        lane[z * LANES + 2 * second + n / 2] |= (uint8_t)((code & 15) << 4 * (n % 2));
+                        if (upper)
+                            lane[(8 + z / lanes) * LANES + 2 * second + bit / 8] |= (uint8_t)(code >> 4 << bit % 8);
                     } else lane[j * LANES + 2 * side + second] = p->codes[row * p->depth + d];
                 }
             }
     }
 }
 
-/* Lay codes [width][depth], two in a byte where a kind has four bits, with scales and zeros [width][groups] out as
-   codes.h says; see `spd_pack`. */
+/* Lay codes [width][depth], two in a byte where a kind has four bits, out as codes.h says; see `spd_pack`. */
 void spd_pack_codes(const CodePacking *p, long threads)
 {
     share_out(pack_codes, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), INFINITY, threads);
@@ -97,14 +94,20 @@ typedef struct {
     float epsilon;
 } Product;
 
+static Rows rows_of(const Product *p)
+{
+    long tiles = p->heads * parts(p->rows, SIDE) * parts(p->depth, DEPTH);
+    return (Rows){p->scratch, (float *)(p->scratch + tiles * TILE)};
+}
+
 static void place_rows(const void *work, Share *share, int member)
 {
     const Product *p = work;
-    long steps = parts(p->depth, DEPTH), room = parts(p->rows, SIDE) * steps * TILE;
+    long room = parts(p->rows, SIDE) * parts(p->depth, DEPTH);
     for (long i; (i = take(share, member)) >= 0;) {
         long r = i / p->heads, h = i % p->heads;
         place_left(&p->weight, p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
-            p->scratch + h * room + left_row(r, steps));
+            rows_at(rows_of(p), h * room), r);
     }
 }
 
@@ -112,20 +115,21 @@ static void multiply_blocks(const void *work, Share *share, int member)
 {
     const Product *p = work;
     long rows = p->rows, blocks = column_blocks(p->ending.width, p->ending.act.kind);
-    long room = parts(rows, SIDE) * parts(p->depth, DEPTH) * TILE;
+    long room = parts(rows, SIDE) * parts(p->depth, DEPTH);
     tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         Ending ending = p->ending;
         size_t size = ending.act.kind == TO_FLOAT ? sizeof(float) : sizeof(element);
         ending.out = (char *)ending.out + (size_t)(i / blocks * p->out_head) * size;
-        multiply_weight(p->scratch + i / blocks * room, rows, &p->weight, i, &ending, i % blocks);
+        multiply_weight(rows_at(rows_of(p), i / blocks * room), rows, &p->weight, i, &ending, i % blocks);
     }
     tiles_end();
 }
 
 /* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, and its ending: out
    [rows][heads][width]. Rows and heads lie `x_row`, `x_head`, `ending.stride`, `out_head` apart; a residual is laid out
-   like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512 elements. */
+   like out and comes with one head. scratch: of heads * parts(rows, 16) * parts(depth, 32) tiles, 512 elements and behind all of
+   them 16 floats each. */
 void spd_linear(const Product *p, long threads)
 {
     if (!p->rows) return;
@@ -133,6 +137,47 @@ void spd_linear(const Product *p, long threads)
     double tiles = 2.0 * (double)(blocks * parts(p->depth, DEPTH));
     share_out(place_rows, p, items, 0.2 * (double)(items * p->depth), threads);
     share_out(multiply_blocks, p, blocks, tiles * tile_time(p->rows), threads);
+}
+
+typedef struct {
+    Weight weight;
+    const int64_t *ids;
+    element *out;
+    long rows, depth;
+} Lookup;
+
+static void decode_rows(const void *work, Share *share, int member)
+{
+    const Lookup *o = work;
+    const Weight *w = &o->weight;
+    const vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
+    const long size = step_bytes(w->kind);
+    element tiles[2 * TILE] __attribute__((aligned(64)));
+    float numbers[DEPTH], scales[SIDE], minima[SIDE] = {0};
+    for (long r; (r = take(share, member)) >= 0;) {
+        long block = o->ids[r] / WIDTH, side = o->ids[r] % WIDTH / SIDE, column = o->ids[r] % SIDE;
+        const uint8_t *codes = (const uint8_t *)w->tiles + block * w->steps * size;
+        for (long d = 0; d < o->depth; d += DEPTH) {
+            decode(codes + d / DEPTH * size, w->kind, zeros, 0, SIDE, tiles);
+            for (int i = 0; i < DEPTH; i++) {
+                if ((d + i) % w->group == 0) {
+                    long at = block * w->groups + (d + i) / w->group;
+                    storef(scales, SIDE, scales_of(w, at, (int)side));
+                    if (w->minima) storef(minima, SIDE, minima_of(w, at, (int)side));
+                }
+                element number = tiles[side * TILE + tile_place(i, (int)column)];
+                numbers[i] = vfirst(load(&number, 1)) * scales[column] - minima[column];
+            }
+            for (int i = 0; i < DEPTH && d + i < o->depth; i += SIDE)
+                store(o->out + r * o->depth + d + i, o->depth - d - i, loadf(numbers + i, SIDE));
+        }
+    }
+}
+
+/* Rows `ids` of a weight in codes without zero points, each value rounded once: out [rows][depth]. */
+void spd_rows(const Lookup *o, long threads)
+{
+    share_out(decode_rows, o, o->rows, 4.0 * (double)(o->rows * o->depth), threads);
 }
 
 typedef struct {

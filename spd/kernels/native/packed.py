@@ -5,27 +5,35 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div
-from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.few_bits import BESIDE, GroupedWeight, StackedWeight
 
 SIDE = 16
 """Rows or columns of a tile."""
 DEPTH = 32
 """Depth of a tile."""
 TILE_BYTES = 2 * SIDE * DEPTH
+SUM_BYTES = 4 * SIDE
+"""Sums of the rows of a left-side tile."""
 LARGE_PAGE = 1 << 21
 """Bytes."""
-WEIGHT = "3P3l2i"
+WEIGHT = "6P3l2i"
 """`PackedWeight.fields` in the notation of the module struct."""
-CODES = ("int4", "int8", "e2m1", "e4m3")  # kinds of codes, numbered from 1
+CODES = ("int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4")
+"""Kinds of codes, numbered from 1."""
+SCALE_KINDS = (torch.bfloat16, torch.float32, torch.float16)
+"""Types of scales that are numbers, numbered from 0; exponents and factored bytes follow."""
+EXPONENTS = 3
+FACTORED = 4
 
 
 def numbers(given: Sequence[Any]) -> list[Any]:
@@ -42,7 +50,7 @@ def packed(form: str, *given: Any) -> bytes:
 class PackedWeight:
     """A weight [N, K], or one for each of some heads or experts, as tiles; gated: its first half are gates.
 
-    Of a weight in codes the tiles are codes, with scales and perhaps zeros of groups of so many columns.
+    Of a weight in codes the tiles are codes, with scales of groups of columns and what else there is.
     """
 
     tiles: Tensor
@@ -53,17 +61,35 @@ class PackedWeight:
     kind: int = 0
     group: int = 0
     groups: int = 0
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """What stands beside codes, by `BESIDE`, each [count, blocks, groups, 32]."""
+    below: tuple[PackedWeight, ...] = ()
+    """Weights of other forms whose rows follow."""
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of this weight and of those below it."""
+        return self.width + sum(each.width for each in self.below)
+
+    @property
+    def scale_kind(self) -> int:
+        """The number that codes.h gives the kind of the scales."""
+        scales = self.parts.get("scales")
+        if scales is None:
+            return 0
+        if scales.dtype in SCALE_KINDS:
+            return SCALE_KINDS.index(scales.dtype)
+        return FACTORED if "factors" in self.parts else EXPONENTS
 
     @cached_property
     def fields(self) -> tuple[Any, ...]:
         """What is handed to C: see codes.h."""
-        wide = self.scales is not None and self.scales.dtype == torch.float32
-        parts = (self.tiles, self.scales, self.zeros)
-        return (*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, wide)
+        beside = (self.parts.get(name) for name in BESIDE)
+        steps = ceil_div(self.depth, DEPTH)
+        return (self.tiles, *beside, self.group, self.groups, steps, self.kind, self.scale_kind)
 
 
+AnyMatrix = Tensor | GroupedWeight | StackedWeight
 SumEnding = tuple[int, float, float]
 """What becomes of a product's sums: a number that C knows, a limit and an alpha; see `ending_of`."""
 
@@ -74,7 +100,7 @@ class PackedProducts(Protocol):
     threads: int
     """How many threads a C function shares its work among."""
 
-    def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
+    def pack(self, weight: AnyMatrix, *, gated: bool = False) -> PackedWeight:
         """Return a weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
         ...
 
@@ -96,11 +122,32 @@ class PackedProducts(Protocol):
         """
         ...
 
+    def packed_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Return rows [T, K] of a weight in codes, each value rounded once; ids: int64 [T]."""
+        ...
+
     def norm(
         self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
     ) -> Tensor:
         """Return the RMS norm of x [T, N] with scales float32 [N], plus residual [T, N], rounded once."""
         ...
+
+
+def in_column_blocks(part: Tensor, gated: bool) -> Tensor:
+    """Return what stands beside codes [E, N, G] as [E, blocks, G, 32], columns of a block as tiles have them.
+
+    gated: the first half of the rows are gates, of which a block has 16 and the 16 rows that go with them.
+    Where there are no more rows, zeros stand.
+    """
+    count, rows, groups = part.shape
+    if gated:
+        halves = part.view(count, 2, rows // 2, groups)
+        padded = F.pad(halves, (0, 0, 0, -(rows // 2) % SIDE))
+        blocks = padded.view(count, 2, -1, SIDE, groups).transpose(1, 2)
+    else:
+        padded = F.pad(part, (0, 0, 0, -rows % (2 * SIDE)))
+        blocks = padded.view(count, -1, 2, SIDE, groups)
+    return blocks.flatten(2, 3).transpose(2, 3).contiguous()
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:

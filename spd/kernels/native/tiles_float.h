@@ -7,6 +7,7 @@ enum { LEFT_STEP = DEPTH };
 static inline long left_row(long row, long steps) { return row * steps * DEPTH; }
 static inline void left_copy(Left *to, const element *from, long count) { storef(to, SIDE, load(from, count)); }
 static inline void left_store(Left *to, vec x) { storef(to, SIDE, as_kept(x)); }
+static inline vec left_load(const Left *from) { return loadf(from, SIDE); }
 
 /* Rows that go through 32 columns together, and through 16: their sums fill the registers. */
 enum { NARROW = SPD_WIDE ? 8 : SPD_NEON ? 2 : 3, MOST_ROWS = SPD_WIDE ? 8 : 6 };

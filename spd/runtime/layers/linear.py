@@ -195,7 +195,17 @@ class ShardedEmbedding:
         return self.ranks.sum(torch.where(is_local.unsqueeze(-1), rows, torch.zeros_like(rows)))
 
 
-AnyEmbedding = Tensor | ShardedEmbedding
+class EmbeddingRows(Protocol):
+    """A table [V, H] of which rows are made when they are asked for."""
+
+    shape: torch.Size
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T, H] of ids int64 [T]."""
+        ...
+
+
+AnyEmbedding = Tensor | EmbeddingRows
 
 
 class ShardedHead(AnyHead):

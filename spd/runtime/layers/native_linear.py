@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
-from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.library import FLOAT32, ROUNDED, ending_of
-from spd.kernels.native.packed import PackedProducts
+from spd.kernels.native.packed import AnyMatrix, PackedProducts
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyHead, RowNorm
 
@@ -27,7 +27,7 @@ class NativeLinear(AnyHead):
 
     def __init__(
         self,
-        weight: Tensor | GroupedWeight,
+        weight: AnyMatrix,
         bias: Tensor | None,
         kernels: PackedProducts,
         *,
@@ -41,6 +41,18 @@ class NativeLinear(AnyHead):
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Return float32 logits [T, V] of hidden [T, hidden]."""
         return self.kernels.packed_linear(hidden, self.weight, self.bias, FLOAT32)
+
+
+class PackedEmbedding:
+    """The rows of a packed table [V, H], which is the weight of a product too where it is the head's."""
+
+    def __init__(self, product: NativeLinear) -> None:
+        self.product = product
+        self.shape = torch.Size((product.weight.width, product.weight.depth))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T, H] of ids int64 [T]."""
+        return self.product.kernels.packed_rows(self.product.weight, ids)
 
 
 class NativeProjection:

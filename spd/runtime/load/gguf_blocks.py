@@ -25,12 +25,12 @@ def _halves(blocks: Tensor, first: int) -> Tensor:
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(codes: Tensor) -> Tensor:
+def nibbles(codes: Tensor) -> Tensor:
     """Return the low halves of bytes uint8 [..., H], then the high ones: [..., 2 H]."""
     return torch.cat((codes & 0x0F, codes >> 4), dim=-1)
 
 
-def _bits(codes: Tensor, width: int, count: int) -> Tensor:
+def bits(codes: Tensor, width: int, count: int) -> Tensor:
     """Return parts of bytes uint8 [..., H], `width` bits each, lowest first: [..., count, H]."""
     parts = [(codes >> width * place) & ((1 << width) - 1) for place in range(count)]
     return torch.stack(parts, dim=-2)
@@ -43,28 +43,28 @@ def _levels(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 def q4_0(blocks: Tensor) -> Tensor:
     """d f16, 16 bytes of codes: d * (code - 8)."""
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+    return _halves(blocks, 0) * (nibbles(blocks[:, 2:]).float() - 8)
 
 
 def q4_1(blocks: Tensor) -> Tensor:
     """d f16, m f16, 16 bytes of codes: d * code + m."""
-    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
+    return _halves(blocks, 0) * nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
 
 
-def _fifth_bits(high: Tensor) -> Tensor:
+def fifth_bits(high: Tensor) -> Tensor:
     """Return 32 bits of 4 bytes uint8 [B, 4], lowest first, as the fifth bits of codes: [B, 32]."""
-    return _bits(high, 1, 8).transpose(1, 2).flatten(1) << 4
+    return bits(high, 1, 8).transpose(1, 2).flatten(1) << 4
 
 
 def q5_0(blocks: Tensor) -> Tensor:
     """d f16, 4 bytes of fifth bits, 16 bytes of codes: d * (code - 16)."""
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    codes = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
     return _halves(blocks, 0) * (codes.float() - 16)
 
 
 def q5_1(blocks: Tensor) -> Tensor:
     """d f16, m f16, 4 bytes of fifth bits, 16 bytes of codes: d * code + m."""
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
     return _halves(blocks, 0) * codes.float() + _halves(blocks, 2)
 
 
@@ -78,7 +78,7 @@ def q2_k(blocks: Tensor) -> Tensor:
     count = len(blocks)
     scales = _halves(blocks, 80) * (blocks[:, :16] & 0x0F).float()
     minima = _halves(blocks, 82) * (blocks[:, :16] >> 4).float()
-    codes = _bits(blocks[:, 16:80].reshape(count, 2, 32), 2, 4).reshape(count, 16, 16)
+    codes = bits(blocks[:, 16:80].reshape(count, 2, 32), 2, 4).reshape(count, 16, 16)
     return (scales[:, :, None] * codes.float() - minima[:, :, None]).flatten(1)
 
 
@@ -89,16 +89,16 @@ def q3_k(blocks: Tensor) -> Tensor:
     """
     count = len(blocks)
     packed = blocks[:, 96:108]
-    low = _nibbles(packed[:, :8])
-    high = _bits(packed[:, 8:], 2, 4).flatten(1)
+    low = nibbles(packed[:, :8])
+    high = bits(packed[:, 8:], 2, 4).flatten(1)
     scales = _halves(blocks, 108) * ((low | high << 4).float() - 32)
-    codes = _bits(blocks[:, 32:96].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
-    third = _bits(blocks[:, :32], 1, 8)
+    codes = bits(blocks[:, 32:96].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
+    third = bits(blocks[:, :32], 1, 8)
     values = (codes.float() - 4 * (1 - third.float())).reshape(count, 16, 16)
     return (scales[:, :, None] * values).flatten(1)
 
 
-def _scales_k(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_k(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return 8 scales and 8 minima of 6 bits in 12 bytes: uint8 [B, 8] each."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 0x3F, third & 0x0F | first >> 2 & 0x30), dim=1)
@@ -108,7 +108,7 @@ def _scales_k(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled_k(blocks: Tensor, codes: Tensor) -> Tensor:
     """Return values of codes [B, 8, 32] of blocks that begin with d f16, dmin f16, scales and minima."""
-    scales, minima = _scales_k(blocks[:, 4:16])
+    scales, minima = scales_k(blocks[:, 4:16])
     by_scale = _halves(blocks, 0) * scales.float()
     by_minimum = _halves(blocks, 2) * minima.float()
     return (by_scale[:, :, None] * codes.float() - by_minimum[:, :, None]).flatten(1)
@@ -116,21 +116,21 @@ def _scaled_k(blocks: Tensor, codes: Tensor) -> Tensor:
 
 def q4_k(blocks: Tensor) -> Tensor:
     """d f16, dmin f16, 12 bytes of scales and minima, 128 of codes."""
-    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 4, 2)
+    codes = bits(blocks[:, 16:].reshape(-1, 4, 32), 4, 2)
     return _scaled_k(blocks, codes.reshape(-1, 8, 32))
 
 
 def q5_k(blocks: Tensor) -> Tensor:
     """d f16, dmin f16, 12 bytes of scales and minima, 32 of fifth bits, 128 of codes."""
-    codes = _bits(blocks[:, 48:].reshape(-1, 4, 32), 4, 2).reshape(-1, 8, 32)
-    return _scaled_k(blocks, codes | _bits(blocks[:, 16:48], 1, 8) << 4)
+    codes = bits(blocks[:, 48:].reshape(-1, 4, 32), 4, 2).reshape(-1, 8, 32)
+    return _scaled_k(blocks, codes | bits(blocks[:, 16:48], 1, 8) << 4)
 
 
 def q6_k(blocks: Tensor) -> Tensor:
     """128 bytes of low bits, 64 of two high bits, 16 signed scales, d f16: (d * scale) * (code - 32)."""
     count = len(blocks)
-    low = _bits(blocks[:, :128].reshape(count, 2, 64), 4, 2).reshape(count, 8, 32)
-    high = _bits(blocks[:, 128:192].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
+    low = bits(blocks[:, :128].reshape(count, 2, 64), 4, 2).reshape(count, 8, 32)
+    high = bits(blocks[:, 128:192].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
     scales = _halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     codes = ((low | high << 4).float() - 32).reshape(count, 16, 16)
     return (scales[:, :, None] * codes).flatten(1)
@@ -138,16 +138,16 @@ def q6_k(blocks: Tensor) -> Tensor:
 
 def iq4_nl(blocks: Tensor) -> Tensor:
     """d f16, 16 bytes of codes: d * level."""
-    return _halves(blocks, 0) * _levels(_nibbles(blocks[:, 2:]), LEVELS_NL)
+    return _halves(blocks, 0) * _levels(nibbles(blocks[:, 2:]), LEVELS_NL)
 
 
 def iq4_xs(blocks: Tensor) -> Tensor:
     """d f16, 2 bytes of scales' high bits, 4 of their low ones, 128 of codes: (d * (scale - 32)) * level."""
     count = len(blocks)
-    high = _bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
-    low = _bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
+    high = bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
+    low = bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
     scales = _halves(blocks, 0) * ((low | high << 4).float() - 32)
-    codes = _nibbles(blocks[:, 8:].reshape(count, 8, 16))
+    codes = nibbles(blocks[:, 8:].reshape(count, 8, 16))
     return (scales[:, :, None] * _levels(codes, LEVELS_NL)).flatten(1)
 
 
@@ -155,7 +155,7 @@ def mxfp4(blocks: Tensor) -> Tensor:
     """An exponent byte e, 16 bytes of codes: 2 ** (e - 128) * level."""
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, E8M0_HALF_MIN << exponents, (exponents - 1) << 23)
-    return bits.view(torch.float32) * _levels(_nibbles(blocks[:, 1:]), LEVELS_E2M1)
+    return bits.view(torch.float32) * _levels(nibbles(blocks[:, 1:]), LEVELS_E2M1)
 
 
 def f32(blocks: Tensor) -> Tensor:

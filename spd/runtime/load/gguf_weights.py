@@ -16,10 +16,13 @@ from spd.formats.gguf import changes as did
 from spd.formats.gguf.container import GgufTensor
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.tensors import StoredTensor
+from spd.kernels.linear.few_bits import BESIDE, paired
 from spd.runtime.load.gguf_blocks import VALUES
+from spd.runtime.load.gguf_codes import PARTS
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
-from spd.runtime.models.destinations import Cuts
+from spd.runtime.models.destinations import Cut, Cuts
+from spd.runtime.models.weights import part_name
 
 STRIP = 1 << 22
 """Elements that are multiplied out at a time: each takes some twenty bytes meanwhile."""
@@ -30,9 +33,15 @@ def gguf_fill(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
-            stored = checkpoint.stored[name]
+            owner, _, part = name.partition("#")
+            if part:  # written with the codes
+                continue
+            stored = checkpoint.stored[owner]
             cut = cuts.get(name)
-            if cut is not None:
+            if view.dtype == torch.uint8:
+                beside = {each: views.get(part_name(name, each)) for each in BESIDE}
+                _write_codes(checkpoint, stored, view, beside, cut)
+            elif cut is not None:
                 whole = meant(checkpoint, stored)
                 view.copy_(torch.cat(cut.of(whole), cut.dim))
             elif not stored.changes:
@@ -101,6 +110,67 @@ def _key_head_major(change: did.KeyHeadMajor, mixed: Tensor, gates: Tensor) -> T
     pieces = (mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :], gates)
     per_head = [each.reshape(change.keys, -1, mixed.shape[1]) for each in pieces]
     return torch.cat(per_head, dim=1)
+
+
+def _write_codes(
+    checkpoint: GgufCheckpoint,
+    stored: StoredTensor,
+    view: Tensor,
+    beside: Mapping[str, Tensor | None],
+    cut: Cut | None,
+) -> None:
+    """Write a matrix as codes into a view, and what stands beside them into others, or a rank's part of it.
+
+    Where the converter moved rows, they are moved back.
+    """
+    order = None
+    if stored.changes:
+        order = _row_order(stored)
+    elif cut is not None and cut.dim == 0:
+        order = torch.cat([torch.arange(*pair) for pair in cut.ranges])
+    if stored.changes and cut is not None and cut.dim == 0:
+        order = torch.cat(cut.of(order))
+    columns = None
+    if cut is not None and cut.dim == 1:
+        columns = cut
+    whole = {name: torch.cat(parts) for name, parts in _taken_apart(checkpoint, stored).items()}
+    width = whole["codes"].shape[1]
+    for name, part in whole.items():
+        target = view if name == "codes" else beside[name]
+        assert target is not None
+        rows = part if order is None else part[order]
+        if columns is not None:
+            each = width // part.shape[1]
+            ranges = tuple((first // each, end // each) for first, end in columns.ranges)
+            rows = torch.cat(Cut(1, ranges).of(rows), dim=1)
+        is_paired = name == "codes" and target.shape[1] != rows.shape[1]
+        target.copy_(paired(rows) if is_paired else rows)
+
+
+def _row_order(stored: StoredTensor) -> Tensor:
+    """Return which row of the file's parts, counted together, each row of a matrix is: int64 [rows]."""
+    first = 0
+    parts = []
+    for part in stored.parts:
+        parts.append(torch.arange(first, first + part.shape[0]).view(-1, 1))
+        first += part.shape[0]
+    for change in stored.changes:
+        parts = [undone(change, parts)]
+    return parts[0].flatten()
+
+
+def _taken_apart(checkpoint: GgufCheckpoint, stored: StoredTensor) -> dict[str, list[Tensor]]:
+    """Return strips of codes [rows, K], and of what stands beside them, of all parts of a matrix."""
+    found: dict[str, list[Tensor]] = {}
+    for part in stored.parts:
+        rows, columns = part.shape
+        step = max(1, STRIP // columns)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            blocks = checkpoint.blocks(part, first, count).view(-1, part.type.nbytes)
+            for name, numbers in PARTS[part.type.name](blocks).items():
+                found.setdefault(name, []).append(numbers.reshape(count, -1))
+    return found
 
 
 def _multiply_out(checkpoint: GgufCheckpoint, part: GgufTensor, view: Tensor) -> None:

@@ -22,6 +22,7 @@ from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.runtime.layers.native_linear import PackedEmbedding
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.gguf_weights import gguf_fill, read_values
 from spd.runtime.load.packed_weights import unpacking_fill
@@ -161,14 +162,19 @@ def build_model(
     if layout.logit_scale != 1.0:
         tables["final_norm"].mul_(layout.logit_scale)
     tables |= given or {}
-    if target is None:
-        tables.setdefault("head", tables["embedding"])
+    is_tied = target is None and "head" not in tables
     embedding, head = (None, None) if target is None else (target.embedding, target.head)
+    if "head" in tables or is_tied:
+        head = builder.head(tables.kept("embedding" if is_tied else "head"), config.vocab_size, ids)
+        tables.pop("head", None)
     if "embedding" in tables:
-        embedding = builder.embedding(tables["embedding"], config.vocab_size)
-    if "head" in tables:
-        head = builder.head(tables.pop("head"), config.vocab_size, ids)
+        same = head if is_tied else None
+        embedding = builder.embedding(tables.kept("embedding"), config.vocab_size, same)
     assert embedding is not None and head is not None
+    if isinstance(embedding, PackedEmbedding):
+        # The codes are packed, and not needed twice.
+        tables.grouped.clear()
+        tables.pop("embedding")
     layers = []
     for index, layer in enumerate(layout.layers):
         if not at_once:

@@ -20,7 +20,7 @@ from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, valu
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import Cut, Cuts
-from spd.runtime.models.weights import PARTS, part_name
+from spd.runtime.models.weights import part_name
 
 Stored = Mapping[str, Tensor]
 E8M0_NAN = 255  # of a scale that is an exponent of two
@@ -80,7 +80,7 @@ def unpacking_fill(
             if found is None:
                 continue
             whole, cut = unpack(checkpoint, *found, shapes[name]), cuts.get(name)
-            own = {part: rest.pop(part_name(name, part), None) for part in PARTS}
+            own = {part: rest.pop(part_name(name, part), None) for part in ("scales", "zeros")}
             del rest[name]
             if view.dtype == torch.uint8:
                 keep_packed(checkpoint, name, whole if cut is None else whole.cut(cut), view, own)

@@ -19,6 +19,7 @@ from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
     GroupedWeight,
+    StackedWeight,
     int4_groups,
     int8_rows,
     magnitudes,
@@ -34,14 +35,25 @@ from spd.runtime.layers.native_linear import (
     NativeNormedProjection,
     NativeProjection,
     NativeResidualProjection,
+    PackedEmbedding,
 )
 from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
+from spd.runtime.models.weights import WIDE, PackedSpec, ScaleKind, WeightForm, part_name
 
 Fill = Callable[
     [Mapping[str, Tensor]], None
 ]  # writes every view from its namesake, wherever that comes from
+
+
+SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "exponents": torch.uint8,
+    "factored": torch.uint8,
+}
+Kept = Tensor | GroupedWeight | StackedWeight
 
 
 class Tensors(dict[str, Tensor]):
@@ -49,12 +61,14 @@ class Tensors(dict[str, Tensor]):
 
     def __init__(self, found: Mapping[str, Tensor]) -> None:
         super().__init__(found)
-        self.grouped: dict[
-            str, GroupedWeight
-        ] = {}  # matrices in codes, with what stands beside these
+        self.grouped: dict[str, GroupedWeight | StackedWeight] = {}
+        """Matrices in codes, with what stands beside these."""
+
+    def kept(self, name: str) -> Kept:
+        """Return a matrix, in codes if it is."""
+        return self.grouped.get(name, self[name])
 
 
-Kept = Tensor | GroupedWeight
 Product = dense.Linear | skinny.SkinnyLinear | NativeLinear
 LayerTensors = tuple[Tensors, Tensors]  # one layer's: of its attention block, and of its MLP block
 
@@ -99,16 +113,22 @@ class WeightSpace:
         """
         form, made = self.place.form, Tensors({})
         for name, each in destinations.items():
-            if prefix and (spec := form.stays_packed(each, prefix)) is not None:
-                made.grouped[name] = self._codes(each, prefix, spec)
-                made[name] = made.grouped[name].codes
+            packs = bool(prefix) or (form.packs_tables and name in ("embedding", "head"))
+            if packs and (spec := form.stays_packed(each, prefix)) is not None:
+                codes = self._codes(each, spec, prefix)
+                made.grouped[name] = codes
+                made[name] = codes.codes
+            elif packs and (pieces := form.stacked(each, prefix)):
+                stack = StackedWeight(tuple(self._codes(*piece, prefix) for piece in pieces))
+                made.grouped[name] = stack
+                made[name] = stack.pieces[0].codes
             else:
                 dtype = torch.float32 if each.exact else self.place.dtype
                 whole = torch.empty(each.shape, dtype=dtype, device=self.place.device)
                 made[name] = self._viewed(whole, each, prefix)
         return made
 
-    def _codes(self, destination: Destination, prefix: str, spec: PackedSpec) -> GroupedWeight:
+    def _codes(self, destination: Destination, spec: PackedSpec, prefix: str) -> GroupedWeight:
         rows, columns = destination.shape
         groups = -(-columns // (spec.group or columns))
 
@@ -116,10 +136,14 @@ class WeightSpace:
             whole = torch.empty(rows, width, dtype=dtype, device=self.place.device)
             return self._viewed(whole, destination, prefix, part)
 
+        dtypes = dict.fromkeys(("scales", "minima"), SCALE_DTYPES[spec.scales])
         codes = empty(columns // 2 if spec.paired else columns, torch.uint8)
-        scales = empty(groups, torch.float32 if spec.wide_scales else torch.bfloat16, "scales")
-        zeros = empty(groups, torch.uint8, "zeros") if spec.zeros else None
-        return GroupedWeight(spec.kind, codes, scales, zeros, spec.group or columns)
+        beside: dict[str, Tensor | None] = {"zeros": None}
+        for part, each in spec.beside.items():
+            width = columns // each if each else groups
+            factored = torch.float16 if each else torch.uint8
+            beside[part] = empty(width, dtypes.get(part, factored), part)
+        return GroupedWeight(spec.kind, codes, group=spec.group or columns, **beside)  # type: ignore[arg-type]
 
     def _viewed(
         self, whole: Tensor, destination: Destination, prefix: str, part: str = ""
@@ -191,20 +215,32 @@ class LayerBuilder:
         """Return a product in this builder's form; gated: the first half of its rows are gates."""
         if self.kernels.native is not None:
             return NativeLinear(weight, bias, self.kernels.native, gated=gated)
+        weight = self._in_one_form(weight)
         if self.kernels.capabilities.folds_norms:
             laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
             return skinny.SkinnyLinear(laid_out, bias, self.kernels)
         return dense.Linear(weight, self.dtype, bias)
 
-    def embedding(self, table: Tensor, vocab_size: int) -> products.AnyEmbedding:
-        """A table [V, H] of `vocab_size` ids, or of a rank's own."""
+    def _in_one_form(self, weight: Kept) -> Tensor | GroupedWeight:
+        """Return a weight whose pieces have different forms multiplied out, others as they are."""
+        return weight.plain(self.dtype) if isinstance(weight, StackedWeight) else weight
+
+    def embedding(
+        self, table: Kept, vocab_size: int, head: products.AnyHead | None = None
+    ) -> products.AnyEmbedding:
+        """Return a table [V, H] of `vocab_size` ids, or of a rank's own; head: the product by that table."""
+        if isinstance(table, GroupedWeight):
+            product = head if isinstance(head, NativeLinear) else self._product(table, None)
+            assert isinstance(product, NativeLinear) and self.ranks is None
+            return PackedEmbedding(product)
+        assert isinstance(table, Tensor)
         if self.ranks is None:
             return table
         return products.ShardedEmbedding(
             table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks
         )
 
-    def head(self, table: Tensor, vocab_size: int, ids: Tensor | None = None) -> products.AnyHead:
+    def head(self, table: Kept, vocab_size: int, ids: Tensor | None = None) -> products.AnyHead:
         """The product that makes logits by a table [V, H], or a rank's own rows.
 
         ids: of a head of some of the `vocab_size` ids each row's, int64, ascending.
@@ -244,7 +280,7 @@ class LayerBuilder:
             # In float32 and rounded once, without a copy.
             tensors[name].mul_(scales)
             return self._kept(tensors, name)
-        weight = self._kept(tensors, name)
+        weight = self._in_one_form(self._kept(tensors, name))
         if isinstance(weight, Tensor):
             return weight.mul_(scales)
         # Norms do not fold into codes.
@@ -285,8 +321,7 @@ class LayerBuilder:
     ) -> None:
         """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too."""
         if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
-            for each in grouped.parts:
-                reorder_heads(each[part], order)
+            _reorder_codes(grouped, order, part)
         for each_name in (name, f"{name}_bias"):
             if each_name in tensors and each_name not in tensors.grouped:
                 reorder_heads(tensors[each_name][part], order)
@@ -328,9 +363,10 @@ class LayerBuilder:
 
         cut: ranks have parts of their rows; gated: the first half of each one's rows are gates.
         """
-        kept = self._kept(tensors, name, cut=cut)
+        kept = self._in_one_form(self._kept(tensors, name, cut=cut))
+        stacked: Tensor | GroupedWeight
         if isinstance(kept, GroupedWeight):
-            stacked: Kept = kept.stacked(count)
+            stacked = kept.stacked(count)
         else:
             stacked = kept.view(count, -1, kept.shape[1])
         if self.kernels.native is not None:
@@ -338,6 +374,19 @@ class LayerBuilder:
         if isinstance(stacked, GroupedWeight) and self.kernels.capabilities.folds_norms:
             return tiled(stacked)
         return stacked
+
+
+def _reorder_codes(weight: GroupedWeight | StackedWeight, order: list[int], part: slice) -> None:
+    """Reorder some rows of a matrix in codes within each head of len(order), in place."""
+    first, end, _ = part.indices(weight.shape[0])
+    pieces = weight.pieces if isinstance(weight, StackedWeight) else (weight,)
+    for piece in pieces:
+        rows = piece.shape[0]
+        own = slice(max(0, min(first, rows)), max(0, min(end, rows)))
+        for each in piece.parts:
+            reorder_heads(each[own], order)
+        first -= rows
+        end -= rows
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:

@@ -212,7 +212,19 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STEP = 128  # columns of four bits that kernels read at a time, at most
-PARTS = ("scales", "zeros")  # what stands beside the codes of a matrix in few bits
+ScaleKind = Literal["float32", "bfloat16", "float16", "exponents", "factored"]
+"""What scales are kept as: numbers, exponents in a byte, or bytes with a factor of `SUPER` columns."""
+SCALE_BYTES: Mapping[ScaleKind, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "exponents": 1,
+    "factored": 1,
+}
+FACTOR_BYTES = 2
+SUPER = 256
+"""Columns that share a factor."""
+CODE_BITS = {"int4": 4, "int5": 5, "int6": 6, "int8": 8, "e2m1": 4, "e4m3": 8, "iq4": 4, "mx4": 4}
 
 
 def part_name(name: str, part: str) -> str:
@@ -224,22 +236,40 @@ def part_name(name: str, part: str) -> str:
 class PackedSpec:
     """How one stored matrix is kept in codes; group: columns that share a scale, None for a whole row."""
 
-    kind: Literal["int4", "int8", "e2m1", "e4m3"]
+    kind: Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
     group: int | None
     zeros: bool = False  # whether there are zero points; matrices below each other need not agree
-    wide_scales: bool = True  # scales take float32; bfloat16 holds them else
+    scales: ScaleKind = "float32"
+    minima: bool = False  # whether groups have minima, kept as scales are
 
     @property
     def paired(self) -> bool:
         """Whether two codes are in a byte."""
-        return self.kind in ("int4", "e2m1")
+        return CODE_BITS[self.kind] == 4
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """Return what stands beside the codes, and of how many columns each number is; 0: of a group."""
+        found = {"scales": 0}
+        if self.zeros:
+            found["zeros"] = 0
+        if self.minima:
+            found["minima"] = 0
+        if self.scales == "factored":
+            found["factors"] = SUPER
+            if self.minima:
+                found["minimum_factors"] = SUPER
+        return found
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Of a matrix; codes of four bits may be kept in whole steps: two groups or `STEP` columns each."""
         groups = -(-columns // (self.group or columns))
-        beside = rows * groups * ((4 if self.wide_scales else 2) + self.zeros)
+        beside = rows * groups * (SCALE_BYTES[self.scales] * (1 + self.minima) + self.zeros)
+        if self.scales == "factored":
+            beside += rows * columns // SUPER * FACTOR_BYTES * (1 + self.minima)
         step = min(STEP, 2 * (self.group or columns))
-        return (rows * -(-columns // step) * step // 2 if self.paired else rows * columns) + beside
+        whole = -(-columns // step) * step if self.paired else columns
+        return rows * whole * CODE_BITS[self.kind] // 8 + beside
 
 
 @dataclass(frozen=True)
@@ -253,6 +283,8 @@ class WeightForm:
     kind: Literal["wide", "int8", "int4", "packed"] = "wide"
     widened: bool = False
     packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
+    packs_tables: bool = False
+    """Whether the embedding and the head may be among them."""
 
     @property
     def words(self) -> str:
@@ -274,27 +306,58 @@ class WeightForm:
         for spec, part in zip(specs, destination.parts, strict=True):
             if spec is None or (spec.kind, spec.group) != (first.kind, first.group):
                 return None
+            if (spec.minima, spec.scales == "factored") != (
+                first.minima,
+                first.scales == "factored",
+            ):
+                return None
             edges = (
                 (edge for pair in part.cut.ranges for edge in pair)
                 if part.cut and part.cut.dim
                 else ()
             )
-            if any(edge % (spec.group or 2) for edge in edges):
+            unit = SUPER if spec.scales == "factored" else spec.group or 2
+            if any(edge % unit for edge in edges):
                 return None
         found = [spec for spec in specs if spec is not None]
-        zeros, wide = any(spec.zeros for spec in found), any(spec.wide_scales for spec in found)
-        return PackedSpec(first.kind, first.group, zeros, wide)
+        widest = max((spec.scales for spec in found), key=lambda kind: SCALE_BYTES[kind])
+        return replace(first, zeros=any(spec.zeros for spec in found), scales=widest)
+
+    def stacked(
+        self, destination: Destination, prefix: str
+    ) -> list[tuple[Destination, PackedSpec]]:
+        """Return the pieces of a destination whose parts are kept in different codes, in order; else nothing.
+
+        Kernels that keep tables packed multiply such pieces one by one.
+        """
+        found: list[tuple[Destination, PackedSpec]] = []
+        if not self.packs_tables or not destination.multiplied:
+            return found
+        for part in destination.parts:
+            spec = self.stays_packed(replace(destination, parts=(part,)), prefix)
+            if spec is None:
+                return []
+            if found and found[-1][1] == spec:
+                spec_parts = (*found.pop()[0].parts, part)
+                found.append((replace(destination, parts=spec_parts), spec))
+            else:
+                found.append((replace(destination, parts=(part,)), spec))
+        return found
 
     def bytes_of(
         self, destination: Destination, prefix: str, dtype: str, *, table: bool = False
     ) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
         (rows, *columns), size = destination.shape, destination.size
-        if not table and (spec := self.stays_packed(destination, prefix)) is not None:
-            return spec.bytes_of(*destination.shape)
+        if not table or self.packs_tables:
+            spec = self.stays_packed(destination, prefix)
+            if spec is not None:
+                return spec.bytes_of(*destination.shape)
+            if pieces := self.stacked(destination, prefix):
+                return sum(each.bytes_of(*piece.shape) for piece, each in pieces)
         if not table and destination.multiplied and not self.widened:
             if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
-                return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(
+                return PackedSpec("int4", INT4_GROUP, scales="bfloat16").bytes_of(
                     *destination.shape
                 )
             if self.kind == "int8":

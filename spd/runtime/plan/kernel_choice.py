@@ -5,7 +5,7 @@ And the form in which its weights are kept: from the request, the stored form, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 from spd.errors import IncompatibleError, ResourceError
@@ -16,8 +16,16 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
+from spd.runtime.models.gguf_forms import packed_specs
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
-from spd.runtime.models.weights import STEP, WIDE, PackedSpec, WeightForm, int4_form
+from spd.runtime.models.weights import (
+    STEP,
+    WIDE,
+    PackedSpec,
+    ScaleKind,
+    WeightForm,
+    int4_form,
+)
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
@@ -133,7 +141,25 @@ def choose_form(
         )
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)
-    return WIDE, f"{', '.join(types)} multiplied out" if types else AS_STORED
+    if not types:
+        return WIDE, AS_STORED
+    return _gguf_form(folder, types, wishes, kernels)
+
+
+def _gguf_form(
+    folder: ModelFolder, types: Sequence[str], wishes: EngineConfig, kernels: str
+) -> tuple[WeightForm, str]:
+    """Return the form of a GGUF file's weights, and why; blocks are kept where kernels multiply them."""
+    found = ", ".join(types)
+    if kernels != "native" or wishes.load == "dummy":
+        return WIDE, f"{found} multiplied out: the C kernels alone keep them packed"
+    assert folder.gguf is not None
+    packed = packed_specs(folder.gguf.checkpoint.stored)
+    kept = {spec.kind for spec in packed.values()}
+    if not kept:
+        return WIDE, f"{found} multiplied out"
+    form = WeightForm("packed", packed=packed, packs_tables=wishes.tp == 1)
+    return form, f"{found}: what has four bits or more is multiplied as stored"
 
 
 def _packed(
@@ -158,9 +184,8 @@ def _packed(
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
-        packed[f"{stem}.weight"] = PackedSpec(
-            scheme.kind, scheme.group, not scheme.symmetric, not narrow
-        )
+        kind: ScaleKind = "bfloat16" if narrow else "float32"
+        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, kind)
     why = f"{how.method} weights are multiplied as stored, activations are not rounded"
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"

@@ -14,6 +14,7 @@ from functools import lru_cache
 from spd.errors import ResourceError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
+from spd.formats.names import EMBEDDING
 from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
@@ -263,6 +264,8 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
     """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
+    if form.packs_tables and EMBEDDING in form.packed:
+        packed = False
     ids = -(-config.vocab_size // ranks)
     return (
         tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width

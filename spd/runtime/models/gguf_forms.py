@@ -1,0 +1,46 @@
+"""How the matrices of a GGUF file are kept packed: a form for each type of block. No torch here.
+
+Nothing is rounded anew: codes, scales and minima are the file's own, but for their order in memory; scales of
+six bits take a byte each. Types below four bits are multiplied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spd.formats.gguf.changes import Below, Change, HeadPairs, KeyHeadMajor, TiledHeads
+from spd.formats.gguf.tensors import StoredTensor
+from spd.runtime.models.weights import PackedSpec
+
+FORMS: Mapping[str, PackedSpec] = {
+    "Q4_0": PackedSpec("int4", 32, scales="float16"),
+    "Q4_1": PackedSpec("int4", 32, scales="float16", minima=True),
+    "Q5_0": PackedSpec("int5", 32, scales="float16"),
+    "Q5_1": PackedSpec("int5", 32, scales="float16", minima=True),
+    "Q8_0": PackedSpec("int8", 32, scales="float16"),
+    "Q4_K": PackedSpec("int4", 32, scales="factored", minima=True),
+    "Q5_K": PackedSpec("int5", 32, scales="factored", minima=True),
+    "Q6_K": PackedSpec("int6", 16, scales="factored"),
+    "IQ4_NL": PackedSpec("iq4", 32, scales="float16"),
+    "IQ4_XS": PackedSpec("iq4", 32, scales="factored"),
+    "MXFP4": PackedSpec("mx4", 32, scales="exponents"),
+}
+"""By the names of types."""
+
+
+def packed_specs(stored: Mapping[str, StoredTensor]) -> dict[str, PackedSpec]:
+    """Return how each matrix that can be kept packed is kept, by its name."""
+    found = {}
+    for name, tensor in stored.items():
+        types = {part.type.name for part in tensor.parts}
+        spec = FORMS.get(next(iter(types))) if len(types) == 1 else None
+        if spec is not None and len(tensor.shape) == 2 and all(map(_moves_rows, tensor.changes)):
+            found[name] = spec
+    return found
+
+
+def _moves_rows(change: Change) -> bool:
+    """Return True if a change of the converter's moved whole rows, and nothing else."""
+    if isinstance(change, TiledHeads):
+        return change.dim == 0
+    return isinstance(change, HeadPairs | Below | KeyHeadMajor)

@@ -1,0 +1,106 @@
+"""Weights as GGUF's blocks hold them: their values, and the C kernels' products of their codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spd.formats.gguf.block_types import BY_NAME
+from spd.kernels.linear.few_bits import StackedWeight
+from spd.kernels.native.library import FLOAT32, ROUNDED, NativeKernels, ending_of
+from spd.runtime.load.gguf_blocks import VALUES
+from spd.runtime.models.gguf_forms import FORMS
+from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
+from tests.kernels.gguf_cases import drawn_blocks, grouped
+
+SIZES = [(96, 512), (33, 768)]
+MOST_BYTES = 1.04
+"""Of a packed matrix, to those of the file."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_mean_what_blocks_mean(name: str) -> None:
+    """Bit for bit, minus zero aside."""
+    blocks = drawn_blocks(name, 64, 768)
+    expected = VALUES[name](blocks).view(64, 768)
+    assert torch.equal(grouped(name, blocks, 64).plain(torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
+    kind = BY_NAME[name]
+    assert FORMS[name].bytes_of(64, 1024) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> None:
+    """Within the bound of float32 sums, with norms, residuals and gates; packed as large as was planned."""
+    rows, columns = size
+    weight = grouped(name, drawn_blocks(name, rows, columns), rows)
+    packed = native.pack(weight)
+    if rows % 32 == 0:
+        kept = packed.tiles.nbytes + sum(part.nbytes for part in packed.parts.values())
+        assert kept == FORMS[name].bytes_of(rows, columns)
+    wide = weight.plain(torch.float64).t()
+    x = noise(47, columns).to(native.dtype)
+    scores = native.packed_linear(x, packed, None, FLOAT32).double()
+    bound = 2.0**-18 * (x.double().abs() @ wide.abs())
+    assert ((scores - x.double() @ wide).abs() <= bound).all()
+    residual = noise(47, rows).to(native.dtype)
+    found = native.packed_linear(x, packed, None, residual=residual)
+    assert_rounded(found, x.double() @ wide + residual.double())
+    if rows % 2 == 0:
+        act = next(each for each in ACTS if each.gated)
+        gated = native.packed_linear(x, native.pack(weight, gated=True), None, ending_of(act))
+        assert_rounded(gated, acted(x.double() @ wide, act))
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_in_any_company(native: NativeKernels, name: str) -> None:
+    """The same bits for 1 to 70 rows, wherever a row stands, whatever beside it."""
+    weight = grouped(name, drawn_blocks(name, 96, 512), 96)
+    packed = native.pack(weight)
+    x, norm = noise(70, 512).to(native.dtype), noise(512).float()
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return native.packed_linear(rows, packed, None, FLOAT32, norm=norm, epsilon=1e-6)
+
+    every = product(x)
+    for count in (1, 2, 5, 8, 15, 17, 33, 69):
+        for first in (0, 1, 70 - count):
+            own = slice(first, first + count)
+            assert torch.equal(product(x[own]), every[own]), (count, first)
+    wild = x.clone()
+    wild[::2] = float("nan")
+    assert torch.equal(product(wild)[1::2], every[1::2])
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_are_looked_up_in_a_packed_matrix(native: NativeKernels, name: str) -> None:
+    weight = grouped(name, drawn_blocks(name, 100, 768), 100)
+    ids = torch.tensor([99, 0, 31, 32, 16, 15, 63, 99])
+    expected = weight.plain(torch.float32)[ids].to(native.dtype)
+    assert torch.equal(native.packed_rows(native.pack(weight), ids), expected)
+
+
+@needs_compiled
+def test_matrices_of_different_types_below_each_other(native: NativeKernels) -> None:
+    """Each piece is multiplied as it is alone, with its part of what is added."""
+    sizes = {"Q4_K": 80, "Q6_K": 48, "Q8_0": 7}
+    pieces = [grouped(name, drawn_blocks(name, rows, 512), rows) for name, rows in sizes.items()]
+    packed = native.pack(StackedWeight(tuple(pieces)))
+    x, bias = noise(19, 512).to(native.dtype), noise(135).float()
+    residual = noise(19, 135).to(native.dtype)
+    whole = native.packed_linear(x, packed, bias, ROUNDED, residual=residual)
+    first = 0
+    for piece in pieces:
+        own = slice(first, first + piece.shape[0])
+        first = own.stop
+        alone = native.packed_linear(
+            x, native.pack(piece), bias[own].contiguous(), residual=residual[:, own].contiguous()
+        )
+        assert torch.equal(whole[:, own], alone)
