@@ -7,6 +7,7 @@ Every tensor is what the folder holds, and the text, the logits and the drafts a
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from spd.runtime import SamplingParams
 from spd.runtime.load.gguf_weights import read_values
 from tests.gguf_twins import OPTIONS, TWINS, convert, llama_cpp
 from tests.helpers import drafts, logits_of, make_engine, random_prompts, run_all
+from tests.recipes.tiny_assistant import write_assistant
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 DECAYS = 1e-6
@@ -102,6 +104,27 @@ def test_a_head_in_a_file_of_its_own_drafts(source: Path, tmp_path: Path, name: 
     for runs in found:
         assert [run.tokens for run in runs] == [run.tokens for run in own]
         assert drafts(runs) == drafts(own)
+
+
+def test_an_assistant_in_a_file_drafts(source: Path, tmp_path: Path) -> None:
+    """Beside the target's file, which finds it by its name, and for the folder."""
+    folder = TWINS["gemma4"](tmp_path / "gemma4")
+    own = write_assistant(tmp_path / "assistant", folder)
+    shutil.copy(folder / "tokenizer.json", own)  # whose words the converter counts
+    file = convert(source, folder, tmp_path / "gemma-4-F32.gguf")
+    head = convert(source, own, tmp_path / "mtp-gemma-4-Q8_0.gguf")
+    prompts = random_prompts(2, 30, 256, seed=3)
+    params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
+    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3}
+    wanted = run_all(make_engine(folder, draft_model=own, spec="auto", **wishes), prompts, params)
+    for engine in (
+        make_engine(file, spec="auto", **wishes),
+        make_engine(folder, draft_model=head, spec="auto", **wishes),
+    ):
+        runs = run_all(engine, prompts, params)
+        assert [run.tokens for run in runs] == [run.tokens for run in wanted]
+        assert drafts(runs) == drafts(wanted)
+        assert any(found for run in drafts(runs) for found, _ in run)
 
 
 def test_files_of_bfloat16_are_the_folder_in_bfloat16(source: Path, tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ SCALE_KEYS = {
 }
 """Keys of Granite."""
 
+GEMMA4_KEYS = {
+    "attention.key_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+}
+"""Keys of Gemma 4."""
+
 Changes = Mapping[str, ChangeName]
 TURNED: Changes = {"attn_q": "query_pairs", "attn_k": "key_pairs"}
 """Changes of tensors whose rows the converter orders by what turns together."""
@@ -113,6 +121,8 @@ class GgufArchitecture:
     """What `layer_types` calls the layers that recur or convolve, where there are some."""
     single: bool = False
     """True if a layer has one block: it is called mlp or moe where it has no attention and does not recur."""
+    around: str | None = None
+    """The class of what has this model as its text; None: the model stands alone."""
     mtp: MtpNames | None = None
     """Where the tensors of its MTP head stand; None where spd knows no such heads."""
 
@@ -344,14 +354,19 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
         mtp=MIMO,
     ),
+    "gemma4-assistant": GgufArchitecture(
+        "Gemma4",
+        keys={**GEMMA4_KEYS, "nextn_predict_layers": None},
+        names=SIDES,
+        outer={
+            "nextn.pre_projection": "pre_projection",
+            "nextn.post_projection": "post_projection",
+        },
+        around="Gemma4AssistantForCausalLM",
+    ),
     "gemma4": GgufArchitecture(
         "Gemma4",
-        keys={
-            "attention.key_length": "global_head_dim",
-            "attention.key_length_swa": "head_dim",
-            "attention.shared_kv_layers": "num_kv_shared_layers",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        },
+        keys=GEMMA4_KEYS,
         names=SIDES,
         outer={
             "per_layer_token_embd": "model.embed_tokens_per_layer",

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from spd.errors import CheckpointError
+from spd.formats.assistant import ARCHITECTURES as ASSISTANTS
 from spd.formats.family_keys import CAUSAL
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS, GgufArchitecture
 from spd.formats.gguf.container import GgufFile
@@ -59,7 +60,20 @@ def config_fields(file: GgufFile) -> Fields:
     values["dtype"] = _dtype(file)
     if name in DERIVED:
         values |= DERIVED[name](keys, values)
+    if row.around is not None:
+        values = _wrapped(keys, row.around, values)
     return Fields(str(file.path), values, called)
+
+
+def _wrapped(keys: Keys, outer: str, text: Mapping[str, object]) -> dict[str, object]:
+    """Return the configuration of an assistant around that of its layers."""
+    return {
+        "architectures": [outer],
+        "model_type": ASSISTANTS[outer],
+        "backbone_hidden_size": keys.plain("embedding_length_out"),
+        "text_config": dict(text),
+        "dtype": text["dtype"],
+    }
 
 
 def _class_of(keys: Keys, row: GgufArchitecture) -> str:

@@ -130,6 +130,11 @@ def _step(keys: Keys, values: Values) -> dict[str, object]:
     return found
 
 
+def _key_is_value(keys: Keys, layers: list[int]) -> bool:
+    """True if layers make values of what keys are made of: they have no matrix for them."""
+    return any(not keys.has(layer, "attn_v.weight") for layer in layers)
+
+
 def _gemma4(keys: Keys, values: Values) -> dict[str, object]:
     """Gemma 4: heads of both kinds of layers, values that are keys, wide MLPs, rotation by kinds."""
     full, slides = _by_kind(keys, values, "attention.head_count_kv")
@@ -146,7 +151,7 @@ def _gemma4(keys: Keys, values: Values) -> dict[str, object]:
     found: dict[str, object] = {
         "num_key_value_heads": slides,
         "num_global_key_value_heads": full,
-        "attention_k_eq_v": any(not keys.has(layer, "attn_v.weight") for layer in own),
+        "attention_k_eq_v": _key_is_value(keys, own) if own else full != slides,
         "rope_parameters": {
             FULL: turned,
             SLIDING: {"rope_type": "default", "rope_theta": local},
@@ -175,5 +180,6 @@ DERIVED: Mapping[str, Callable[[Keys, Values], dict[str, object]]] = {
     "mimo2": _mimo,
     "step35": _step,
     "gemma4": _gemma4,
+    "gemma4-assistant": _gemma4,
 }
 """By architectures."""

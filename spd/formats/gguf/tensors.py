@@ -43,7 +43,7 @@ def stored_tensors(
     file: GgufFile, row: GgufArchitecture, fields: Fields
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors by Hugging Face's names, and the file's names that stand for nothing known."""
-    reader = _Reader(row, _Sizes.of(fields))
+    reader = _Reader(row, _Sizes.of(fields.fields("text_config") or fields))
     found: dict[str, StoredTensor] = {}
     unknown: list[str] = []
     for tensor in file.tensors.values():

@@ -6,11 +6,13 @@ assistant that lies beside the model, else the demo's draft, else prompt lookup.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spd.errors import IncompatibleError, SpdError, UsageError
+from spd.formats.assistant import ARCHITECTURE as ASSISTANT
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
@@ -64,7 +66,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         if isinstance(found, Drafter):
             return found
         why = found
-    if method in ("auto", "assistant") and (path := assistant_of(target.path)) is not None:
+    if method in ("auto", "assistant") and (path := _assistant(target)) is not None:
         try:
             return _asked_head(config, target, ModelFolder(path))
         except SpdError as error:
@@ -106,6 +108,21 @@ def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
     return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
 
+def _is_assistant(path: Path) -> bool:
+    """True if a GGUF file holds an assistant. Raises SpdError where it cannot be read."""
+    return ModelFolder(path).fields.get("architectures") == [ASSISTANT]
+
+
+def _assistant(target: ModelFolder) -> Path | None:
+    """Where a target's assistant is: a folder by its name, or the head's file beside a GGUF file."""
+    found = assistant_of(target.path)
+    if found is None and target.gguf is not None:
+        with suppress(SpdError):
+            beside = sidecar_of(target.path)
+            found = beside if beside is not None and _is_assistant(beside) else None
+    return found
+
+
 def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     beside: Path | None = None
@@ -113,6 +130,8 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
         source = mtp_source(target)
         if source is None and target.gguf is not None:
             beside = sidecar_of(target.path)
+            if beside is not None and _is_assistant(beside):
+                beside = None
     except SpdError:  # a folder without weights is not refused for its head
         return UNKNOWN
     try:
