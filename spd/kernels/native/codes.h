@@ -56,8 +56,26 @@ INLINE vec of_float16(const bf16 *p)
     return as_vec(either(as_ints(size), masked(x, INT32_MIN)));
 }
 
-/* A group's scales or minima, and their factors, of columns 16 side on. */
-INLINE vec scaled_by(const Weight *w, const void *numbers, const bf16 *factors, long at, int side)
+/* What both sides' scales and minima are multiplied by, where they are bytes. */
+typedef struct {
+    vec scale[2], minimum[2];
+} Factors;
+
+/* The factors of a group, which those behind it in the same `SUPER` columns have too. */
+INLINE void load_factors(const Weight *w, long at, Factors *f)
+{
+    if (w->scale_kind != BYTES) return;
+    long place = (at >> (w->group < DEPTH ? 4 : 3)) * WIDTH;
+    for (int side = 0; side < 2; side++) {
+        f->scale[side] = of_float16(w->factors + place + side * SIDE);
+        if (w->minima) f->minimum[side] = of_float16(w->minimum_factors + place + side * SIDE);
+    }
+}
+
+static inline int begins_super(const Weight *w, long group) { return group % (w->group < DEPTH ? 16 : 8) == 0; }
+
+/* A group's scales or minima of columns 16 side on. */
+INLINE vec scaled_by(const Weight *w, const void *numbers, vec factor, long at, int side)
 {
     long place = at * WIDTH + side * SIDE;
     if (w->scale_kind == FLOAT32) return loadf((const float *)numbers + place, SIDE);
@@ -65,13 +83,16 @@ INLINE vec scaled_by(const Weight *w, const void *numbers, const bf16 *factors, 
     if (w->scale_kind == FLOAT16) return of_float16((const bf16 *)numbers + place);
     vec number = vsub(of_bytes((const uint8_t *)numbers + place), vall(128.0f));
     if (w->scale_kind == EXPONENTS) return vscaled(vall(1.0f), vmax(number, vall(-126.0f)));
-    return vmul(of_float16(factors + (at >> (w->group < DEPTH ? 4 : 3)) * WIDTH + side * SIDE), number);
+    return vmul(factor, number);
 }
 
-INLINE vec scales_of(const Weight *w, long at, int side) { return scaled_by(w, w->scales, w->factors, at, side); }
-INLINE vec minima_of(const Weight *w, long at, int side)
+INLINE vec scales_of(const Weight *w, const Factors *f, long at, int side)
 {
-    return scaled_by(w, w->minima, w->minimum_factors, at, side);
+    return scaled_by(w, w->scales, f->scale[side], at, side);
+}
+INLINE vec minima_of(const Weight *w, const Factors *f, long at, int side)
+{
+    return scaled_by(w, w->minima, f->minimum[side], at, side);
 }
 
 /* What codes in the lower bits of lanes stand for. */
@@ -152,7 +173,7 @@ static inline Rows rows_at(Rows rows, long tiles) { return (Rows){rows.left + ti
 /* Whether products read the codes themselves, by instructions that this processor has. */
 static inline int is_fused(const Weight *w)
 {
-    if (SPD_PAIRS && !SPD_AMX) return is_paired(w->kind);
+    if (SPD_PAIRS && !SPD_AMX) return is_paired(w->kind) || (w->kind == INT8 && !w->zeros);
     if (SPD_WIDE || SPD_NEON || w->minima || w->scale_kind > FLOAT32) return 0;
     return w->kind == INT4 || w->kind == E2M1;
 }
@@ -192,6 +213,7 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
     element tiles[PANEL * 2 * TILE] __attribute__((aligned(64)));
     long steps = w->steps, groups = w->groups, halved = w->group < DEPTH;
     const uint8_t *codes = (const uint8_t *)w->tiles + index * steps * step_bytes(w->kind);
+    Factors factors = {0};
     for (long top = 0, count; top < rows; top += count) {
         count = rows - top < ROOM ? rows - top : ROOM;
 #if SPD_FUSED
@@ -209,6 +231,7 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
             vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
             if (w->zeros)
                 for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + at * WIDTH + side * SIDE);
+            if (begins_super(w, g)) load_factors(w, at, &factors);
             if (last > steps) last = steps;
             for (long k = first; k < last; k += PANEL) {
                 long deep = last - k < PANEL ? last - k : PANEL;
@@ -220,11 +243,11 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
                         tiles, 0, part + m * WIDTH);
             }
             for (int side = 0; side < 2; side++) {
-                vec scale = scales_of(w, at, side);
+                vec scale = scales_of(w, &factors, at, side);
                 for (long r = 0; r < count; r++) {
                     float *to_add = total + r * WIDTH + side * SIDE;
                     vec sum = vfma(loadf(part + r * WIDTH + side * SIDE, SIDE), scale, loadf(to_add, SIDE));
-                    if (w->minima) sum = vfnma(vall(from_rows.sums[(top + r) * steps + g]), minima_of(w, at, side), sum);
+                    if (w->minima) sum = vfnma(vall(from_rows.sums[(top + r) * steps + g]), minima_of(w, &factors, at, side), sum);
                     storef(to_add, SIDE, sum);
                 }
             }

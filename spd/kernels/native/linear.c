@@ -153,6 +153,7 @@ static void decode_rows(const void *work, Share *share, int member)
     const vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
     const long size = step_bytes(w->kind);
     element tiles[2 * TILE] __attribute__((aligned(64)));
+    Factors factors = {0};
     float numbers[DEPTH], scales[SIDE], minima[SIDE] = {0};
     for (long r; (r = take(share, member)) >= 0;) {
         long block = o->ids[r] / WIDTH, side = o->ids[r] % WIDTH / SIDE, column = o->ids[r] % SIDE;
@@ -162,8 +163,9 @@ static void decode_rows(const void *work, Share *share, int member)
             for (int i = 0; i < DEPTH; i++) {
                 if ((d + i) % w->group == 0) {
                     long at = block * w->groups + (d + i) / w->group;
-                    storef(scales, SIDE, scales_of(w, at, (int)side));
-                    if (w->minima) storef(minima, SIDE, minima_of(w, at, (int)side));
+                    load_factors(w, at, &factors);
+                    storef(scales, SIDE, scales_of(w, &factors, at, (int)side));
+                    if (w->minima) storef(minima, SIDE, minima_of(w, &factors, at, (int)side));
                 }
                 element number = tiles[side * TILE + tile_place(i, (int)column)];
                 numbers[i] = vfirst(load(&number, 1)) * scales[column] - minima[column];
