@@ -26,8 +26,15 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
 }
 """Where the float16 numbers of a block stand, by types."""
+LATTICES = {"IQ2_XXS": 50.0, "IQ2_XS": 50.0, "IQ2_S": 50.0, "IQ3_XXS": 120.0, "IQ3_S": 120.0}
 LEVEL = {"Q2_K": 30.0, "Q3_K": 60.0, "Q4_K": 300.0, "Q5_K": 600.0, "Q6_K": 900.0, "IQ4_XS": 1200.0}
 """About how large a value is in units of the first of these numbers."""
 USUAL_LEVEL = 8.0
@@ -41,10 +48,14 @@ def block_bytes(kind: str, shape: Sequence[int], seed: str, std: float) -> bytes
     if block.elements == 1:
         return _floats(kind, [draw.gauss(0, std) for _ in range(count)])
     data = bytearray(draw.randbytes(count * block.nbytes))
-    level = LEVEL.get(kind, 60.0 if kind in ("Q8_0", "IQ4_NL") else USUAL_LEVEL)
+    level = (LEVEL | LATTICES).get(kind, 60.0 if kind in ("Q8_0", "IQ4_NL") else USUAL_LEVEL)
     for start in range(0, len(data), block.nbytes):
         if kind == "MXFP4":
             data[start] = 126 + round(math.log2(std))
+        if kind == "IQ1_M":  # whose number stands in the upper halves of four bytes
+            (scale,) = struct.unpack("<H", struct.pack("<e", std / 8))
+            for number, at in enumerate((49, 51, 53, 55)):
+                data[start + at] = data[start + at] & 0x0F | scale >> 4 * number << 4 & 0xF0
         for number, at in enumerate(HALVES.get(kind, ())):
             scale = std / level * (draw.choice((-1, 1)) if number == 0 else -4.0)
             data[start + at : start + at + 2] = struct.pack("<e", scale)

@@ -95,5 +95,12 @@ READ = (
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ1_S",
+    "IQ1_M",
 )
 """Names of the types that `runtime.load` knows the values of."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spd.runtime.load import gguf_lattices as lattices
+
 LEVELS_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the 16 codes of IQ4_NL and IQ4_XS mean."""
 LEVELS_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -190,5 +192,12 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
+    "IQ2_XXS": lattices.iq2_xxs,
+    "IQ2_XS": lattices.iq2_xs,
+    "IQ2_S": lattices.iq2_s,
+    "IQ3_XXS": lattices.iq3_xxs,
+    "IQ3_S": lattices.iq3_s,
+    "IQ1_S": lattices.iq1_s,
+    "IQ1_M": lattices.iq1_m,
 }
 """By the names of types."""
