@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import tokenizers
 
@@ -16,6 +17,8 @@ FEW_CHARACTERS = 32  # of a text that no pattern can take long for
 SECONDS = 10.0  # of a processor, beside what the length of a text takes
 SECONDS_PER_CHARACTER = 5e-5
 
+Encode = Callable[[str, bool], list[int]]
+"""From a text, and whether it may name special tokens, to ids."""
 _Texts = queue.SimpleQueue[tuple[str, bool] | None]
 _Results = queue.SimpleQueue[list[int] | BaseException]
 
@@ -23,8 +26,8 @@ _Results = queue.SimpleQueue[list[int] | BaseException]
 class Encoder:
     """Encodes in a thread of its own; the patterns of a tokenizer may take hours for a page of text."""
 
-    def __init__(self, library: tokenizers.Tokenizer, where: str) -> None:
-        self._library = library
+    def __init__(self, encode: Encode, where: str) -> None:
+        self._encode = encode
         self._where = where
         self._texts: _Texts = queue.SimpleQueue()
         self._results: _Results = queue.SimpleQueue()
@@ -35,7 +38,7 @@ class Encoder:
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text. Raises CheckpointError where that takes too long."""
         if len(text) <= FEW_CHARACTERS:
-            return _ids_of(self._library, text, parse_special)
+            return self._encode(text, parse_special)
         if self._is_stuck:
             raise self._refusal()
         if self._thread is None or self._process != os.getpid():
@@ -66,7 +69,7 @@ class Encoder:
         self._texts = queue.SimpleQueue()
         self._results = queue.SimpleQueue()
         self._process = os.getpid()
-        arguments = (self._library, self._texts, self._results)
+        arguments = (self._encode, self._texts, self._results)
         self._thread = threading.Thread(target=_encode_texts, args=arguments, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._texts.put, None)  # the thread ends with what it serves
@@ -76,7 +79,8 @@ class Encoder:
         return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {why}")
 
 
-def _ids_of(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
+def ids_of(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
+    """Return the ids of a text, without what a post-processor adds."""
     library.encode_special_tokens = not parse_special
     # Of the encoding calls only this one lets go of the interpreter.
     encoded = library.encode_batch_fast([text], add_special_tokens=False)
@@ -84,10 +88,10 @@ def _ids_of(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> li
     return ids
 
 
-def _encode_texts(library: tokenizers.Tokenizer, texts: _Texts, results: _Results) -> None:
+def _encode_texts(encode: Encode, texts: _Texts, results: _Results) -> None:
     """Encode texts as they come, until None comes."""
     while (text := texts.get()) is not None:
         try:
-            results.put(_ids_of(library, *text))
+            results.put(encode(*text))
         except BaseException as error:  # a panic is no `Exception`
             results.put(error)

@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
-from spd.formats.encoder import Encoder
+from spd.formats.encoder import Encode, Encoder, ids_of
 from spd.formats.files import FILE_LIMIT
 from spd.formats.json_file import one_line, parse_json, read_text, shown
 from spd.formats.names import TOKENIZER_FILE
@@ -51,12 +51,18 @@ class Tokenizer:
     """The tokenizer of a model folder; safe to use from several threads."""
 
     def __init__(
-        self, library: tokenizers.Tokenizer, last: int, config: TokenizerConfig, where: str
+        self,
+        library: tokenizers.Tokenizer,
+        last: int,
+        config: TokenizerConfig,
+        where: str,
+        encode: Encode | None = None,
     ) -> None:
+        """Take a library's tokenizer, and what encodes in its place."""
         self._library = library
         self._where = where
         self._lock = threading.Lock()
-        self._encoder = Encoder(library, where)
+        self._encoder = Encoder(encode or partial(ids_of, library), where)
         self._declared = _contents(config)
         _add_declared(library, config, where)
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.

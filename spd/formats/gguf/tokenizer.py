@@ -19,6 +19,7 @@ import tokenizers
 from spd.errors import CheckpointError
 from spd.formats.gguf.container import GgufFile
 from spd.formats.gguf.pre_tokenizers import PreTokenizer, pre_tokenizer_of
+from spd.formats.gguf.scored_merges import FEW, Key, ScoredMerges
 from spd.formats.gguf.vocabulary import (
     BYTE,
     BYTE_LEVEL,
@@ -49,8 +50,13 @@ _KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 Pair = tuple[str, str]
 
 
-def open_tokenizer(file: GgufFile, vocabulary: Vocabulary | None = None) -> Tokenizer:
-    """Build a file's tokenizer; `vocabulary` where it was read. Raises CheckpointError."""
+def open_tokenizer(
+    file: GgufFile, vocabulary: Vocabulary | None = None, few: int = FEW
+) -> Tokenizer:
+    """Build a file's tokenizer; `vocabulary` where it was read. Raises CheckpointError.
+
+    few: see `ScoredMerges.left`.
+    """
     words = vocabulary or Vocabulary.of(file)
     rule = _rule(words) if words.kind == BYTE_LEVEL else None
     parts = _byte_level_parts(rule) if rule else _sentence_piece_parts(words)
@@ -61,14 +67,59 @@ def open_tokenizer(file: GgufFile, vocabulary: Vocabulary | None = None) -> Toke
     named = [{"content": texts[number]} for number in added]
     highest = check_content(where, {**parts, "model": {"vocab": ids}, "added_tokens": named}, 0)
     is_scored = words.kind == SENTENCE_PIECE
-    merges = _merges(words, texts, ids) if is_scored else _file_merges(words)
+    options = _options(words, rule)
     with calling(where):
         library = tokenizers.Tokenizer.from_str(json.dumps({**_EMPTY, **parts}))
-        library.model = _model(ids, merges, _options(words, rule))
+        library.model = _model(ids, [] if is_scored else _file_merges(words), options)
         for special in (True, False):
             several = [texts[number] for number in added if words.is_control(number) == special]
             library.add_tokens([_added(text, words, special=special) for text in several])
-    return Tokenizer(library, highest, tokenizer_config(words), where)
+    config = tokenizer_config(words)
+    if not is_scored:
+        return Tokenizer(library, highest, config, where)
+    merges = _scored_merges(words, library, texts, ids)
+    merges.left = few
+    return Tokenizer(library, highest, config, where, merges.encode)
+
+
+def _scored_merges(
+    words: Vocabulary,
+    library: tokenizers.Tokenizer,
+    texts: Sequence[str],
+    ids: Mapping[str, int],
+) -> ScoredMerges:
+    """Return what merges by scores. Raises CheckpointError where they would mean too many merges."""
+    pieces = _ranked_pieces(words, texts)
+    _check_pieces(words, texts, pieces)
+    scores = {number: score for score, number in pieces}
+
+    def by_lengths(whole: int, first: int, second: int) -> Key:
+        return -scores[whole], -len(texts[first]), -len(texts[second]), whole
+
+    def by_ids(whole: int, first: int, second: int) -> Key:
+        return -scores[whole], whole, first, second
+
+    bytes_ = (number for number, kind in enumerate(words.types) if kind == BYTE)
+    return ScoredMerges(
+        library=library,
+        texts=texts,
+        made=scores.keys(),
+        kept=frozenset(_added_ids(words)).union(bytes_),
+        order=by_lengths if _has_runs_of_blanks(words) else by_ids,
+        whole=lambda: _model(ids, _merges(words, texts, ids), _options(words, None)),
+    )
+
+
+def _check_pieces(
+    words: Vocabulary, texts: Sequence[str], pieces: Sequence[tuple[float, int]]
+) -> None:
+    """Refuse tokens that are too long, or whose merges could have too many characters together."""
+    lengths = [len(texts[number]) for _, number in pieces]
+    key = "tokenizer.ggml.tokens"
+    longest = max(lengths, default=0)
+    words.fields.require(longest <= MAX_PIECE, key, f"one has more than {MAX_PIECE} characters")
+    total = sum(length * (length - 1) for length in lengths)
+    words.fields.require(total <= MAX_MERGED, key, f"mean merges of over {MAX_MERGED:,} characters")
 
 
 _EMPTY: Mapping[str, Any] = {
@@ -186,22 +237,14 @@ def _merges(words: Vocabulary, texts: Sequence[str], ids: Mapping[str, int]) -> 
     are tokens of their own kind, the longest first part first.
     """
     order = _lengths if _has_runs_of_blanks(words) else _by_ids(ids)
-    pieces = _ranked_pieces(words, texts)
-    longest = max((len(texts[number]) for _, number in pieces), default=0)
-    key = "tokenizer.ggml.tokens"
-    words.fields.require(longest <= MAX_PIECE, key, f"one has more than {MAX_PIECE} characters")
     merges: list[Pair] = []
-    left = MAX_MERGED
-    for _, group in groupby(pieces, key=itemgetter(0)):
+    for _, group in groupby(_ranked_pieces(words, texts), key=itemgetter(0)):
         start = len(merges)
         members = 0
         for _, number in group:
-            text = texts[number]
-            pairs = _parts_of(text, ids)
+            pairs = _parts_of(texts[number], ids)
             merges += pairs if order is _lengths or len(pairs) < 2 else sorted(pairs, key=order)
             members += 1
-            left -= len(text) * len(pairs)
-            words.fields.require(left >= 0, key, f"mean merges of over {MAX_MERGED:,} characters")
         if members > 1 and order is _lengths:
             merges[start:] = sorted(merges[start:], key=order, reverse=True)
     return merges

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,6 +16,7 @@ import tokenizers
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf import tokenizer as module
 from spd.formats.gguf.container import GgufFile, GgufValue
 from spd.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
 from spd.formats.gguf.sampling import read_sampling
@@ -207,6 +210,53 @@ def test_runs_that_are_added_tokens_merge_before_all_others() -> None:
     """Their own score, the highest, is not in the file."""
     pieces = [*PIECES, ("\u2581a", -5.0, NORMAL), ("  ", -1000.0, USER_DEFINED)]
     assert texts_of(sentence_piece(*pieces, add_space_prefix=False), "  a") == ["  ", "a"]
+
+
+LONG = 10**9
+"""Characters: so many texts are merged without the library's list of merges; -1 is none."""
+
+
+def random_pieces(draw: random.Random) -> list[tuple[str, float, int]]:
+    """Pieces of few letters, many of one score, some of them added tokens or not to be had."""
+    texts = {"".join(draw.choices("\u2581ab", k=draw.randint(2, 6))) for _ in range(40)}
+    scores = [0.0, -1.0, -1.0, -2.0, -3.5, -1e9]
+    kinds = [NORMAL, NORMAL, NORMAL, NORMAL, CONTROL, UNUSED]
+    pieces = [(text, draw.choice(scores), draw.choice(kinds)) for text in sorted(texts)]
+    if draw.random() < 0.5:
+        pieces = [piece for piece in pieces if set(piece[0]) != {"\u2581"}]
+        pieces += [(length * " ", -1000.0, USER_DEFINED) for length in (2, 3)]
+    draw.shuffle(pieces)
+    return [*PIECES[:3], *pieces]
+
+
+def test_few_texts_are_merged_as_the_library_merges_all() -> None:
+    """The library's list takes long to make; until it is wanted, the same order merges neighbours."""
+    draw = random.Random(3)
+    for _ in range(60):
+        file = file_of(sentence_piece(*random_pieces(draw), add_space_prefix=draw.random() < 0.5))
+        quick, whole = (open_tokenizer(file, few=few) for few in (LONG, -1))
+        for _ in range(20):
+            text = "".join(draw.choices(["a", "b", " ", "\u2581", "\u00e9", "</s>"], k=12))
+            for special in (False, True):
+                expected = whole.encode(text, parse_special=special)
+                assert quick.encode(text, parse_special=special) == expected, ascii(text)
+
+
+def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list is made once, when there were more characters than `few`."""
+    made: list[int] = []
+    whole = module._merges
+
+    def counted(*parts: Any) -> list[tuple[str, str]]:
+        made.append(1)
+        return whole(*parts)
+
+    monkeypatch.setattr(module, "_merges", counted)
+    file = file_of(sentence_piece(*PIECES, ("ab", -1.0, NORMAL), add_space_prefix=False))
+    tokenizer = open_tokenizer(file, few=4)
+    for so_far in (0, 0, 1, 1):
+        assert tokenizer.encode("ab") == [tokenizer.token_to_id("ab")]
+        assert len(made) == so_far
 
 
 def test_phi3_takes_blanks_behind_added_tokens() -> None:
@@ -472,11 +522,13 @@ def test_ids_equal_those_of_the_models_own_file(name: str) -> None:
     file = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     library = tokenizers.Tokenizer.from_str(json.dumps(file))
-    tokenizer = opened(metadata_of(file, JSON_FILES[name], config))
+    own = file_of(metadata_of(file, JSON_FILES[name], config))
+    quick, whole = (open_tokenizer(own, few=few) for few in (LONG, -1))
     names = [token["content"] for token in file["added_tokens"]][:300]
     for text in random_texts(20_000, names):
         expected = library.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, parse_special=True) == expected, ascii(text)
+        assert quick.encode(text, parse_special=True) == expected, ascii(text)
+        assert whole.encode(text, parse_special=True) == expected, ascii(text)
 
 
 PUBLISHED_PAIRS = {
