@@ -109,7 +109,7 @@ def _served(self: Any, number: int, template: str | None) -> tuple[subprocess.Po
             (folder / "chat_template.jinja").write_bytes(source.read_bytes())
     command = [PYTHON, "-m", "spd", "serve", str(folder), "--port", str(port)]
     command += ["--concurrency", str(self.n_slots or 4), "--ctx", str(self.n_ctx or 4096)]
-    command += ["--alias", "any"] if ANY_MODEL else []
+    command += ["--any-model"] if ANY_MODEL else []
     command += ["--alias", self.model_alias] if ANY_MODEL and self.model_alias else []
     environment = {**os.environ}
     if self.api_key:

@@ -105,7 +105,7 @@ def takes_any_model() -> bool:
     """True if `spd serve` has an option to answer to every model's name."""
     command = [sys.executable, "-m", "spd", "serve", "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "--alias" in told.stdout
+    return "--any-model" in told.stdout
 
 
 def run(llama: Path, client: str) -> Report:

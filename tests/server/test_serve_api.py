@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -412,17 +411,6 @@ def test_packed_bodies_and_two_lengths(served: Served) -> None:
         while more := connection.recv(4096):
             data += more
     assert data.startswith(b"HTTP/1.1 400") and b"ambiguous_length" in data
-
-
-@pytest.mark.parametrize(
-    ("names", "aliases", "any_model"),
-    [(None, [], False), (["small"], ["small"], False), (["any", "small"], ["small"], True)],
-)
-def test_the_alias_any_stands_for_every_name(
-    names: list[str] | None, aliases: list[str], any_model: bool
-) -> None:
-    options = ServeOptions(alias=names).for_server(Path())
-    assert (list(options.aliases), options.any_model) == (aliases, any_model)
 
 
 def test_other_names_of_the_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _server = partial(option, "Server")
 PORT = 7373
-ANY = "any"
-"""The alias that stands for every name."""
 
 
 def parse_seconds(text: str) -> float:
@@ -55,14 +53,14 @@ class ServeOptions(ModelArgument, RunOptions):
     idle: float | None = _server(
         None, "TIME", "Exit after that long without requests.", parser=parse_seconds
     )
-    alias: list[str] | None = _server(
-        None, "NAME", "Another name of the model; any: whatever a request names. Repeatable."
-    )
+    alias: list[str] | None = _server(None, "NAME", "Another name of the model. Repeatable.")
+    any_model: bool = _server(False, None, "Answer whatever model a request names.")
     status: bool = _server(False, None, "List the servers that run, and exit.")
     json: bool = _server(False, None, "With --status, as one JSON object.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
+    kernels: Literal["auto"] = "auto"
     lag: Literal["auto"] = "auto"
-    """No option here: it changes no text, and a server is no measurement."""
+    """No options here: a server is no measurement."""
     pull: bool = False
     """No option here: `spd pull` downloads before, or a person says yes at the terminal."""
 
@@ -76,7 +74,6 @@ class ServeOptions(ModelArgument, RunOptions):
         """Return what concerns the server and not its engine."""
         from spd.server.run import ServerOptions
 
-        names = self.alias or ()
         return ServerOptions(
             model=self.model,
             runtime_folder=runtime_folder,
@@ -84,8 +81,8 @@ class ServeOptions(ModelArgument, RunOptions):
             port=self.port,
             api_key=self.api_key,
             idle=self.idle,
-            aliases=[name for name in names if name != ANY],
-            any_model=ANY in names,
+            aliases=self.alias or (),
+            any_model=self.any_model,
         )
 
 
