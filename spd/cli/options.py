@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,8 +62,12 @@ def spec_names(incomplete: str) -> list[str]:
     return [*METHODS, *ARBITRATED]
 
 
-COMPLETED: dict[str | None, Any] = {"METHOD": spec_names, THINK: lambda: ["on", "off", "hide"]}
-COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "HEAD", "SRC"), model_names)
+COMPLETED: dict[str | None, Any] = {
+    "METHOD": spec_names,
+    "METHODS": spec_names,
+    THINK: lambda: ["on", "off", "hide"],
+}
+COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "HEAD"), model_names)
 """What TAB offers for values that are called so."""
 
 
@@ -93,11 +97,11 @@ _model = partial(option, MODEL)
 
 
 def parse_spec(text: str) -> str:
-    """`mtp` or, in any order, `mtp,ngram` or `mtp+ngram`, as the engine calls it. Raises BadParameter."""
+    """Return `mtp` or `mtp+ngram`, also written `ngram,mtp`, as the engine calls it. Raises BadParameter."""
     known, method = spec_names(""), in_order(text)
     if method not in known:
         alone = ", ".join(repr(name) for name in known if "+" not in name)
-        words = f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp,ngram'"
+        words = f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp+ngram'"
         raise typer.BadParameter(words)
     return method
 
@@ -132,11 +136,44 @@ class JsonOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ModelArgument:
-    """The model in the place of --model."""
+    """The model in the place of --model: every command but `generate` takes both."""
 
     model_argument: str | None = argument("MODEL", "A folder, GGUF file, org/name or demo.", None)
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line, not in a file or the environment."""
+
+
+def same_as_argument(default: str = "", **more: Any) -> Any:
+    """Return the field `model` of a command that runs nothing; without a default a model must be typed."""
+    return printed(default, "MODEL", "The same as the argument.", "-m", **more)
+
+
+def take_model(values: dict[str, Any], typed: Collection[str]) -> None:
+    """Let the MODEL argument stand for --model in the `values` of a command.
+
+    typed: names of the values that stood on the command line. Where a folder to write is the second
+    argument, --model leaves the first for it. Raises UsageError for two models, and for none.
+    """
+    if "model_argument" not in values:
+        return
+    argument, model = values["model_argument"], values["model"] if "model" in typed else None
+    if None not in (argument, model) and argument != model:
+        if values.get("destination", argument) is not None:
+            words = "the model is given twice: as an argument and with --model"
+            raise UsageError(words, fix=["use one of them"], code="conflict")
+        values["destination"], argument = Path(argument), model
+    if argument is None and model is None and not values["model"]:
+        raise UsageError("missing argument 'MODEL'")
+    if argument is not None:
+        values["model"] = argument
+
+
+def take_models(arguments: Sequence[str] | None, model: str) -> list[str]:
+    """Return the models of a command that takes many: arguments and --model. Raises UsageError for none."""
+    models = [*(arguments or ()), *([model] if model else [])]
+    if not models:
+        raise UsageError("missing argument 'MODEL…'")
+    return models
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -166,7 +203,7 @@ class EngineOptions(ModelOptions):
     """What proposes tokens, and how the machine is used. Of these only --verify touches the text."""
 
     spec: str = first(
-        "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp,ngram.", parser=parse_spec
+        "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp+ngram.", parser=parse_spec
     )
     draft_model: str | None = first(
         None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."

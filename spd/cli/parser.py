@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,10 @@ BEAM = frozenset(
 )
 
 
+NEAR = 0.75
+"""Of the letters of two names, the share in common from which one may be meant by the other."""
+
+
 def refuse_by_name(name: str) -> None:
     """Say why a command lacks an option that people look for. Raises IncompatibleError and UsageError."""
     if name in BEAM:
@@ -85,6 +89,19 @@ def refuse_by_name(name: str) -> None:
         )
     if name in FIXES:
         raise UsageError(f"no such option: {name}", fix=[FIXES[name]])
+
+
+def near(name: str, options: Sequence[str]) -> list[str]:
+    """Return those of `options` that may be meant by `name`: the beginning of one, or a slip in it."""
+    from difflib import SequenceMatcher
+
+    word = name.strip("-")  # dashes are alike in all
+    return [
+        option
+        for option in options
+        if option.strip("-").startswith(word)
+        or SequenceMatcher(None, word, option.strip("-")).ratio() >= NEAR
+    ]
 
 
 class Command(TyperCommand):
@@ -114,7 +131,9 @@ class Command(TyperCommand):
             return super().parse_args(ctx, words)
         except Exception as error:
             if type(error).__name__ == "NoSuchOption":
-                refuse_by_name(getattr(error, "option_name", ""))
+                name = getattr(error, "option_name", "")
+                refuse_by_name(name)
+                vars(error)["possibilities"] = near(name, getattr(error, "possibilities", ()) or ())
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -13,7 +13,7 @@ from typer.main import get_command, get_group
 
 from spd.cli.chat.slash import Commands
 from spd.cli.commands import build_app, jsonl
-from spd.cli.options import read_settings
+from spd.cli.options import read_settings, take_model
 from spd.cli.parser import ELSEWHERE, FIXES, FOREIGN, LAST, SET_NAMES, refuse_by_name
 from spd.cli.run_settings import CONFLICTS, NEEDS
 from spd.errors import UsageError
@@ -177,6 +177,44 @@ def test_what_is_unknown_says_what_is_near(spd_run) -> None:
     refused(spd_run("chat", "--zzz"), 2, "no such option: --zzz", "fix: spd chat --help")
     for word, words in ELSEWHERE.items():
         refused(spd_run(word), 2, f"no such command '{word}'", words)
+
+
+def test_only_what_is_near_is_suggested(spd_run) -> None:
+    for typed, word in (("--bogus", "--verbose"), ("--stop", "--tp")):
+        ran = spd_run("inspect", typed)
+        refused(ran, 2, f"no such option: {typed}", "fix: spd inspect --help")
+        assert "ossible" not in ran.err and word not in ran.err
+    refused(spd_run("chat", "--draft", "x"), 2, "(Possible options: --draft-max")
+    refused(spd_run("chat", "--temprature=1"), 2, "(Possible options: --temperature)")
+
+
+TAKE_MODEL = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize", "convert-mtp")
+
+
+@pytest.mark.parametrize("command", TAKE_MODEL)
+def test_a_model_is_an_argument_or_an_option(command: str) -> None:
+    """In every command but `generate`, where the argument is the prompt; with a folder to write, too."""
+    folder = ["out"] if command in ("quantize", "convert-mtp") else []
+    ways = (
+        ["M", *folder],
+        ["-m", "M", *folder],
+        [*folder, "--model", "M"],
+        ["M", *folder, "-m", "M"],
+    )
+    for words in ways:
+        values = parsed(command, *words)
+        take_model(values, {"model"} if {"-m", "--model"} & {*words} else set())
+        assert values["model"] == "M", words
+        assert str(values.get("destination")) == "".join(folder or ["None"]), words
+
+
+def test_a_model_in_a_file_of_options_is_never_removed(own, spd_run) -> None:
+    own('model = "org/precious"\n')
+    refused(spd_run("rm", "-y"), 2, "missing argument 'MODEL…'")
+    ran = spd_run("rm", "-y", "org/other")
+    refused(ran, 3, "org/other is not in the local cache")
+    assert "precious" not in ran.err.replace("sets model", "")
+    refused(spd_run("rm", "-y", "-m", "org/third"), 3, "org/third is not in the local cache")
 
 
 def test_a_value_is_never_taken_for_an_option() -> None:

@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from spd.cli.parser import Command
 from spd.cli.terminal.console import Session
-from spd.errors import UsageError
 from spd.version import __version__
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
@@ -90,7 +89,7 @@ def complete(app: typer.Typer, variable: str) -> int:
 
 def load_command(name: str) -> Callable[..., int | None]:
     """Import a command: a function with one parameter for each of its options, as Typer reads commands."""
-    from spd.cli.options import read_settings
+    from spd.cli.options import read_settings, take_model
 
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))
     options = get_type_hints(body)["options"]
@@ -102,11 +101,7 @@ def load_command(name: str) -> Callable[..., int | None]:
         values |= read_settings(values.get("set") or ())
         sources = {name: str(context.get_parameter_source(name)) for name in values}
         typed = frozenset(name for name in values if "COMMANDLINE" in sources[name])
-        if (model := values.get("model_argument")) is not None:
-            if "model" in typed and values["model"] != model:
-                words = "the model is given twice: as an argument and with --model"
-                raise UsageError(words, fix=["use one of them"], code="conflict")
-            values["model"] = model
+        take_model(values, typed)
         if "rendezvous" in hints:
             values["rendezvous"] = session.rendezvous
         if "typed" in hints:

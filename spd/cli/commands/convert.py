@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import JsonOptions, argument, printed
+from spd.cli.options import JsonOptions, ModelArgument, argument, printed, same_as_argument
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, check_new_folder
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ConvertOptions(JsonOptions):
+class ConvertOptions(ModelArgument, JsonOptions):
     """Everything `spd convert-mtp` takes."""
 
-    source: str = argument("SRC", "A folder or org/name with MTP layers, or a head.")
-    destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
+    model_argument: str | None = argument(
+        "MODEL", "A folder or org/name with MTP layers, or a head.", None
+    )
+    destination: Path | None = argument("DIR", "Folder to write. Default: NAME-mtp here.", None)
+    model: str = same_as_argument()
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
 
 
@@ -41,15 +44,15 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     from spd.formats.mtp import plan_head
     from spd.runtime import check_source
 
-    source = ModelFolder.named(options.source)
+    source = ModelFolder.named(options.model)
     source.require_folder("spd convert-mtp")
-    destination = options.destination or Path(f"{Path(options.source).resolve().name}-mtp")
+    destination = options.destination or Path(f"{Path(options.model).resolve().name}-mtp")
     destination = destination.expanduser().absolute()
     check_new_folder(destination)
-    plan = plan_head(source, options.source, check_source)
+    plan = plan_head(source, options.model, check_source)
     with plan.checkpoint:
         own = None if options.dry_run else _write(session, plan, destination)
-    shown = _facts(plan, options.source, destination, own)
+    shown = _facts(plan, options.model, destination, own)
     Sink.stdout().answer(options.json, shown, fact_lines(shown | {"mapped": len(plan.tensors)}))
 
 
@@ -98,11 +101,12 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class QuantizeOptions(JsonOptions):
+class QuantizeOptions(ModelArgument, JsonOptions):
     """Everything `spd quantize` takes."""
 
-    model: str = argument("MODEL", "A folder, or org/name in the cache.")
-    destination: Path = argument("DIR", "Folder to write.")
+    model_argument: str | None = argument("MODEL", "A folder, or org/name in the cache.", None)
+    destination: Path | None = argument("DIR", "Folder to write.", None)
+    model: str = same_as_argument()
     mtp_too: bool = printed(False, None, "Round MTP layers too. Default: they stay as they are.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
 
@@ -117,6 +121,8 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     from spd.formats.side_files import copy_side_files, side_files
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
+    if options.destination is None:
+        raise UsageError("missing argument 'DIR'")
     source = ModelFolder.named(options.model)
     source.require_folder("spd quantize")
     destination = options.destination.expanduser()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import JsonOptions, ModelArgument, printed
+from spd.cli.options import JsonOptions, ModelArgument, printed, same_as_argument
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import Size
@@ -29,7 +29,7 @@ Facts = dict[str, Any]
 class InspectOptions(ModelArgument, JsonOptions):
     """Everything `spd inspect` takes."""
 
-    model: str = printed("demo", "MODEL", "The same as the argument.", "-m", envvar="SPD_MODEL")
+    model: str = same_as_argument("demo", envvar="SPD_MODEL")
     draft: str | None = printed(
         None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model"
     )

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
+from spd.cli.options import (
+    CommonOptions,
+    JsonOptions,
+    ModelArgument,
+    RunOptions,
+    argument,
+    printed,
+    same_as_argument,
+    take_models,
+)
 from spd.cli.terminal.console import Session, tell, write_stderr
 from spd.cli.terminal.plain_text import as_line
 from spd.cli.terminal.progress import loading
@@ -26,10 +35,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PullOptions(JsonOptions):
+class PullOptions(ModelArgument, JsonOptions):
     """Everything `spd pull` takes."""
 
-    name: str = argument("NAME", "org/name on the Hugging Face hub; of GGUF files org/name:Q4_K_M.")
+    model_argument: str | None = argument(
+        "MODEL", "org/name on the Hugging Face hub; of GGUF files org/name:Q4_K_M.", None
+    )
+    model: str = same_as_argument()
     revision: str | None = printed(None, "REV", "Branch, tag or commit.")
     dry_run: bool = printed(False, None, "List the files; download none of the weights.")
 
@@ -38,8 +50,10 @@ class PullOptions(JsonOptions):
 class RemoveOptions(CommonOptions):
     """Everything `spd rm` takes."""
 
-    names: list[str] = argument("MODEL…", "org/name in the cache.")
+    names: list[str] | None = argument("MODEL…", "org/name in the cache.", None)
+    model: str = same_as_argument()
     yes: bool = printed(False, None, "Do not ask.", "-y")
+    typed: frozenset[str] = frozenset()
 
 
 def pull(session: Session, options: PullOptions) -> None:
@@ -50,7 +64,7 @@ def pull(session: Session, options: PullOptions) -> None:
       spd pull unsloth/Qwen3-8B-GGUF:Q4_K_M
     """
     sink = Sink.stdout()
-    model = _look_up(session, options.name, options.revision)
+    model = _look_up(session, options.model, options.revision)
     sizes = {file.rfilename: file.size or 0 for file in model.files}
     shown: dict[str, Any] = {"schema": "spd.pull/1", "model": model.name, "commit": model.commit}
     shown["files"] = [{"name": name, "size": size} for name, size in sizes.items()]
@@ -183,7 +197,9 @@ def rm(session: Session, options: RemoveOptions) -> None:
       spd rm -y org/one org/two
     """
     folders: dict[str, Path] = {}
-    for name in dict.fromkeys(options.names):
+    # A model that a file of options names is for running, not for removal.
+    model = options.model if "model" in options.typed else ""
+    for name in dict.fromkeys(take_models(options.names, model)):
         _refuse_others(name)
         hub.check_repository_name(name)
         folder = folders[name] = hub.cached_folder(name)

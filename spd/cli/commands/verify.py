@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.commands.bench import chosen_prompts, numbers, split
-from spd.cli.options import MODEL, EngineOptions, first, option
+from spd.cli.options import MODEL, EngineOptions, ModelArgument, first, option
 from spd.cli.parser import parse_as
 from spd.cli.run_settings import engine_config
 from spd.cli.terminal.console import Session
@@ -52,7 +52,7 @@ DIFFERENCES = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class VerifyOptions(EngineOptions):
+class VerifyOptions(ModelArgument, EngineOptions):
     """Everything `spd verify` takes."""
 
     adaptive: bool = option(
@@ -73,7 +73,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     """Run prompts with and without speculation, compare every token; the exit code is 6 if one differs.
 
     Examples:
-      spd verify -m FOLDER --lag 2 --json > certificate.json
+      spd verify FOLDER --lag 2 --json > certificate.json
       spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
     """
     from spd.cli.reply_view import versions
