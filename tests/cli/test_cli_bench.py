@@ -228,9 +228,12 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     """One alone; those of a plain run and of drafts share their costs; those of two methods are not mixed."""
 
     def traced(name: str, *words: object) -> Path:
-        ran = spd_run("generate", *QUICK, *words, "--trace", tmp_path / name, ASK)
+        ran = spd_run("generate", *QUICK, *words, "--stats", "--trace", tmp_path / name, ASK)
         assert ran.code == 0 and ran.text.strip()
+        speeds[name] = re.findall(r" · ([\d.]+) tok/s", ran.err)
         return tmp_path / name
+
+    speeds: dict[str, list[str]] = {}
 
     mtp = traced("mtp", "--no-adaptive")
     told = spd_run("explain", mtp)
@@ -238,6 +241,9 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     assert "What limits it is" in told.text.replace("\n", " ")
     assert max(map(len, told.text.splitlines())) <= 80
     assert "mtp k=3" in told.text and "← now" in told.text and "← best" in told.text
+    run_row = next(line for line in told.text.splitlines() if "← now" in line).split()
+    assert run_row[:2] == ["this", "run"]
+    assert float(run_row[5]) == pytest.approx(float(speeds["mtp"][0]), rel=0.02)
     shown = spd_run("explain", mtp, "--json").json
     assert shown["method"] == "mtp" and shown["k"] == 3 and shown["rounds"] > 5
     plain, two = traced("plain", "--spec", "off"), traced("two", "--draft-max", 2, "--no-adaptive")

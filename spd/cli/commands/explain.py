@@ -12,7 +12,14 @@ from spd.cli.terminal.plain_text import WIDTH
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import table_lines
 from spd.errors import IncompatibleError
-from spd.runtime.lab import Explanation, TraceHeader, explain_traces, paragraph, read_trace
+from spd.runtime.lab import (
+    Explanation,
+    Prospect,
+    TraceHeader,
+    explain_traces,
+    paragraph,
+    read_trace,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -50,23 +57,27 @@ def _way(header: TraceHeader) -> str:
     )
 
 
-def explanation_lines(found: Explanation) -> list[str]:
-    """The table of prospects, acceptance by position, and the paragraph."""
-    rows = [
-        [
-            f"{found.method} k={p.k}" if p.k else "plain",
-            f"{p.round_ms:.2f}",
-            f"{p.length:.2f}",
-            f"{p.round_ms / found.plain.round_ms:.2f}",
-            f"{p.tokens_per_second:.1f}",
-            f"{p.speed_up:.2f}",
-            " ".join(
-                mark for mark, way in (("← now", found.now), ("← best", found.best)) if way is p
-            ),
-        ]
-        for p in found.prospects
-        if p.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k)
+def _prospect_cells(name: str, prospect: Prospect, found: Explanation, mark: str) -> list[str]:
+    """Return a row of the table."""
+    return [
+        name,
+        f"{prospect.round_ms:.2f}",
+        f"{prospect.length:.2f}",
+        f"{prospect.round_ms / found.plain.round_ms:.2f}",
+        f"{prospect.tokens_per_second:.1f}",
+        f"{prospect.speed_up:.2f}",
+        mark,
     ]
+
+
+def explanation_lines(found: Explanation) -> list[str]:
+    """Return the table of the run and of prospects, acceptance by position, and the paragraph."""
+    rows = [_prospect_cells("this run", found.now, found, "← now")]
+    for prospect in found.prospects:
+        if prospect.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k):
+            name = f"{found.method} k={prospect.k}" if prospect.k else "plain"
+            mark = "← best" if prospect is found.best else ""
+            rows.append(_prospect_cells(name, prospect, found, mark))
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
     lines = table_lines(header, rows)
     if found.survival:

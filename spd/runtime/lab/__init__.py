@@ -6,7 +6,15 @@ from spd.lazy_names import lazily
 
 _NAMES = {
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "steps"),
-    "explain": ("Explanation", "Trace", "TraceHeader", "explain_traces", "paragraph", "read_trace"),
+    "explain": (
+        "Explanation",
+        "Prospect",
+        "Trace",
+        "TraceHeader",
+        "explain_traces",
+        "paragraph",
+        "read_trace",
+    ),
     "load": ("Load",),
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
     "replay": ("make_requests", "replay_requests"),

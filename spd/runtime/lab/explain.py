@@ -133,6 +133,18 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return max(known[nearest] + slope * (at - nearest), known[nearest] / 2)
 
 
+def mean_parts(records: Sequence[RoundRecord]) -> dict[str, float]:
+    """Return the mean milliseconds of each part of these rounds, which add up to their time on the clock."""
+    return {word: fmean(record.ms[part] for record in records) for part, word in PARTS.items()}
+
+
+def mean_over_typical(records: Sequence[RoundRecord], costs: Costs) -> float:
+    """Return what rounds took over what rounds of their k typically take: above 1 by every hiccup."""
+    typical = {k: sum(round_parts(costs, k).values()) for k in {record.k for record in records}}
+    spent = sum(record.ms[part] for record in records for part in PARTS)
+    return spent / sum(typical[record.k] for record in records)
+
+
 def fit_acceptance(traces: Sequence[Sequence[RoundRecord]]) -> dict[int, tuple[float, ...]]:
     """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have, by their trace's k.
 
@@ -205,14 +217,15 @@ class Explanation:
     method: str
     k: int  # the most common number of drafts a round; 0 where none were drafted
     rounds: int
-    tokens_per_second: float  # as measured
+    tokens_per_second: float  # as measured, the quantity of `generate --stats`
+    parts: Mapping[str, float]  # what a round of the run spent on what, in ms: means
     costs: Costs
     survival: tuple[float, ...]
     prospects: tuple[
         Prospect, ...
     ]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
     plain: Prospect
-    now: Prospect  # what the trace mostly did
+    now: Prospect  # the run itself: means of all its rounds, whatever their k
     best: Prospect
 
     def as_dict(self) -> dict[str, Any]:
@@ -231,28 +244,32 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     used = Counter(record.k for rounds in asked for record in rounds)
     method = own_records[0].method if drafting else "off"
     furthest = min(MAX_DRAFT, max(used) + (0 if split_spec(method)[1] else BEYOND)) if used else 0
-    plain_ms = sum(round_parts(costs, 0).values())
+    # Medians say which k costs what; scaled to the clock, they are told in the run's own tokens a second.
+    scale = mean_over_typical(records, costs)
+    plain_ms = scale * sum(round_parts(costs, 0).values())
 
-    def prospect(k: int) -> Prospect:
-        ms, length = sum(round_parts(costs, k).values()), expected_length(survival, k)
+    def prospect(k: int, length: float, ms: float) -> Prospect:
         return Prospect(k, length, ms, 1000 * length / ms, length * plain_ms / ms)
 
-    ms = sum(record.ms[part] for record in own_records for part in PARTS)
-    committed = sum(len(record.committed) for record in own_records)
-    prospects, k = (
-        tuple(map(prospect, range(furthest + 1))),
-        used.most_common(1)[0][0] if used else 0,
+    prospects = tuple(
+        prospect(k, expected_length(survival, k), scale * sum(round_parts(costs, k).values()))
+        for k in range(furthest + 1)
     )
+    k = used.most_common(1)[0][0] if used else 0
+    parts = mean_parts(own_records)
+    length = fmean(len(record.committed) for record in own_records)
+    now = prospect(k, length, sum(parts.values()))
     return Explanation(
         method=method,
         k=k,
         rounds=len(records),
-        tokens_per_second=1000 * committed / ms,
+        tokens_per_second=now.tokens_per_second,
+        parts=parts,
         costs=costs,
         survival=_survival([record for rounds in asked for record in rounds]),
         prospects=prospects,
         plain=prospects[0],
-        now=prospects[k],
+        now=now,
         best=max(prospects, key=lambda prospect: prospect.tokens_per_second),
     )
 
@@ -264,22 +281,22 @@ def _model_drafts(trace: Trace) -> list[RoundRecord]:
 
 
 def bottleneck(e: Explanation) -> str:
-    """What a round spends most on beside verifying one row; acceptance where that alone decides."""
+    """Return the part that a round spends most on; acceptance where that alone decides."""
     if not e.k:
         return "that nothing was drafted"
-    now, spent = e.now, round_parts(e.costs, e.k)
-    spent["verification"] -= round_parts(e.costs, 0)["verification"]
-    worst = max(spent, key=lambda part: spent[part])
-    if spent[worst] < 0.1 * now.round_ms:
+    now, added, plain = e.now, dict(e.parts), round_parts(e.costs, 0)
+    added["verification"] -= plain["verification"] * e.plain.round_ms / sum(plain.values())
+    dearest = max(added, key=lambda part: added[part])
+    if now.round_ms < 1.1 * e.plain.round_ms:
         return "acceptance: the rounds are as cheap as plain ones"
-    if now.speed_up < 1 and now.length * e.plain.round_ms <= now.round_ms - spent[worst]:
-        return f"acceptance: without {worst} it would not pay either"
-    return worst
+    if now.speed_up < 1 and now.length * e.plain.round_ms <= now.round_ms - added[dearest]:
+        return f"acceptance: without {dearest} it would not pay either"
+    return max(e.parts, key=lambda part: e.parts[part])
 
 
 def next_step(e: Explanation) -> str:
     """The option that promises most, by the trace."""
-    now, best = e.now, e.best
+    now, best = e.prospects[e.k], e.best
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
     if (
@@ -297,19 +314,18 @@ def paragraph(e: Explanation) -> str:
     now, best = e.now, e.best
     sentences = [f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms."]
     if e.k:
-        parts = round_parts(e.costs, e.k)
         shares = ", ".join(
-            f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0
+            f"{ms / now.round_ms:.0%} {name}" for name, ms in e.parts.items() if ms > 0
         )
         plain = "" if 0 in e.costs["verify"] else " (estimated: the trace holds no plain rounds)"
         sentences = [
-            f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
-            f"{now.length:.2f} tokens.",
+            f"With {e.method}, mostly at k = {e.k}, a round takes {now.round_ms:.2f} ms ({shares}) and "
+            f"brings {now.length:.2f} tokens.",
             f"It pays from {now.round_ms / e.plain.round_ms:.2f} tokens on, so this is {now.speed_up:.2f} × "
             f"plain decoding{plain}.",
             f"What limits it is {bottleneck(e)}.",
         ]
-    if best is not now:
+    if best.k != e.k:
         way = f"{e.method} at k = {best.k}" if best.k else "plain decoding"
         speeds = f"{best.tokens_per_second:.1f} tokens/s, {best.speed_up:.2f} × plain"
         sentences.append(f"The best by this trace is {way}: {speeds}.")

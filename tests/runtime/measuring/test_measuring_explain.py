@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any], str, str]] = {
     "a slow drafter": (4, 0.6, {"draft": 6.0}, "drafting", "--spec"),
     "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "verification", "--draft-max 1"),
     "a slow host": (3, 0.5, {"host": 12.0}, "the host", "--graphs on"),
-    "a good drafter": (4, 0.8, {}, "drafting", "nothing: this is the best"),
+    "a good drafter": (4, 0.8, {}, "verification", "nothing: this is the best"),
     "a free drafter": (
         4,
         0.8,
@@ -138,6 +139,26 @@ def test_what_limits_it_and_what_to_try(name: str) -> None:
     assert bottleneck(found).startswith(limit), bottleneck(found)
     assert step in next_step(found), next_step(found)
     assert bottleneck(found) in explain.paragraph(found)
+    if not limit.startswith("acceptance"):
+        shares = {
+            word: int(n)
+            for n, word in re.findall(r"(\d+)% ([a-z ]+)[,)]", found.as_dict()["words"])
+        }
+        assert bottleneck(found) == max(shares, key=lambda word: shares[word])
+
+
+def test_the_run_is_told_by_its_clock_and_prospects_on_the_same_scale() -> None:
+    """Every tenth round takes ten times as long: a median does not see it, the run's tokens a second do."""
+    trace = make_trace(3, 0.6)
+    for record in trace.rounds[::10]:
+        record.ms.update({part: 10 * value for part, value in record.ms.items()})
+    found = explain_traces([trace])
+    seconds = sum(sum(record.ms.values()) for record in trace.rounds) / 1000
+    measured = sum(len(record.committed) for record in trace.rounds) / seconds
+    assert found.now.tokens_per_second == found.tokens_per_second == pytest.approx(measured)
+    assert found.prospects[3].tokens_per_second == pytest.approx(measured, rel=0.03)
+    assert found.now.speed_up == pytest.approx(found.prospects[3].speed_up, rel=0.03)
+    assert sum(found.parts.values()) == pytest.approx(found.now.round_ms)
 
 
 def write(path: Path, trace: Trace) -> Path:
