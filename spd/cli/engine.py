@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from spd.cli.terminal.tables import fact_lines
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.runtime import Engine, EngineClient, EngineConfig, Request
+
+LONG_LOAD = 3.0
+"""Seconds of loading from which on a running server is recommended."""
 
 
 def load(console: Console, name: str, config: EngineConfig) -> Engine:
@@ -33,6 +37,14 @@ def say_before(
 
     notes = notes_before(engine.info, settings.think, settings.vocabulary, request)
     say_notes(console, notes, engine, settings.sampling.words())
+
+
+def say_load(console: Console, name: str, engine: Engine) -> None:
+    """Print a note after a long load that names what would have spared it."""
+    if engine.load_ms >= 1000 * LONG_LOAD:
+        command = f"spd serve --detach -m {shlex.quote(name)}"
+        seconds = engine.load_ms / 1000
+        console.note(f"loading took {seconds:.1f} s; {command} keeps the model loaded")
 
 
 def say_notes(

@@ -18,6 +18,7 @@ from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, to_json
 from spd.cli.terminal.streams import is_terminal, paint
 from spd.conversation.logprobs import logprob_entry
+from spd.conversation.notes import loop_note
 from spd.conversation.thinking import UNANSWERED, ThinkingCount
 from spd.conversation.thinking_splitter import ThinkingSplitter, parted
 from spd.errors import EngineError, IncompleteError, SpdError
@@ -214,6 +215,8 @@ class Delivery:
         else:
             self._finish_text()
         if note := unanswered(fields, self.reply, request):
+            self.session.console.note(note)
+        if note := loop_note(self.reply):
             self.session.console.note(note)
         if options.stats:
             tell(stats_line(metrics))

@@ -1,11 +1,18 @@
-"""What a user may not expect of a run, in words, before it begins."""
+"""What a user may not expect of a run, in words, before it begins and at its end."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from spd.conversation.prompt import SWITCH
 from spd.conversation.vocabulary import Vocabulary
 from spd.runtime import EngineInfo
-from spd.runtime.engine.request import Request
+from spd.runtime.engine.request import Gathered, Request
+
+LOOP_TOKENS = 200
+"""Tokens at the end of a reply that are searched for a repetition."""
+LOOP_PERIOD = 100
+"""The longest repetition that is found, in tokens: twice as many are compared."""
 
 
 def notes_before(
@@ -33,3 +40,22 @@ def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
     if think in ("on", "off") and template is not None and template.switch is None:
         return f"this chat template has no {SWITCH}: thinking cannot be switched on or off"
     return None
+
+
+def loop_note(reply: Gathered) -> str | None:
+    """Return a note where a reply was cut by its limit while it repeated itself; else None."""
+    period = loop_period(reply.token_ids)
+    if reply.finish_reason != "length" or period is None:
+        return None
+    same = "one token" if period == 1 else f"the same {period} tokens"
+    ways = "a smaller -n ends it earlier, --temperature 0.8 may prevent it"
+    return f"the last {LOOP_TOKENS} tokens repeat {same}; {ways}"
+
+
+def loop_period(token_ids: Sequence[int]) -> int | None:
+    """Return the period with which the last LOOP_TOKENS token ids repeat; None where they do not."""
+    last = list(token_ids[-LOOP_TOKENS:])
+    if len(last) < LOOP_TOKENS:
+        return None
+    periods = range(1, LOOP_PERIOD + 1)
+    return next((period for period in periods if last[period:] == last[:-period]), None)

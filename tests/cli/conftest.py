@@ -143,6 +143,8 @@ class Script:
     on_step: Callable[[int], None] | None = None
     on_load: Callable[[Any], None] | None = None
     load_ms: float = 0.0
+    ids: tuple[int, int] | None = None
+    """The token ids of every event; None: ids that go up."""
     captures: int = 0
     """How many rounds there are to be captured before they are run."""
     on_capture: Callable[[int], None] | None = None
@@ -211,7 +213,7 @@ class FakeEngine:
         piece = self._left.pop(0)
         if piece is None:
             return []
-        ids = (self._steps, self._steps + 1)
+        ids = self.script.ids or (self._steps, self._steps + 1)
         self._metrics.outcomes[4, 1] = self._metrics.outcomes.get((4, 1), 0) + 1
         self._metrics.draft_n_accepted_raw += 1
         self._metrics.completion_tokens += 2

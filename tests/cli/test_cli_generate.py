@@ -16,6 +16,7 @@ from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
 from spd.cli.prompt_input import template_variables
 from spd.cli.run_settings import parse_logit_bias, sampling_wishes, unescape
+from spd.conversation.notes import loop_period
 from spd.conversation.sampling import resolve_sampling
 from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder
@@ -51,6 +52,24 @@ def test_exactly_one_newline_is_added_where_none_is(ask, script) -> None:
     whole = (["a\n"], ["a\n", "\n"], ["a\r\n"])
     for script.pieces in (*whole, [""], ["a", ""], ["\x1b[31m\x00"]):
         assert ask().text == "".join(script.pieces) + "\n" * (script.pieces not in whole)
+
+
+def test_a_reply_that_was_cut_while_it_repeated_itself_says_so(ask, script) -> None:
+    script.pieces, script.ids, script.finish = ["ab"] * 100, (5, 6), "length"
+    assert "note: the last 200 tokens repeat the same 2 tokens; a smaller -n" in ask().err
+    assert ask("-q").err == ""
+    script.finish = "stop"
+    assert ask().err == ""
+    script.finish, script.pieces = "length", ["ab"] * 99
+    assert ask().err == ""
+
+
+def test_repetitions_of_up_to_a_hundred_tokens_are_found_at_the_end() -> None:
+    for period in (1, 2, 7, 99, 100):
+        assert loop_period([999, *list(range(period)) * 300]) == period
+    assert loop_period(list(range(101)) * 3) is None
+    assert loop_period([1] * 199) is None and loop_period([1] * 200) == 1
+    assert loop_period([1] * 300 + [2]) is None
 
 
 def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:

@@ -125,6 +125,16 @@ def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
     assert "\rcompiling C kernels …" in terminal.getvalue()
 
 
+def test_a_load_of_seconds_names_what_spares_it(ask, script) -> None:
+    words = "keeps the model loaded"
+    script.load_ms = 2990.0
+    assert words not in ask().err
+    script.load_ms = 3210.0
+    err = ask().err
+    assert "note: loading took 3.2 s; spd serve --detach -m /" in err and err.count(words) == 1
+    assert words not in ask("-q").err + ask("--json").err
+
+
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """A folder with a config.json and nothing else."""

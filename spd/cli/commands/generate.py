@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from spd.cli.engine import load, say_before, say_notes
+from spd.cli.engine import load, say_before, say_load, say_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.terminal.console import Session, tell
 from spd.cli.terminal.sink import Sink, check_writable, to_json
@@ -22,7 +22,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
     Examples:
       spd generate --stats "What does os.path.join do?"
-      cat notes.md | spd generate -s "Be terse" "Summarise"
+      cat notes.md | spd generate -n 200 -s "Be terse" "Summarise"
     """
     from spd.cli.reply_view import Delivery
     from spd.cli.run_settings import check_conflicts, plan_settings
@@ -59,6 +59,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
             request, inside = settings.request(REQUEST_ID, asked)
         say_before(session.console, settings, engine, request)
+        if not options.json:
+            say_load(session.console, options.model, engine)
         marks = settings.vocabulary.marks
         delivery = Delivery(session, options, sink, engine, request, inside, marks)
         if options.trace is None:
