@@ -174,6 +174,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     """What tensors may be stored in where nothing else is said of them."""
 
+    needs_all: bool = False
+    """True if a tensor that the model does not use says that it is another model."""
+
     def __init__(
         self,
         folder: Path,

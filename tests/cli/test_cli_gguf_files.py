@@ -19,7 +19,7 @@ def test_it_writes_tokens(spd_run: Any, file: Path) -> None:
     words = ["generate", "-m", str(file), "--prompt-ids", "1,2,3", "-n", "8", "--ignore-eos"]
     found = spd_run(*words, "--temperature", "0", "--json").json
     assert len(found["token_ids"]) == 8
-    assert found["plan"]["weights_reason"] == "Q4_K multiplied out"
+    assert found["plan"]["weights_reason"].startswith("Q4_K")
 
 
 def test_it_is_shown(spd_run: Any, file: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf.container import GgufFile
 from spd.formats.names import HEAD
 from spd.runtime import SamplingParams
 from spd.runtime.load.gguf_weights import read_values
@@ -125,6 +126,24 @@ def test_an_assistant_in_a_file_drafts(source: Path, tmp_path: Path) -> None:
         assert [run.tokens for run in runs] == [run.tokens for run in wanted]
         assert drafts(runs) == drafts(wanted)
         assert any(found for run in drafts(runs) for found, _ in run)
+
+
+@pytest.mark.parametrize("name", ["llama2", "biases", "qwen2"])
+def test_fused_projections_are_the_folder_s(source: Path, tmp_path: Path, name: str) -> None:
+    folder = TWINS[name](tmp_path / name)
+    file = convert(source, folder, tmp_path / "a.gguf", "f32", "--fuse-qkv")
+    assert "blk.0.attn_qkv.weight" in GgufFile.open(file).tensors
+    assert_same_tensors(folder, file)
+
+
+@pytest.mark.parametrize("more", [(), ("--no-tensor-first-split",)])
+def test_a_split_file_is_the_folder(source: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    folder = TWINS["qwen3"](tmp_path / "qwen3")
+    options = ("--split-max-tensors", "6", *more)
+    convert(source, folder, tmp_path / "a.gguf", "f32", *options)
+    parts = sorted(tmp_path.glob("a-*.gguf"))
+    assert len(parts) > 3
+    assert_same_tensors(folder, parts[2])
 
 
 def test_files_of_bfloat16_are_the_folder_in_bfloat16(source: Path, tmp_path: Path) -> None:

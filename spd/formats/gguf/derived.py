@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from spd.errors import CheckpointError
 from spd.formats.gguf.keys import FULL, SLIDING, Keys
 from spd.formats.gguf.rotation import DEFAULT_THETA, head_width
 
@@ -53,6 +54,14 @@ def _latent(keys: Keys, values: Values) -> dict[str, object]:
     elif values.get("architectures") == ["DeepseekV2ForCausalLM"]:
         found["topk_method"] = "group_limited_greedy"
     return found
+
+
+def _glm(keys: Keys, values: Values) -> dict[str, object]:
+    """GLM-4: what sees images turns other pairs, for which its converter orders rows in another way."""
+    if keys.get("rope.dimension_sections") is not None:
+        why = "the text of a model that sees images is not supported"
+        raise CheckpointError(f"{keys.file.path}: glm4.rope.dimension_sections: {why}")
+    return {}
 
 
 def _recurrent(keys: Keys, values: Values) -> dict[str, object]:
@@ -170,6 +179,7 @@ DERIVED: Mapping[str, Callable[[Keys, Values], dict[str, object]]] = {
     "gemma2": partial(_gemma, large=46),
     "gemma3": partial(_gemma, large=62),
     "deepseek2": _latent,
+    "glm4": _glm,
     "qwen3next": _recurrent,
     "qwen35": _recurrent,
     "qwen35moe": _recurrent,

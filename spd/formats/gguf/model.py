@@ -43,6 +43,7 @@ class GgufCheckpoint(Checkpoint):
     """A file's tensors by Hugging Face's names; `read` gives floats alone, `stored` says what others are."""
 
     dtypes = READ
+    needs_all = True
 
     def __init__(
         self, file: GgufFile, stored: Mapping[str, StoredTensor], unknown: list[str]

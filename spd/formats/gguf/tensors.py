@@ -16,9 +16,13 @@ from spd.formats.gguf.names import LAYER, OUTER, Joined, Names
 from spd.formats.json_file import Fields, shown
 
 Shape = tuple[int, ...]
+_FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+"""Tensors that stand for several, to each of which the converter did what it does to one of its own."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the configuration was made of."""
+_SENSES = ("v.", "mm.", "a.")
+"""What stands before the names of tensors that see or hear, which Ollama keeps in the model's file."""
 MAX_PARTS = 1 << 20
 """Tensors of a model by Hugging Face's names, each expert's matrix counted."""
 
@@ -42,13 +46,19 @@ class StoredTensor:
 def stored_tensors(
     file: GgufFile, row: GgufArchitecture, fields: Fields
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by Hugging Face's names, and the file's names that stand for nothing known."""
+    """Return the tensors by Hugging Face's names, and the file's own of those that no text needs.
+
+    Raises CheckpointError for an unknown one: one architecture's name covers models of several classes.
+    """
     reader = _Reader(row, _Sizes.of(fields.fields("text_config") or fields))
     found: dict[str, StoredTensor] = {}
     unknown: list[str] = []
     for tensor in file.tensors.values():
         named = [*reader.named(tensor, file.tensors)]
         if not named and tensor.name not in _IGNORED and not reader.is_joined(tensor.name):
+            if not reader.is_beside(tensor.name):
+                why = f"is not known in {shown(file.metadata.get('general.architecture'))}"
+                raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
             unknown.append(tensor.name)
         for name, stored in named:
             if name in found:
@@ -134,9 +144,12 @@ class _Reader:
         target, suffix = self._target(tensor.name, own)
         if target is None:
             return
-        changes = self._changes(own)
         targets = (target,) if isinstance(target, str) else target
-        for each, part in zip(targets, self._cut(tensor, targets), strict=True):
+        alike = _FUSED.get(own.removesuffix(suffix)) if len(targets) > 1 else None
+        owns = [f"{stem}{suffix}" for stem in alike] if alike else [own] * len(targets)
+        cut = zip(targets, owns, self._cut(tensor, targets), strict=True)
+        for each, own_name, part in cut:
+            changes = self._changes(own_name)
             name = f"{prefix}{each}{suffix}"
             shape = _RESHAPED.get(own, _same)(part.shape)
             if "{e}" not in each:
@@ -145,6 +158,12 @@ class _Reader:
             for number in range(_experts(tensor)):
                 expert = _expert(part, number)
                 yield name.format(e=number), StoredTensor((expert,), expert.shape, changes)
+
+    def is_beside(self, name: str) -> bool:
+        """True if a tensor is of what sees or hears, or of layers behind the model's own."""
+        block = _BLOCK.fullmatch(name)
+        behind = block is not None and int(block[1]) >= self.sizes.layers
+        return behind or name.startswith(_SENSES)
 
     def is_joined(self, name: str) -> bool:
         """True if a tensor is a part of one that the converter cut."""

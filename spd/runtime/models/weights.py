@@ -207,7 +207,10 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
         unexpected = [name for name in unexpected if name != HEAD]
     if how is not None:
         unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
-    return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
+    unused = [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
+    if unused and checkpoint.needs_all:
+        raise checkpoint.refused(unused[0], f"is not known in {config.architecture}")
+    return unused
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -16,6 +16,7 @@ import pytest
 from spd.errors import CheckpointError, IncompatibleError, NotFoundError, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
+from spd.formats.gguf.changes import HeadPairs
 from spd.formats.gguf.keys import decimal
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.names import LAYER, OUTER
@@ -91,6 +92,8 @@ def test_a_fused_matrix_is_cut(tmp_path: Path) -> None:
         checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"].parts[0] for name in "qkv"
     ]
     assert [part.shape for part in rows] == [(32, 32), (16, 32), (16, 32)]
+    pairs = [checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert [each.changes for each in pairs] == [(HeadPairs(2),), (HeadPairs(1),), ()]
     offsets = [part.offset - rows[0].offset for part in rows]
     assert offsets == [0, 32 * 34, 48 * 34]
     assert unused_tensors(folder.config, folder.checkpoint) == []
@@ -245,9 +248,28 @@ def test_what_is_missing_is_listed(tmp_path: Path) -> None:
         unused_tensors(folder.config, folder.checkpoint)
 
 
-def test_unknown_tensors_are_noted(tmp_path: Path) -> None:
-    folder = written(tmp_path, {}, {"blk.0.strange.weight": Stored("F32", [4])})
-    assert folder.checkpoint.notes == ("not used: 'blk.0.strange.weight'",)
+@pytest.mark.parametrize("name", ["v.blk.0.attn_q.weight", "mm.0.weight", "blk.7.attn_q.weight"])
+def test_what_sees_is_noted(tmp_path: Path, name: str) -> None:
+    folder = written(tmp_path, {}, {name: Stored("F32", [4])})
+    assert folder.checkpoint.notes == (f"not used: {name!r}",)
+
+
+@pytest.mark.parametrize("name", ["blk.0.strange.weight", "strange", "blk.0.ffn_up_shexp.weight"])
+def test_tensors_of_another_model_are_refused(tmp_path: Path, name: str) -> None:
+    """One architecture's name covers several classes: what is not used would be missed."""
+    folder = written(tmp_path, {}, {name: Stored("F32", [64, 32])})
+    with pytest.raises(CheckpointError, match="is not known in "):
+        unused_tensors(folder.config, folder.checkpoint)
+
+
+def test_glm_that_sees_images_is_refused(tmp_path: Path) -> None:
+    """Its converter orders the rows of queries and keys in another way."""
+    keys = {f"glm4.{key}": value for key, value in GLM_KEYS.items()}
+    folder = written(
+        tmp_path, {"general.architecture": "glm4", **keys, "glm4.rope.dimension_sections": [1, 1]}
+    )
+    with pytest.raises(CheckpointError, match="sees images is not supported"):
+        folder.config  # noqa: B018
 
 
 def test_experts_without_number_cost_nothing(tmp_path: Path) -> None:
