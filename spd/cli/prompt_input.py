@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,15 @@ from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.cli.terminal.streams import is_terminal
 from spd.conversation.messages import CHAT, check_messages, check_text
 from spd.conversation.prompt import RESERVED_ARGS, Prompt
-from spd.errors import UsageError
+from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
 from spd.runtime.engine.request import GrammarText
 
 if TYPE_CHECKING:
-    pass
+    from spd.formats.tokenizer import Tokenizer
+
+CUT_SHARE = 0.75
+"""Of the context, for the end of a long text: the other words of the prompt and the reply take the rest."""
 
 
 def gather(options: GenerateOptions) -> Prompt:
@@ -62,6 +66,37 @@ def _gather_text(options: GenerateOptions) -> str:
     files_end = len(parts) - (options.prompt is not None or options.raw)
     cut = [part.removesuffix("\n").removesuffix("\r") for part in parts[:files_end]]
     return "\n\n".join([*cut, *parts[files_end:]])
+
+
+@contextmanager
+def cut_named(
+    options: GenerateOptions, asked: Prompt, context: int, tokenizer: Callable[[], Tokenizer | None]
+) -> Iterator[None]:
+    """Put a command that cuts the text first where it is refused as longer than the context."""
+    try:
+        yield
+    except IncompatibleError as error:
+        if error.code == "context_overflow" and (model := tokenizer()) is not None:
+            error.fix = (*_cut_commands(options, asked, context, model), *error.fix)
+        raise
+
+
+def _cut_commands(
+    options: GenerateOptions, asked: Prompt, context: int, tokenizer: Tokenizer
+) -> list[str]:
+    """Return the command that passes on the end of a long file or of stdin; nothing for other prompts."""
+    files = [name for name in options.file or () if name != "-"]
+    if options.messages is not None or asked.ids is not None or len(files) > 1:
+        return []
+    text = asked.messages[-1]["content"] if asked.text is None else asked.text
+    typed = len(options.prompt or "")
+    if len(text) <= 2 * typed:
+        return []
+    end = text[: len(text) - typed][-2 * context :]
+    size = int(CUT_SHARE * context * len(end.encode()) / max(1, len(tokenizer.encode(end))))
+    size -= size % 10 ** max(0, len(str(size)) - 2)
+    cut = f"tail -c {size} {shlex.quote(files[0])}" if files else f"… | tail -c {size}"
+    return [f"{cut} | spd generate …"]
 
 
 def read_text(name: str) -> str:

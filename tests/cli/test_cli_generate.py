@@ -331,6 +331,23 @@ def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, 
     assert ran.code == 4 and "50 tokens but the context is 32" in ran.err
 
 
+def test_a_log_beyond_the_context_is_refused_with_a_command_that_cuts_it(
+    spd_run, model, script, tmp_path
+) -> None:
+    """Here each byte is a token, and three quarters of 128 are 96."""
+    log = tmp_path / "build log"
+    log.write_text("0123456789" * 3000)
+    raw = ("generate", "-m", model, "--raw")
+    ran = spd_run(*raw, "-f", log, "Why?")
+    assert ran.code == 4 and f"fix: tail -c 96 '{log}' | spd generate …\n" in ran.err
+    ran = spd_run(*raw, "Why?", stdin=log.read_bytes())
+    assert ran.code == 4 and "fix: … | tail -c 96 | spd generate …\n" in ran.err
+    assert spd_run(*raw, "Why?", stdin=log.read_bytes()[-96:]).code == 0
+    assert "tail" not in spd_run(*raw, "x" * 500).err
+    assert "tail" not in spd_run(*raw, "x" * 500, stdin=b"short").err
+    assert "tail" not in spd_run(*raw, "-f", log, "-f", log).err
+
+
 FAR = "word " * 1_000_000
 
 

@@ -46,10 +46,11 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.prompt_input import gather
+        from spd.cli.prompt_input import cut_named, gather
 
         settings, asked = plan_settings(options), gather(options)
-        request, inside = settings.request(REQUEST_ID, asked)
+        with cut_named(options, asked, settings.context, lambda: settings.vocabulary.tokenizer):
+            request, inside = settings.request(REQUEST_ID, asked)
         if options.dry_run:
             text = render_prompt(asked, settings.vocabulary, request.prompt_ids)
             _show_prompt(options, settings.context, text, request, sink)
@@ -57,7 +58,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
         engine = load(session.console, options.model, settings.config)
         if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
-            request, inside = settings.request(REQUEST_ID, asked)
+            with cut_named(options, asked, settings.context, lambda: engine.tokenizer):
+                request, inside = settings.request(REQUEST_ID, asked)
         say_before(session.console, settings, engine, request)
         if not options.json:
             say_load(session.console, options.model, engine)
@@ -74,12 +76,13 @@ def _generate_served(
     session: Session, options: GenerateOptions, sink: Sink, engine: ServedEngine
 ) -> int:
     """Answer one prompt by a running server."""
-    from spd.cli.prompt_input import gather, read_grammar
+    from spd.cli.prompt_input import cut_named, gather, read_grammar
     from spd.cli.reply_view import Delivery
     from spd.cli.run_settings import sampling_wishes
 
-    wishes = sampling_wishes(options)
-    served = engine.prepare(gather(options), wishes, read_grammar(options), options.think)
+    wishes, asked = sampling_wishes(options), gather(options)
+    with cut_named(options, asked, engine.info.ctx, lambda: engine.tokenizer):
+        served = engine.prepare(asked, wishes, read_grammar(options), options.think)
     say_notes(session.console, served.notes, engine, served.parameters)
     delivery = Delivery(
         session, options, sink, engine, served.request, served.inside_thinking, served.marks

@@ -46,7 +46,7 @@ _LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
 """What stands in front of a fact: one or two words and a gap."""
 
 _PASTED = re.compile(
-    r" *(?:fix: )?(?:spd|echo|export|hf|iconv|jq|pip|torchrun|unset|[A-Z_]+=\S*|[-/{]\S*)(?: (?! )|$)"
+    r" *(?:fix: )?(?:spd|echo|export|hf|iconv|jq|pip|tail|torchrun|unset|[A-Z_]+=\S*|[-/{]\S*)(?: (?! )|$)"
 )
 """The beginning of a line that is typed as it stands."""
 
