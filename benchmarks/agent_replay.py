@@ -171,7 +171,7 @@ class Replay:
         self.engine: Any = Engine(config)
         self.service = Service(
             dataclasses.replace(settings, vocabulary=vocabulary),
-            "demo",
+            ["demo"],
             SimpleNamespace(engine=lambda: self.engine),  # type: ignore[arg-type]
         )
         self.written, write = 0, self.engine._write_part

@@ -69,7 +69,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
         lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None
     )
     thread.start()
-    service, listener = Service(settings, options.model, thread), listen("127.0.0.1", 0)
+    service, listener = Service(settings, [options.model], thread), listen("127.0.0.1", 0)
     server = Server(service, options.for_server(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()

@@ -20,17 +20,17 @@ ROOM_STATEMENTS = {
 }
 """The statements that each room may hold; an empty name stands for all other modules."""
 LIMITS = {
-    "long_functions": 6,
-    "long_files": 4,
-    "wide_functions": 8,
+    "long_functions": 5,
+    "long_files": 2,
+    "wide_functions": 4,
     "import_circles": 0,
-    "untyped": 14.0,
-    "tuple_assignments": 17.3,
-    "starred_calls": 5.4,
-    "long_lines": 36.9,
+    "untyped": 13.2,
+    "tuple_assignments": 15.3,
+    "starred_calls": 5.1,
+    "long_lines": 36.0,
     "vague_bindings": 5.3,
     "packed_literals": 16,
-    "noun_docstrings": 222,
+    "noun_docstrings": 219,
     "undocumented": 53,
 }
 """The most of each measure in `spd`: they only fall.

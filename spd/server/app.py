@@ -149,13 +149,13 @@ class App:
         if (name := path.removeprefix(MODEL)) != path:
             self._check_name(name)
             return JSONResponse({"id": name, **card})
-        cards = [{"id": each, **card} for each in (service.name, *service.aliases)]
+        cards = [{"id": each, **card} for each in service.names]
         return JSONResponse({"object": "list", "data": cards})
 
     def _check_name(self, name: str) -> None:
         """Raise ApiError for another model than the one that is served."""
         service = self._service
-        if name not in (service.name, *service.aliases) and not service.any_model:
+        if name not in service.names and not service.any_model:
             why = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
             raise ApiError(404, why, param="model", code="model_not_found")
 

@@ -82,9 +82,8 @@ def run(
     try:
         service = Service(
             settings,
-            options.model,
+            (options.model, *options.aliases),
             thread,
-            aliases=options.aliases,
             any_model=options.any_model,
             say=say,
         )

@@ -39,24 +39,25 @@ class Service:
     def __init__(
         self,
         settings: Settings,
-        name: str,
+        names: Sequence[str],
         thread: EngineThread[Engine],
         *,
         waiting: int = 64,
-        aliases: Sequence[str] = (),
         any_model: bool = False,
         say: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """aliases: further names of the model; any_model: whether every other name is taken, too.
+        """names: of the model, the one that it calls itself first; any_model: whether others are taken, too.
 
         say: called with what the person who runs the server may not expect of a request.
         """
-        self.aliases = tuple(dict.fromkeys(aliases))
+        self.names = tuple(dict.fromkeys(names))
         self.any_model = any_model
         self.engine: Engine = thread.engine()
         self.plan = self.engine.plan
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
-        self.name, self.thread, self.slots = name, thread, self.plan.shape.slots
+        self.name = self.names[0]
+        self.thread = thread
+        self.slots = self.plan.shape.slots
         self._most = self.slots + waiting
         self.counters = defaultdict[str, float](int)
         """What has been served, by the names that `/metrics` shows."""

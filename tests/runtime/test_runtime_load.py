@@ -155,7 +155,7 @@ def held(
     config, meter = read_model_config(folder), meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
         builder = LayerBuilder(
-            Place(torch.float16, "cpu", load_kernels("torch")), config.rms_norm_eps
+            Place(torch.float16, "cpu", load_kernels("torch"), positions=64), config.rms_norm_eps
         )
         builder.fold_norms |= fold
         fill: Any = loader.direct_fill(checkpoint, meter, {})
@@ -163,9 +163,8 @@ def held(
             fill = partial(read_tensors, checkpoint, advance=meter.advance)
         at_once = way == "threaded"
         # Any: which blocks its layers have is in no type.
-        model: Any = loader.build_model(
-            config, loader.decoder_part(config), builder, fill, 64, at_once=at_once, meter=meter
-        )
+        loading = loader.ModelLoading(config, builder, at_once, meter)
+        model: Any = loading.build(loader.decoder_part(config), fill)
     found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
     for i, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.mlp

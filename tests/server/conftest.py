@@ -111,7 +111,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
     thread = EngineThread(load, lambda: (), short=lambda error: None)
     thread.start()
-    service = Service(settings, "demo", thread, waiting=waiting, say=tell)
+    service = Service(settings, ["demo"], thread, waiting=waiting, say=tell)
     listener = listen("127.0.0.1", 0)
     server = Server(service, wanted.for_server(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)

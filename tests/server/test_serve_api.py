@@ -417,7 +417,7 @@ def test_other_names_of_the_model(served: Served, monkeypatch: pytest.MonkeyPatc
     body = {"prompt": "x", "max_tokens": 1}
     path = "/v1/completions"
     assert served.send("POST", path, {**body, "model": "small"})[0] == 404
-    monkeypatch.setattr(served.service, "aliases", ("small",))
+    monkeypatch.setattr(served.service, "names", ("demo", "small"))
     assert served.ask(path, {**body, "model": "small"})["model"] == "demo"
     cards = served.send("GET", "/v1/models")[1]["data"]
     assert [card["id"] for card in cards] == ["demo", "small"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,22 +41,20 @@ def _runners(
     plan: EnginePlan,
     folder: ModelFolder,
     place: Place,
-    positions: int,
     meter: LoadMeter,
     head: Head | None = None,
     shared: KvCache | None = None,
 ) -> list[ModelRunner]:
     """The model of a folder, or each part of a head that is used, with a cache of its own or the `shared`."""
-    shape, load, runners = plan.shape, plan.wishes.load, []
+    shape = plan.shape
+    runners = []
     rows = max(place.kernels.capabilities.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
+    place = replace(place, rows=rows)
     pool, depth = (
         (shape.num_pages, PAGE_SIZE, place.dtype, plan.device),
         ring_depth(shape.draft_max),
     )
-    models = load_model(
-        folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head
-    )
-    for model in models:
+    for model in load_model(folder, place, load=plan.wishes.load, meter=meter, head=head):
         cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
         runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))
@@ -66,16 +65,13 @@ def _drafters(
     plan: EnginePlan, place: Place, runner: ModelRunner, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
     """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
-    draft, mtp, positions, target = (
-        plan.drafting_model,
-        plan.shape.mtp,
-        plan.shape.draft_ctx,
-        runner.model,
-    )
+    draft = plan.drafting_model
+    mtp = plan.shape.mtp
+    target = runner.model
     if mtp is not None:
         find = partial(module_parts, mtp, plan.shape.mtp_modules)
         head = Head(mtp.config, find, target, plan.model, apart)
-        return _runners(plan, mtp.folder, place, positions, meter, head)
+        return _runners(plan, mtp.folder, place, meter, head)
     if draft is None:
         return []
     found: Any = {
@@ -84,7 +80,7 @@ def _drafters(
     }.get(draft.config.head_kind or "")
     own = None if found is None else Head(draft.config, found, target, plan.model, apart)
     shared = runner.cache if draft.config.assistant is not None else None
-    return _runners(plan, draft, place, positions, meter, own, shared)
+    return _runners(plan, draft, place, meter, own, shared)
 
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
@@ -115,10 +111,10 @@ def assemble(
     target, draft, share = (
         (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
     )
-    place = Place(dtype, plan.device, kernels, shape.form, target)
-    (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)
+    place = Place(dtype, plan.device, kernels, shape.form, target, positions=shape.ctx)
+    (runner,) = _runners(plan, plan.model, place, meter)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
-    place = Place(dtype, plan.device, own, shape.draft_form, draft)
+    place = Place(dtype, plan.device, own, shape.draft_form, draft, positions=shape.draft_ctx)
     drafters = _drafters(plan, place, runner, share is not None, meter)
     state = RoundState(
         shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device

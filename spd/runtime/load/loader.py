@@ -22,6 +22,7 @@ from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.runtime.layers.linear import AnyEmbedding, AnyHead
 from spd.runtime.layers.native_linear import PackedEmbedding
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.gguf_weights import gguf_fill, read_values
@@ -31,9 +32,24 @@ from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.assistant_model import AssistantModel
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
-from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
+from spd.runtime.models.builder import (
+    Fill,
+    LayerBuilder,
+    LayerTensors,
+    Place,
+    Tensors,
+    WeightSpace,
+)
+from spd.runtime.models.decoder import (
+    AuxStates,
+    Decoder,
+    DecoderLayer,
+    HeadModel,
+    Parts,
+    build_layer,
+)
 from spd.runtime.models.destinations import Cut, Cuts
+from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout
 
 
@@ -132,83 +148,119 @@ def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> H
     return HeadPart(layout, HeadRules(), {})
 
 
-def build_model(
-    config: ModelConfig,
-    part: HeadPart,
-    builder: LayerBuilder,
-    fill: Fill,
-    positions: int,
-    *,
-    at_once: bool = False,
-    meter: LoadMeter | None = None,
-    target: Decoder | None = None,
-    given: Mapping[str, Tensor] | None = None,
-) -> Decoder:
-    """A decoder whose tensors `fill` writes, with rotary tables for `positions` positions, or a head's part.
+@dataclass(frozen=True)
+class ModelLoading:
+    """What every part of a folder's model, or of its head, is built with.
 
-    With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time. Of a
-    head, `given` are tables that come another way, and `target` has what is missing.
+    With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time.
     """
-    place, layout = builder.place, part.layout
-    ids = None if part.ids is None else part.ids.to(place.device)
-    space = WeightSpace(place)
-    tables = space.block(weights.table_destinations(config, layout))
-    allocated: deque[LayerTensors] = deque()
-    if at_once:
-        allocated.extend(
-            space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers)
+
+    config: ModelConfig
+    builder: LayerBuilder
+    at_once: bool = False
+    meter: LoadMeter | None = None
+
+    def build(
+        self,
+        part: HeadPart,
+        fill: Fill,
+        target: Decoder | None = None,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Decoder:
+        """Return a decoder whose tensors `fill` writes, or a part of a head beside its target.
+
+        given: tables that come another way; `target` has what is missing.
+        """
+        config = self.config
+        layout = part.layout
+        place = self.builder.place
+        ids = None if part.ids is None else part.ids.to(place.device)
+        space = WeightSpace(place)
+        tables = space.block(weights.table_destinations(config, layout))
+        allocated: deque[LayerTensors] = deque()
+        if self.at_once:
+            allocated.extend(
+                space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers)
+            )
+        _filled(space, fill, layout)
+        if layout.logit_scale != 1.0:
+            tables["final_norm"].mul_(layout.logit_scale)
+        tables |= given or {}
+        embedding, head = self._ends(tables, ids, target)
+        layers = []
+        for index, layer in enumerate(layout.layers):
+            if not self.at_once:
+                allocated.append(space.layer(layer, layout.prefix.format(index)))
+                _filled(space, fill, layout)
+            layers.append(self._layer(layer, allocated.popleft()))
+        parts = Parts(
+            tables=tables,
+            embedding=embedding,
+            head=head,
+            layers=layers,
+            rotary=_rotary(config, layout, place),
+            heads=_attention_heads(layout),
+            layout=layout,
+            logit_softcap=config.logit_softcap,
         )
-    _filled(space, fill, layout)
-    if layout.logit_scale != 1.0:
-        tables["final_norm"].mul_(layout.logit_scale)
-    tables |= given or {}
-    is_tied = target is None and "head" not in tables
-    embedding, head = (None, None) if target is None else (target.embedding, target.head)
-    if "head" in tables or is_tied:
-        head = builder.head(tables.kept("embedding" if is_tied else "head"), config.vocab_size, ids)
-        tables.pop("head", None)
-    if "embedding" in tables:
-        same = head if is_tied else None
-        embedding = builder.embedding(tables.kept("embedding"), config.vocab_size, same)
-    assert embedding is not None and head is not None
-    if isinstance(embedding, PackedEmbedding):
-        # The codes are packed, and not needed twice.
-        tables.grouped.clear()
-        tables.pop("embedding")
-    layers = []
-    for index, layer in enumerate(layout.layers):
-        if not at_once:
-            allocated.append(space.layer(layer, layout.prefix.format(index)))
-            _filled(space, fill, layout)
-        tensors = allocated.popleft()
-        nbytes = sum(tensor.nbytes for block in tensors for tensor in block.values())
-        layers.append(build_layer(layer, tensors, builder))
-        del tensors  # packed, and not needed twice
-        if at_once and meter is not None:
-            meter.advance(nbytes, "pack")
-    heads = tuple(
+        if target is None:
+            return Decoder(parts, self.builder)
+        if config.assistant is not None:
+            never = part.rules.never
+            return AssistantModel(config.assistant, parts, self.builder, target, ids, never)
+        if "fuse" in tables:
+            target.reader = AuxStates(config, tables, self.builder, len(target.layers))
+        return HeadModel(part.rules, parts, self.builder, ids)
+
+    def _ends(
+        self, tables: Tensors, ids: Tensor | None, target: Decoder | None
+    ) -> tuple[AnyEmbedding, AnyHead]:
+        """Return the embedding and the head of tables, which lose what is kept packed, or of a target.
+
+        ids: of a head of some of the target's ids each row's.
+        """
+        vocab_size = self.config.vocab_size
+        is_tied = target is None and "head" not in tables
+        embedding, head = (None, None) if target is None else (target.embedding, target.head)
+        if "head" in tables or is_tied:
+            own = tables.kept("embedding" if is_tied else "head")
+            head = self.builder.head(own, vocab_size, ids)
+            tables.pop("head", None)
+        if "embedding" in tables:
+            same = head if is_tied else None
+            embedding = self.builder.embedding(tables.kept("embedding"), vocab_size, same)
+        assert embedding is not None and head is not None
+        if isinstance(embedding, PackedEmbedding):
+            # The codes are packed, and not needed twice.
+            tables.grouped.clear()
+            tables.pop("embedding")
+        return embedding, head
+
+    def _layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
+        """Return a layer of filled tensors, which are packed then."""
+        layer = build_layer(layout, tensors, self.builder)
+        if self.at_once and self.meter is not None:
+            nbytes = sum(tensor.nbytes for block in tensors for tensor in block.values())
+            self.meter.advance(nbytes, "pack")
+        return layer
+
+
+def _attention_heads(layout: ModelLayout) -> tuple[AttentionHeads, ...]:
+    """Return the heads of every shape that layers have."""
+    return tuple(
         AttentionHeads(*sizes, first_key=max(0, layout.shift), sliding=layout.windows(sizes))
         for sizes in dict.fromkeys(block.heads for block in layout.attending)
     )
-    rotary, softcap = _rotary(config, layout, place, positions), config.logit_softcap
-    parts = Parts(tables, embedding, head, layers, rotary, heads, layout, softcap)
-    if target is None:
-        return Decoder(parts, builder)
-    if config.assistant is not None:
-        return AssistantModel(config.assistant, parts, builder, target, ids, part.rules.never)
-    if "fuse" in tables:
-        target.reader = AuxStates(config, tables, builder, len(target.layers))
-    return HeadModel(part.rules, parts, builder, ids)
 
 
-def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
+def _rotary(config: ModelConfig, layout: ModelLayout, place: Place) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.capabilities.float32_rotary else place.dtype
     dims = {
         isinstance(each, GqaLayout) and each.rotation.is_local: each.rotary
         for each in layout.attending
     }
-    given = (positions, exact, place.device, layout.shift)
+    given = (place.positions, exact, place.device, layout.shift)
     alone = None if False in dims else config.local_rope  # of a head whose layers all slide
     table = RotaryTable(alone or config.rope, dims.get(False) or dims[True], *given)
     if config.local_rope is not None:
@@ -260,27 +312,24 @@ def load_model(
     folder: ModelFolder,
     place: Place,
     *,
-    positions: int,
     load: str = "auto",
     meter: LoadMeter | None = None,
-    rows: int = 64,
     head: Head | None = None,
 ) -> list[Decoder]:
     """Load a folder's model or the parts of its head, or random weights of its shapes when load is "dummy".
 
-    rows: the most rows of a forward pass other than a prompt chunk. Of several ranks each reads its part. A
-    head that reads its target's streams feeds it from then on.
+    Of several ranks each reads its part. A head that reads its target's streams feeds it from then on.
     """
-    config, meter = folder.config if head is None else head.config, meter or LoadMeter()
-    builder, made = (
-        LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2),
-        list[Decoder](),
-    )
+    config = folder.config if head is None else head.config
+    meter = meter or LoadMeter()
+    builder = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2)
+    made: list[Decoder] = []
     on_cuda = torch.device(place.device).type == "cuda"
     # What is rounded at load would be there twice, and whole.
     at_once = (
         on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
     )
+    loading = ModelLoading(config, builder, at_once, meter)
     fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
         own = None if load == "dummy" else files.enter_context(folder.checkpoint)
@@ -290,16 +339,13 @@ def load_model(
             if own is not None:
                 fill = checkpoint_fill(own, config, part.layout, place, meter)
             part = replace(part, layout=part.layout.sharded(place.shard))
-            build = partial(
-                build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter
-            )
             if head is None:
-                made.append(build())
+                made.append(loading.build(part, fill))
             else:
-                made.append(build(target=head.target, given=head.tables(part, own, place)))
+                made.append(loading.build(part, fill, head.target, head.tables(part, own, place)))
         if own is not None:
             own.check_unchanged()
             if on_cuda:
                 torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
-    builder.share_workspace(rows)
+    builder.share_workspace(place.rows)
     return made

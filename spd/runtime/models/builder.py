@@ -82,6 +82,10 @@ class Place:
     kernels: Kernels
     form: WeightForm = WIDE
     ranks: Communicator | None = None
+    positions: int = 0
+    """Positions that rotary tables have."""
+    rows: int = 64
+    """The most rows of a forward pass other than a prompt chunk."""
 
     @property
     def shard(self) -> Shard:
