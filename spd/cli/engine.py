@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.terminal.console import Console
 from spd.cli.terminal.progress import loading
-from spd.cli.terminal.tables import fact_lines
+from spd.cli.terminal.streams import is_terminal
+from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -55,5 +57,7 @@ def say_notes(
         console.note(note)
     if console.verbose:
         load = f"{engine.load_ms / 1000:.2f} s"
-        for line in fact_lines({"plan": engine.info.plan, "params": parameters, "load": load}):
+        facts = {"plan": engine.info.plan, "params": parameters, "load": load}
+        columns = None if is_terminal(sys.stderr) else PIPE_COLUMNS
+        for line in fact_lines(facts, columns=columns):
             console.detail(line)

@@ -337,3 +337,34 @@ def stats_line(metrics: RequestMetrics) -> str:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
     return " · ".join(parts)
+
+
+def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> dict[str, Any]:
+    """Return everything that was counted for a reply, in words."""
+    prompt = {
+        "new tokens": metrics.prompt_tokens - metrics.cached_tokens,
+        "cached tokens": metrics.cached_tokens,
+        "time": f"{metrics.prompt_ms / 1000:.2f} s",
+    }
+    reply = {
+        "tokens": metrics.completion_tokens,
+        "first token": f"{metrics.first_token_ms / 1000:.2f} s",
+        "per token": f"{metrics.time_per_output_token_ms:.2f} ms",
+        "speed": f"{metrics.decode_tokens_per_second:.1f} tok/s",
+    }
+    rounds = {
+        "count": metrics.rounds,
+        "with drafts": metrics.num_drafts,
+        "tokens per round": f"{metrics.tokens_per_round:.2f}",
+    }
+    drafts = {
+        "method": info.spec,
+        "draft max": info.draft_max,
+        "drafted tokens": metrics.draft_n,
+        "accepted drafts": metrics.draft_n_accepted,
+        "acceptance rate": f"{metrics.draft_acceptance_rate:.0%}",
+        "mean acceptance length": f"{metrics.mean_acceptance_length:.2f}",
+        "accepted by position": metrics.accepted_per_position,
+    }
+    facts: dict[str, Any] = {"prompt": prompt, "reply": reply, "rounds": rounds}
+    return facts if info.spec == "off" else facts | {"drafts": drafts}

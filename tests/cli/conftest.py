@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -286,6 +287,11 @@ class Ran:
     def text(self) -> str:
         """Standard output as text."""
         return self.out.decode()
+
+    @property
+    def facts(self) -> str:
+        """Standard output as text, each line of facts whole that was broken for a pipe."""
+        return re.sub(r" ·\n +", " · ", self.text)
 
     @property
     def json(self) -> dict[str, Any]:

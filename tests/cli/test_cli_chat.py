@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -175,7 +176,12 @@ def test_what_fails_goes_back(talk: Callable, saved: Callable, script: Any) -> N
 def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_path: Path) -> None:
     ran = talk("Hi", "/stats", "/stats off", "Again", argv=["--stats"])
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%) · ctx 27/128" in ran.err
-    assert "draft acceptance rate      0.25\n" in ran.err
+    assert "\nrounds            count 3 · with drafts 3 · tokens per round 2.00\n" in ran.err
+    drafts = (
+        "method draft · draft max 4 · drafted tokens 12 · accepted drafts 3 · acceptance rate 25% ·"
+    )
+    assert f"\ndrafts            {drafts}" in ran.err
+    assert not re.search("num |draft n|predicted| raw", ran.err), "names of JSON fields"
     (tmp_path / "state").rename(tmp_path / "other")
     (tmp_path / "state").write_text("in the way")
     ran = talk("Hi", "Again", name=None)

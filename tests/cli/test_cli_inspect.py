@@ -50,7 +50,7 @@ def flat(ran: Any) -> str:
 def test_lines_and_json_and_whom_auto_takes(spd_run, whole) -> None:
     ran = spd_run("inspect", "-m", whole)
     assert ran.code == 0 and ran.err == ""
-    lines = {line[:16].strip(): line[18:] for line in ran.text.splitlines()}
+    lines = {line[:16].strip(): line[18:] for line in ran.facts.splitlines()}
     assert " · architecture LlamaForCausalLM · parameters " in lines["target"]
     assert " · kv bytes per token 32 B · template renders" in lines["target"]
     assert "unexpected tensors" not in lines["target"]
@@ -85,8 +85,8 @@ def test_tensors_that_are_missing_or_too_many(spd_run: Callable, model: Path) ->
     write_shard(model / "model.safetensors", shapes | {"mtp.fc.weight": (8, 16), "odd": (1,)})
     ran = spd_run("inspect", model)
     assert (
-        " · unexpected tensors odd · " in ran.text
-        and "layout mtp layout, 1 module at mtp." in ran.text
+        " · unexpected tensors odd · " in ran.facts
+        and "layout mtp layout, 1 module at mtp." in ran.facts
     )
     assert re.search(r" · error .* missing", flat(ran))
     del shapes["model.norm.weight"]
@@ -175,9 +175,9 @@ def test_a_folder_without_tokenizer_or_a_template_that_renders(
         '{"chat_template": "{{ raise_exception(1) }}{% if"}'
     )
     ran = spd_run("inspect", whole)
-    assert ran.code == 0 and " · template does not render: " in ran.text
+    assert ran.code == 0 and " · template does not render: " in ran.facts
     (whole / "tokenizer_config.json").unlink()
-    assert " · template none: use --raw\n" in spd_run("inspect", whole).text
+    assert " · template none: use --raw\n" in spd_run("inspect", whole).facts
     (whole / "tokenizer.json").unlink()
     assert "  vocabulary      size 264\n" in spd_run("inspect", whole).text
 

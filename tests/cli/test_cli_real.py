@@ -21,7 +21,7 @@ from tests.helpers import edit_weights
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
-PROMPT = r"prompt n +(\d+)\ncache n +(\d+)\n"
+PROMPT = r"prompt +new tokens (\d+) · cached tokens (\d+) "
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
 pytestmark = pytest.mark.usefixtures("keep_threads")

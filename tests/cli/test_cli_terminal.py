@@ -103,6 +103,18 @@ def test_reports_break_between_words(folder: Path) -> None:
         assert cells(row) <= 40 or len(row.split()) == 1, row
 
 
+def test_facts_in_a_pipe_are_broken_between_fields_at_100_columns(spd_run, folder) -> None:
+    rows = spd_run("inspect", folder).text.splitlines()
+    end = next(number for number, row in enumerate(rows) if "vocabulary" in row)
+    head = rows[:end]
+    assert len(head) > 3 and head[0].startswith("target            model ")
+    assert all(row.startswith(" " * 18) and row[18] != " " for row in head[1:])
+    for row in rows:
+        assert len(row) <= 100 or " · " not in row.removesuffix(" ·"), row
+    ran = spd_run("generate", "-m", folder, "-v", "--raw", "Hi")
+    assert "plan  " in ran.err and max(map(len, ran.err.splitlines())) <= 100
+
+
 def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model: Path) -> None:
     argv = ["generate", "-m", model, "--stats", "Hi"]
     status, text = on_terminal(*argv, columns=40, code=program(f"pieces={PIECES!r}"), NO_COLOR="1")

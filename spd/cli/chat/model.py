@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli import prompt_input as prompt
 from spd.cli.chat.conversation import ChatEncoder
+from spd.cli.reply_view import stats_facts
 from spd.cli.run_settings import plan_settings
 from spd.cli.served import served_engine
 from spd.cli.terminal.console import Session
@@ -163,12 +164,10 @@ class ChatModel:
         return self._doing
 
     def last_stats(self) -> Iterator[str]:
-        """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
-        metrics = self.metrics
-        if metrics is None:
+        """Return what was counted for the last reply. Raises UsageError."""
+        if self.metrics is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
-        speculation = metrics.speculative_decoding(self.info.spec, self.info.draft_max)
-        return fact_lines(metrics.timings() | speculation)
+        return fact_lines(stats_facts(self.metrics, self.info))
 
     def sampling_lines(self) -> Iterator[str]:
         """How it draws, and where each value comes from."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.terminal.plain_text import CONTROL, MISLEADING, as_line, fit_lines, printable
 from spd.cli.terminal.streams import columns_of, is_terminal
-from spd.cli.terminal.tables import fact_lines
+from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.formats.files import open_output
 
@@ -109,7 +109,8 @@ class Sink:
         if as_json:
             self.write(to_json(shown) + "\n")
         else:
-            self.write_lines(fact_lines(shown) if lines is None else lines)
+            columns = None if self.is_terminal else PIPE_COLUMNS
+            self.write_lines(fact_lines(shown, columns=columns) if lines is None else lines)
 
     def check_reader(self) -> None:
         """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""

@@ -19,8 +19,17 @@ class Size(int):
         return show_size(int(self))
 
 
-def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> Iterator[str]:
-    """A JSON object for people: `name  field value · field value`, what is nested below, nothing empty."""
+PIPE_COLUMNS = 100
+"""Where lines of facts are broken for a pipe or a file."""
+
+
+def fact_lines(
+    facts: Mapping[str, Any], indent: str = "", width: int = 0, columns: int | None = None
+) -> Iterator[str]:
+    """Yield a JSON object for people: `name  field value · field value`, what is nested below, nothing empty.
+
+    columns: where a line is broken between fields; None leaves that to whoever writes it.
+    """
     width = width or max(LABEL, *map(len, facts))
     for name, value in facts.items():
         if name == "schema" or _is_empty(value):
@@ -31,12 +40,22 @@ def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> It
                 yield label + _words(each)
                 continue
             own = {key: one for key, one in each.items() if not (_is_empty(one) or _is_nested(one))}
-            fields = " · ".join(
-                f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items()
-            )
-            yield (label + fields).rstrip()
+            fields = [f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items()]
+            yield from _broken(label, fields, columns)
             below = {key: one for key, one in each.items() if key not in own}
-            yield from fact_lines(below, indent + "  ", width)
+            yield from fact_lines(below, indent + "  ", width, columns)
+
+
+def _broken(label: str, fields: Sequence[str], columns: int | None) -> Iterator[str]:
+    """Yield `label field · field`, in rows of `columns` below each other; a longer field has its own row."""
+    row = label
+    for number, field in enumerate(fields):
+        if number and columns is not None and len(f"{row} · {field} ·") > columns:
+            yield f"{row} ·"
+            row = " " * len(label) + field
+        else:
+            row += f" · {field}" if number else field
+    yield row.rstrip()
 
 
 def _is_empty(value: Any) -> bool:
