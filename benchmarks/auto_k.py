@@ -86,7 +86,7 @@ def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace
         ignore_eos=True,
         waves=options.waves,
     )
-    return Sweep(configs, questions, settings)
+    return Sweep(configs, [questions] * len(configs), settings)
 
 
 def case_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

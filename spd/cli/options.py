@@ -67,7 +67,7 @@ COMPLETED: dict[str | None, Any] = {
     "METHODS": spec_names,
     THINK: lambda: ["on", "off", "hide"],
 }
-COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "HEAD"), model_names)
+COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…", "HEAD"), model_names)
 """What TAB offers for values that are called so."""
 
 

@@ -35,7 +35,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "generate": ("generate", "Answer one prompt, or a file of them, for pipes and scripts."),
         "serve": ("serve", "Serve a model over HTTP, and keep it warm for spd itself."),
         "bench": ("bench", "Measure speculation against plain decoding."),
-        "compare": ("bench", "Compare results of spd bench."),
+        "compare": ("compare", "Compare results of spd bench."),
         "explain": ("explain", "Say in words what a trace shows, and what to try next."),
         "verify": ("verify", "Check that speculation changes no token."),
         "inspect": ("inspect", "Show what a model is and needs; loads no weights."),

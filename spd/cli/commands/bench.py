@@ -1,10 +1,8 @@
-"""`spd bench`: every way of decoding on the same prompts, interleaved with plain decoding, with intervals."""
+"""`spd bench`: models and ways of decoding on the same prompts, interleaved with plain decoding."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -12,8 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from spd.cli.bench_table import SCHEMA, bench_text
 from spd.cli.options import (
-    JsonOptions,
     ModelArgument,
     ModelOptions,
     advanced,
@@ -26,14 +24,12 @@ from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, check_writable, to_json
-from spd.cli.terminal.tables import fact_lines, table_lines
 from spd.errors import CheckFailedError, UsageError
-from spd.formats.files import read_input
-from spd.runtime.lab import DRAFTING, MACHINE, compare_results, verdict
+from spd.runtime.lab import DRAFTING, MACHINE
 from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
-    from spd.runtime.lab import Prompt, Sweep
+    from spd.runtime.lab import Prompt, Question, Sweep
 
 
 def split(text: str, flag: str) -> list[str]:
@@ -66,16 +62,22 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
     return chosen
 
 
-SCHEMA = "spd.bench/1"
+BEGINNING = 2000  # characters of each prompt by which tokenizers are compared
 ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
 """Wishes that all engines share; of others there are lists, and an engine for each combination."""
 
 _sweep, _work = partial(option, "What is compared"), partial(option, "What is asked")
 
 
+MODELS = "A folder, GGUF file, org/name or demo; a list of them compares them."
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchOptions(ModelArgument, ModelOptions):
     """Everything `spd bench` takes. The axes of the sweep are comma lists."""
+
+    model_argument: str | None = argument("MODEL,…", MODELS, None)
+    model: str = first("demo", "MODEL,…", MODELS, "-m", envvar="SPD_MODEL")
 
     spec: str = first(
         "auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured."
@@ -122,11 +124,12 @@ class BenchOptions(ModelArgument, ModelOptions):
 
 
 def bench(session: Session, options: BenchOptions) -> None:
-    """Measure speculation against plain decoding; the exit code is 6 if texts differ.
+    """Measure speculation against plain decoding, and models; the exit code is 6 if texts differ.
 
     Examples:
       spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 -o today.json
-      spd bench --concurrency 1,4,16 --category code
+      spd bench -m FOLDER,FOLDER-int4 --category code
+      spd bench --concurrency 1,4,16
     """
     from spd.runtime.lab import Load, Settings, Sweep, encode_questions
 
@@ -141,16 +144,22 @@ def bench(session: Session, options: BenchOptions) -> None:
         loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
         **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
     )
-    configs, sink = sweep_configs(options), Sink.stdout()
+    sink = Sink.stdout()
+    by_model = {model: sweep_configs(options, model) for model in model_list(options.model)}
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
     prompts = chosen_prompts(options.prompts, options.category)
-    questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens)
-    longest = max(len(question.ids) for question in questions)
-    configs = [
-        replace(config, ctx=longest + settings.max_tokens) for config in configs
-    ]  # and no more cache
+    configs: list[EngineConfig] = []
+    questions: list[Sequence[Question]] = []
+    for its_configs in by_model.values():
+        encoded = encode_questions(its_configs[0].model, prompts, lengths, settings.max_tokens)
+        longest = max(len(question.ids) for question in encoded)
+        # The cache holds no more than is asked.
+        ctx = longest + settings.max_tokens
+        configs += [replace(config, ctx=ctx) for config in its_configs]
+        questions += [encoded] * len(its_configs)
+    names = [model for model, its_configs in by_model.items() for _ in its_configs]
     sweep = Sweep(configs, questions, settings)
     sweep.watch = lambda ended: session.guard.check()
     try:
@@ -158,9 +167,9 @@ def bench(session: Session, options: BenchOptions) -> None:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:
-        _deliver(options, bench_result(options, sweep, interrupted=True), sink)
+        _deliver(options, bench_result(options, sweep, names, interrupted=True), sink)
         raise
-    result = bench_result(options, sweep, interrupted=False)
+    result = bench_result(options, sweep, names, interrupted=False)
     _deliver(options, result, sink)
     if sweep.differences:
         words = f"{len(sweep.differences)} texts differ from plain decoding"
@@ -170,12 +179,17 @@ def bench(session: Session, options: BenchOptions) -> None:
         raise CheckFailedError(words, fix=["--ignore-eos", "a larger -n"])
 
 
-def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
-    """One configuration a way of decoding; plain ones first, one for each setting of the machine."""
+def model_list(text: str) -> list[str]:
+    """Return the models of a comma list; a path that is there is one model, whatever its name."""
+    return [text] if Path(text).expanduser().exists() else split(text, "--model")
+
+
+def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConfig]:
+    """Return a configuration for each way of decoding, plain ones first, one for each machine setting."""
     from spd.formats.folder import ModelFolder
 
     base = EngineConfig(
-        model=ModelFolder.named(options.model),
+        model=ModelFolder.named(model),
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
         **{name: getattr(options, name) for name in ALIKE},
@@ -220,6 +234,21 @@ def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 
+def same_tokens(sweep: Sweep) -> bool:
+    """True if all models cut the prompts into the same tokens, so that their tok/s count the same."""
+    from spd.formats.folder import ModelFolder
+
+    folders = [ModelFolder.of(model) for model in {config.model for config in sweep.configs}]
+    if len(folders) == 1:
+        return True
+    beginnings = [question.prompt.text[:BEGINNING] for question in sweep.questions[0]]
+    tokens = [
+        [folder.tokenizer.encode(text) for text in beginnings] if folder.tokenizer else None
+        for folder in folders
+    ]
+    return all(ids == tokens[0] for ids in tokens)
+
+
 def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
     """Print what has been measured, and write it to the file that was named."""
     sink.answer(options.json, result, bench_text(result))
@@ -228,8 +257,13 @@ def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
             file.write(to_json(result) + "\n")
 
 
-def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
-    """The object of `spd bench --json`; its schema is shipped in `spd/runtime/lab/schemas`."""
+def bench_result(
+    options: BenchOptions, sweep: Sweep, models: Sequence[str], *, interrupted: bool
+) -> dict[str, Any]:
+    """Return the object of `spd bench --json`, whose schema is shipped in `spd/runtime/lab/schemas`.
+
+    models: the name of each configuration's model.
+    """
     from spd.cli.reply_view import versions
     from spd.runtime.lab import describe_machine, make_rows
 
@@ -239,236 +273,11 @@ def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> d
         "versions": versions(),
         "machine": describe_machine(),
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
-        "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions},
+        "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions[0]},
         "plans": sweep.plans,
-        "rows": make_rows(sweep.samples, sweep.plans),
+        "rows": make_rows(sweep.samples, sweep.plans, models),
+        "same_tokens": same_tokens(sweep),
         "equality": {"tokens": sweep.compared, "differences": sweep.differences},
         "samples": [asdict(sample) for sample in sweep.samples],
         "interrupted": interrupted,
     }
-
-
-SLOWER = "▼"
-Row = Mapping[str, Any]
-
-
-def bench_text(result: Mapping[str, Any]) -> list[str]:
-    """A table, and what stands below it."""
-    if not result["rows"]:
-        return ["nothing was measured"]
-    figures = FIGURES if shutil.get_terminal_size((120, 0)).columns < 100 else (*FIGURES, *WIDE)
-    return [*row_table(result["rows"], figures), *fact_lines(_facts(result)), LEGEND]
-
-
-def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    """What was measured with what, whether texts are equal and rows complete, and what was fastest."""
-    plan, versions, rows, equality = (result[n] for n in ("plans", "versions", "rows", "equality"))
-    plan, differences = plan[0], equality["differences"]
-    machine = (
-        f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
-    )
-    asked = {(each["config"], json.dumps(each["work"])) for each in result["samples"]}
-    lost = len(asked) - sum(row["category"] != "all" for row in rows)
-    texts = (
-        f"equal to plain decoding ({equality['tokens']:,} tokens compared)"
-        if equality["tokens"]
-        else ""
-    )
-    if any(row["acceptance"] == "imposed" for row in rows):
-        texts = "without meaning: acceptance is imposed, and drafts are taken unread"
-    if differences:
-        first = "prompt {prompt}, T {temperature:g}, token {position}".format(**differences[0])
-        texts = f"{len(differences)} DIFFER from plain decoding; the first: {first}"
-    return {
-        "model": f"{result['model']} {plan['dtype']}"
-        + ", random weights" * (plan["load"] == "dummy"),
-        "run": f"{machine} · torch {versions.get('torch', '?')} · spd {versions['spd']} · "
-        f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
-        "texts": texts,
-        "rows left out": f"{lost}, where replies ended at the first token" if lost else "",
-        "interrupted": "whole repetitions count, and of a first one what was done"
-        * result["interrupted"],
-        "best": _best(rows),
-    }
-
-
-def _best(rows: Sequence[Row]) -> str:
-    """The speculating row with the highest ratio to plain, or that speculation does not pay."""
-    if not (paired := [row for row in rows if row["speed_up"]]):
-        return ""
-    row = max(paired, key=lambda row: row["speed_up"]["median"])
-    ratio, found = f"{row['speed_up']['median']:.2f} × plain", verdict(row["speed_up"])
-    if found == "slower":
-        return f"--spec off: speculation does not pay here ({ratio} at best)"
-    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio}, {found}"
-
-
-def _method(row: Row) -> str:
-    """`draft k≤4`, with the rule of verification if it is not the usual one."""
-    if row["method"] == "plain":
-        return "plain"
-    rule = "" if row["verify"] == "coupled" else f" {row['verify']}"
-    return f"{row['method']} k{'≤' if row['adaptive'] else '='}{row['draft_max']}{rule}"
-
-
-Columns = Sequence[tuple[str, Callable[[Row], str]]]
-NAMES: Columns = (
-    ("category", lambda row: str(row["category"])),
-    ("T", lambda row: f"{row['temperature']:g}"),
-    ("tokens", lambda row: str(row["prompt_tokens_asked"] or "own")),
-    ("together", lambda row: str(row["concurrency"])),
-    ("rate", lambda row: "" if row["rate"] is None else f"{row['rate']:g}/s"),
-    ("method", _method),
-    ("lag", lambda row: str(row["lag"])),
-    ("graphs", lambda row: "on" if row["graphs"] else "off"),
-    ("tp", lambda row: str(row["tp"])),
-    ("draft-tp", lambda row: str(row["draft_tp"])),
-)
-"""What tells rows apart."""
-ALWAYS = ("category", "T", "method")
-LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
-
-
-def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
-    """What tells rows apart, but for what is the same everywhere, and figures of each."""
-    named = [
-        (name, cell) for name, cell in NAMES if name in ALWAYS or len(set(map(cell, rows))) > 1
-    ]
-    columns = (*named, *figures)
-    return table_lines(
-        [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
-    )
-
-
-def _median(name: str, form: str = ".1f") -> Callable[[Row], str]:
-    return lambda row: "" if row[name] is None else format(row[name]["median"], form)
-
-
-def _share(name: str) -> Callable[[Row], str]:
-    """Half of an interval as a share of its median; a single repetition has none."""
-
-    def shown(row: Row) -> str:
-        share = (row[name] or {}).get("half_width")
-        return "" if share is None else ">99%" if share >= 0.995 else f"{share:.1%}"
-
-    return shown
-
-
-FIGURES: Columns = (
-    ("tok/s", _median("tokens_per_second")),
-    ("±", _share("tokens_per_second")),
-    (
-        "×plain",
-        lambda row: (
-            _median("speed_up", ".2f")(row) + SLOWER * (verdict(row["speed_up"]) == "slower")
-        ),
-    ),
-    ("±", _share("speed_up")),
-    ("len", lambda row: f"{row['acceptance_length']:.2f}"),
-    ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
-    ("TTFT", _median("ttft_ms")),
-    ("TPOT", _median("tpot_ms")),
-)
-
-
-def _positions(row: Row) -> str:
-    """Per cent of the first, second, … drafts that were accepted, of four at most."""
-    pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
-    return "/".join(
-        f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted
-    )
-
-
-WIDE: Columns = (("ITL", _median("itl_ms")), ("by position", _positions))
-"""Figures for terminals of 100 columns or more, and for files."""
-
-
-COMPARED = "spd.compare/1"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CompareOptions(JsonOptions):
-    """Everything `spd compare` takes."""
-
-    files: list[Path] = argument("A.json B.json …", "Results of spd bench, the oldest first.")
-    threshold: float = first(
-        0.03,
-        "SHARE",
-        "A regression is slower by more, and by more than noise. Default: 0.03.",
-        min=0,
-        max=1,
-    )
-
-
-def compare(session: Session, options: CompareOptions) -> None:
-    """Compare results of spd bench with the first; the exit code is 6 if a row became slower.
-
-    Examples:
-      spd compare yesterday.json today.json
-    """
-    if len(options.files) < 2:
-        raise UsageError(
-            "a comparison needs two results or more", fix=["spd compare A.json B.json"]
-        )
-    first, *others = options.files
-    results = [read_result(path) for path in options.files]
-    comparisons = [
-        {
-            "before": str(first),
-            "after": str(path),
-            **compare_results(results[0], result, options.threshold),
-        }
-        for path, result in zip(others, results[1:], strict=True)
-    ]
-    if not any(comparison["changes"] for comparison in comparisons):
-        why = ["Rows match by model, prompts, -n, temperature, load, method and settings."]
-        fix = ["measure with the same options: spd bench --help"]
-        raise UsageError("no rows of these results measure the same work", reason=why, fix=fix)
-    sink = Sink.stdout()
-    shown = {"schema": COMPARED, "threshold": options.threshold, "comparisons": comparisons}
-    sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each)])
-    slower = sum(
-        change["regressed"] for comparison in comparisons for change in comparison["changes"]
-    )
-    if slower:
-        words = (
-            f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise"
-        )
-        raise CheckFailedError(words, fix=["spd explain says what a round's time goes into"])
-
-
-def _lines(comparison: dict[str, Any]) -> list[str]:
-    figures: Columns = (
-        ("before", lambda row: f"{row['before']:.1f}"),
-        ("after", lambda row: f"{row['after']:.1f}"),
-        ("change", lambda row: f"{row['change']:+.1%}"),
-        ("verdict", lambda row: row["verdict"] + (f" {SLOWER}" if row["regressed"] else "")),
-    )
-    lines = [f"{Path(comparison['before']).name} → {Path(comparison['after']).name}"]
-    lines += [f"not under the same conditions: {each}" for each in comparison["conditions"]]
-    lines += row_table(comparison["changes"], figures) if comparison["changes"] else []
-    only = ((comparison["only_before"], "first"), (comparison["only_after"], "second"))
-    return [*lines, *(f"{count} rows only in the {where}" for count, where in only if count)]
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
-    fix = ["spd bench -o FILE writes one"]
-    try:
-        value = json.loads(read_input(path, fix[0]))
-        if (schema := value["schema"]) != SCHEMA:
-            raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
-        _lines(
-            {"before": "", "after": "", **compare_results(value, value, 0.0)}
-        )  # reads all that is read
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path} is not a result of spd bench", reason=[why], fix=fix) from None
-    return dict(value)

@@ -18,7 +18,7 @@ _NAMES = {
     "load": ("Load",),
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
     "replay": ("make_requests", "replay_requests"),
-    "rows": ("DRAFTING", "MACHINE", "compare_results", "make_rows", "verdict"),
+    "rows": ("DRAFTING", "MACHINE", "compare_results", "make_rows", "models_of", "verdict"),
     "sweep": ("Settings", "Sweep"),
 }
 __getattr__ = lazily(__name__, _NAMES)

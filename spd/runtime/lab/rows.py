@@ -17,13 +17,16 @@ KEYS = tuple(field.name for field in fields(Work))
 """What a row shares with the plain row beside it."""
 MACHINE = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
 DRAFTING = ("draft_max", "verify", "draft_tp")
-IDENTITY = (*KEYS, "method", "adaptive", *DRAFTING, *MACHINE)
+IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING, *MACHINE)
 
 
 def make_rows(
-    samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]
+    samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]], models: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Rows of whole repetitions in the order measured, those over all last; plans by configuration."""
+    """Return rows of whole repetitions in the order measured, those over all last.
+
+    plans, models: of each configuration its plan and the name of its model.
+    """
     grouped: dict[Work, dict[int, dict[int, list[Sample]]]] = {}
     several = len({sample.work.category for sample in samples}) > 1
     for sample in samples:
@@ -39,9 +42,11 @@ def make_rows(
             whole = [found for _, found in sorted(repetitions.items()) if len(found) == most]
             speeds = [_speed(found) for found in whole]
             if whole and all(speeds):
-                rows.append({**asdict(work), **_row(plans[config], whole, speeds)})
+                model = models[config] if models else ""
+                rows.append({"model": model, **asdict(work), **_row(plans[config], whole, speeds)})
     for row in rows:
         row["speed_up"] = _speed_up(row, rows)
+        row["over_first_model"] = _over_first_model(row, rows)
     return rows
 
 
@@ -87,12 +92,27 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
 
 def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The ratio to the plain row of the same work, repetition by repetition."""
-    same = itemgetter(*KEYS, *MACHINE)
+    same = itemgetter("model", *KEYS, *MACHINE)
     plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
-    if row["method"] == "plain" or not plain:
-        return None
+    return None if row["method"] == "plain" or not plain else _ratio(row, plain[0])
+
+
+def _over_first_model(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the ratio to the same work and method with the model that was named first."""
+    names = (*KEYS, *MACHINE, "method", "adaptive", "verify", "draft_tp")
+    # A K that adapts is bounded by what each model's drafter can.
+    same = itemgetter(*names, *([] if row["adaptive"] else ["draft_max"]))
+    first = [other for other in rows if other["model"] == rows[0]["model"]]
+    partner = next((other for other in first if same(other) == same(row)), None)
+    return None if partner is None or row in first else _ratio(row, partner)
+
+
+def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ratio of two rows' tokens a second, paired by repetition."""
     pairs = zip(
-        row["tokens_per_second"]["values"], plain[0]["tokens_per_second"]["values"], strict=False
+        row["tokens_per_second"]["values"], other["tokens_per_second"]["values"], strict=False
     )
     return repeat_interval([mine / its for mine, its in pairs])
 
@@ -113,29 +133,45 @@ CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 def compare_results(
     before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
 ) -> dict[str, Any]:
-    """The matched rows of two results, how many of each have no partner, and how the two ran otherwise."""
-    old, new = _keyed(before), _keyed(after)
+    """Return the matched rows of two results, how many have no partner, and how the two ran otherwise.
+
+    Rows of two models match where each result holds one; that they are two is then a condition.
+    """
+    models = [models_of(result) for result in (before, after)]
+    renamed = models[0] != models[1] and len(models[0]) == len(models[1]) == 1
+    old, new = (_keyed(result, ignore_model=renamed) for result in (before, after))
+    pairs = [("model", models[0][0], models[1][0])] if renamed else []
     plans = [result["plans"][0] if result["plans"] else {} for result in (before, after)]
-    pairs = [(name, *(plan.get(name) for plan in plans)) for name in CONDITIONS]
+    pairs += [(name, *(plan.get(name) for plan in plans)) for name in CONDITIONS]
     return {
         "changes": [_change(old[key], row, threshold) for key, row in new.items() if key in old],
         "only_before": len(old.keys() - new.keys()),
         "only_after": len(new.keys() - old.keys()),
+        "models": [models[0][0], models[1][0]] if renamed else [],
         "conditions": [f"{name} {then} → {now}" for name, then, now in pairs if then != now],
     }
 
 
-def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Rows by what two must have in common to be compared: the work, how it was done, real or made-up."""
+def models_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the names of the models of a result, the first one first."""
+    names = (row.get("model") or result["model"] for row in result["rows"])
+    return list(dict.fromkeys(names)) or [result["model"]]
+
+
+def _keyed(
+    result: Mapping[str, Any], *, ignore_model: bool
+) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """Return rows by what two must have in common to be compared: work, method, real or made-up."""
     settings, found = result["settings"], dict[tuple[Any, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(
             result["prompts"][name] for name in row.get("prompts", result["prompts"])
         )
-        work = (result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)(row))
-        found[key] = row
+        model = "" if ignore_model else row.get("model") or result["model"]
+        work = (settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
+        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)({**row, "model": model}))
+        found[key] = {**row, "model": row.get("model") or result["model"]}
     return found
 
 

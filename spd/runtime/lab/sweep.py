@@ -36,8 +36,12 @@ class Sweep:
     """Runs it; `samples` holds what has been measured so far, also after an interrupt."""
 
     def __init__(
-        self, configs: Sequence[EngineConfig], questions: Sequence[Question], settings: Settings
+        self,
+        configs: Sequence[EngineConfig],
+        questions: Sequence[Sequence[Question]],
+        settings: Settings,
     ) -> None:
+        """Take a list of questions for each configuration: the same prompts in its model's own tokens."""
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
         self.report: Callable[[str, int, int], object] = lambda what, done, total: None
         self.watch: Callable[[int], object] = lambda ended: None
@@ -62,7 +66,8 @@ class Sweep:
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))
         for index, engine in enumerate(engines):
-            run_pass(engine, self._requests(*units[0], "warming up"), watch=self.watch)
+            requests = self._requests(index, *units[0], "warming up")
+            run_pass(engine, requests, watch=self.watch)
             self.report("warming up", index + 1, len(engines))
         began, done, each = time.perf_counter(), 0, len(units) * len(engines)
         planned, repetition = self.settings.repetitions, 0
@@ -80,52 +85,56 @@ class Sweep:
                 share = self.settings.seconds / len(self.settings.loads)
                 planned = max(LEAST, min(MOST, int(share / (time.perf_counter() - began))))
 
-    def _units(self, load: Load) -> Iterator[tuple[Work, list[Question]]]:
-        """What is run in one go: a prompt alone, or all prompts of a category together."""
-        groups: dict[tuple[int | None, str], list[Question]] = {}
-        for question in self.questions:
-            groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(
-                question
-            )
+    def _units(self, load: Load) -> Iterator[tuple[Work, list[int]]]:
+        """Yield what is run in one go, by numbers of questions: a prompt, or all of a category together."""
+        groups: dict[tuple[int | None, str], list[int]] = {}
+        for number, question in enumerate(self.questions[0]):
+            groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(number)
         for (length, category), asked in groups.items():
             for heat in self.settings.temperatures:
                 work = Work(
                     category=category, temperature=heat, prompt_tokens_asked=length, **vars(load)
                 )
                 if load == Load():
-                    yield from ((work, [question]) for question in asked)
+                    yield from ((work, [number]) for number in asked)
                 else:
                     together = self.settings.waves * load.concurrency
                     least = max(len(asked), together, BATCH_REQUESTS if load.rate else 0)
                     yield work, list(islice(cycle(asked), least))
 
-    def _requests(self, work: Work, asked: Sequence[Question], tag: str) -> list[Request]:
-        """The same seeds for every engine and repetition."""
+    def _requests(self, index: int, work: Work, asked: Sequence[int], tag: str) -> list[Request]:
+        """Return requests of a configuration, with the same seeds for every engine and repetition."""
         settings = self.settings
         params = {"max_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         return [
-            question.request(f"{tag}.{number}", number, temperature=work.temperature, **params)
-            for number, question in enumerate(asked)
+            self.questions[index][each].request(
+                f"{tag}.{number}", number, temperature=work.temperature, **params
+            )
+            for number, each in enumerate(asked)
         ]
 
     def _pass(
-        self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int
+        self, index: int, engine: Engine, work: Work, asked: Sequence[int], turn: int
     ) -> Pass:
-        requests = self._requests(work, asked, f"{index}.{len(self.samples)}")
+        requests = self._requests(index, work, asked, f"{index}.{len(self.samples)}")
         arrivals = work.arrivals(len(requests), turn)
         ran = run_pass(
             engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch
         )
-        self.samples.append(take_sample(ran, index, work, turn, [q.prompt.name for q in asked]))
+        self.samples.append(take_sample(ran, index, work, turn, self._names(asked)))
         return ran
 
-    def _compare(self, work: Work, asked: Sequence[Question], ran: Mapping[int, Pass]) -> None:
-        """Hold the texts of a unit against those of plain decoding on as many ranks, where they are promised.
+    def _names(self, asked: Sequence[int]) -> list[str]:
+        """Return the names of prompts, which are the same for every configuration."""
+        return [self.questions[0][number].prompt.name for number in asked]
+
+    def _compare(self, work: Work, asked: Sequence[int], ran: Mapping[int, Pass]) -> None:
+        """Compare the texts of a unit with plain decoding of the model on as many ranks, where promised.
 
         More ranks add in another order, which was seen to decide near ties in bfloat16.
         """
         plain = {
-            self.configs[i].tp: i
+            (self.configs[i].model, self.configs[i].tp): i
             for i in sorted(ran, reverse=True)
             if self.configs[i].spec == "off"
         }
@@ -134,7 +143,7 @@ class Sweep:
             sampled_otherwise = config.verify != "coupled" and work.temperature
             if config.spec == "off" or config.synthetic_acceptance is not None or sampled_otherwise:
                 continue
-            names = [question.prompt.name for question in asked]
-            tokens, differences = compare_texts(names, ran[plain[config.tp]], its)
+            expected = ran[plain[config.model, config.tp]]
+            tokens, differences = compare_texts(self._names(asked), expected, its)
             self.compared += tokens
             self.differences += [{"config": index, **each} for each in differences]

@@ -111,7 +111,7 @@ def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishe
     first, second = random_prompts(2, 20, 256)
     told = {"code": first, "edit": first if alike else second}
     questions = [Question(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
-    return Sweep([plain, spec], questions, settings)
+    return Sweep([plain, spec], [questions] * 2, settings)
 
 
 def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
@@ -202,13 +202,13 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
         EngineConfig(model=folder, tp=2),
     ]
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
-    sweep = Sweep(configs, [question], Settings())
+    sweep = Sweep(configs, [[question]] * 3, Settings())
     request = question.request("r", 0)
     lines = [
         Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])
     ]
     ran = {i: Pass([line], [], 1.0) for i, line in enumerate(lines)}
-    sweep._compare(Work(category="code", temperature=0.0), [question], ran)
+    sweep._compare(Work(category="code", temperature=0.0), [0], ran)
     assert [(each["config"], each["expected"]) for each in sweep.differences] == [(2, 7)]
 
 
