@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,7 +17,10 @@ def lazily(package: str, homes: Mapping[str, Collection[str]]) -> Callable[[str]
     def find(name: str) -> Any:
         for home, names in homes.items():
             if name in names:
-                return getattr(importlib.import_module(f"{package}.{home}"), name)
+                with warnings.catch_warnings():
+                    # torch says so on import where NumPy is absent; spd does not need it.
+                    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+                    return getattr(importlib.import_module(f"{package}.{home}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find

@@ -4,10 +4,12 @@ import re
 import shlex
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.mtp import head_config
 from spd.formats.mtp_layout import FAMILIES as LAYOUTS
@@ -68,6 +70,14 @@ def test_it_opens_with_the_two_commands_and_is_short() -> None:
         assert len(block.split("\n")) == 2 and "venv" in block, "one command each, from nothing"
     for name in ("README.md", "ARCHITECTURE.md"):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150, name
+
+
+def test_they_count_the_demos_parameters_as_inspect_does() -> None:
+    tensors = ModelFolder.named("demo").checkpoint.tensors.values()
+    stored = sum(prod(meta.shape) for meta in tensors)
+    assert f"parameters {stored:,} " in README
+    for page in (README, GUIDES[0].read_text("utf-8")):
+        assert f"({stored / 1e6:.1f} M stored" in page
 
 
 def test_every_option_they_name_exists() -> None:

@@ -100,6 +100,17 @@ def test_a_missing_numpy_is_no_news() -> None:
     assert "NumPy" not in done.stderr and "other news" in done.stderr
 
 
+def test_a_missing_numpy_is_no_news_from_python_either() -> None:
+    """torch's first import, through the library's names, is silent, and other warnings come through."""
+    code = (
+        "import sys, warnings; sys.modules['numpy'] = None; import spd; spd.Engine; spd.chat; "
+        "warnings.warn('other news')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "other news" in done.stderr
+    assert "NumPy" not in done.stderr, done.stderr
+
+
 def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, monkeypatch) -> None:
     """Nor by libraries: Triton asks for a compiler by its name, and for headers as the environment says."""
     (tmp_path / "gcc").touch(0o755)
