@@ -31,7 +31,7 @@ from benchmarks.freeze.cells import SHELF, Run, demo_cells, family_cells, make_p
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ADDED = """reasoning plan.token_tiles plan.token_tiles_reason plan.threads_follow plan.checkpoint_bytes
-plan.state_bytes target.gguf target.state_bytes_per_slot needs.parts.states needs.parts.checkpoints
+plan.state_bytes target.gguf draft.gguf target.state_bytes_per_slot needs.parts.states needs.parts.checkpoints
 needs.checkpoint_bytes prompt_ids versions.triton plan.draft_tp_reason
 usage.completion_tokens_details"""
 RENAMED: dict[str, str | None] = dict.fromkeys((*ADDED.split(), "plan.kernels_reason"))

@@ -16,7 +16,7 @@ from spd.cli.parser import Command
 from spd.cli.terminal.console import Session
 from spd.version import __version__
 
-ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
+ROOT_HELP = """Run a language model from its folder or GGUF file, faster, without changing a token.
 
 Standard output carries the answer, standard error everything else. `demo` and `demo-hybrid` are built in:
 toys to try things with. --json, -q and -v may stand before the command too.
