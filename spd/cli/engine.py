@@ -42,8 +42,8 @@ def say_before(
 
 
 def say_load(console: Console, name: str, engine: Engine) -> None:
-    """Print a note after a long load that names what would have spared it."""
-    if engine.load_ms >= 1000 * LONG_LOAD:
+    """Print a note on a terminal after a long load, which names what would have spared it."""
+    if engine.load_ms >= 1000 * LONG_LOAD and is_terminal(sys.stderr):
         command = f"spd serve --detach -m {shlex.quote(name)}"
         seconds = engine.load_ms / 1000
         console.note(f"loading took {seconds:.1f} s; {command} keeps the model loaded")

@@ -314,7 +314,7 @@ def _cached_snapshot(name: str) -> Path:
         said = read_text(main, REF_LIMIT).strip()
         commit = said if said in snapshots else commit
     if commit is None:
-        reason = [f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])]
+        reason = [f"looked for: {main}", *listed([f"in the cache: {each}" for each in snapshots])]
         fix = [f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"]
         raise NotFoundError(
             f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix

@@ -106,7 +106,7 @@ def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
     (model / "refs" / "main").unlink()
     with refused(NotFoundError, "'main'", exit_code=3) as caught:
         resolve_model("org/Model-1.5B")
-    assert caught.value.reason[1:] == (f"there is: {FIRST}", f"there is: {SECOND}")
+    assert caught.value.reason[1:] == (f"in the cache: {FIRST}", f"in the cache: {SECOND}")
     assert caught.value.fix == ("spd pull org/Model-1.5B", f"-m {snapshot(cache, FIRST)}")
     (snapshot(cache, FIRST) / "config.json").unlink()
     snapshot(cache, FIRST).rmdir()

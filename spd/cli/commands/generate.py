@@ -61,7 +61,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
             with cut_named(options, asked, settings.context, lambda: engine.tokenizer):
                 request, inside = settings.request(REQUEST_ID, asked)
         say_before(session.console, settings, engine, request)
-        if not options.json:
+        if not (options.json or options.no_server):
             say_load(session.console, options.model, engine)
         marks = settings.vocabulary.marks
         delivery = Delivery(session, options, sink, engine, request, inside, marks)
