@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
 from spd.cli.terminal.tables import fact_lines, table_lines
 from spd.runtime.lab import models_of, verdict
 
@@ -15,16 +16,71 @@ SLOWER = "▼"
 Row = Mapping[str, Any]
 
 
-def bench_text(result: Mapping[str, Any]) -> list[str]:
-    """Return a table, and what stands below it."""
+def bench_text(result: Mapping[str, Any], glyphs: BarGlyphs | None = None) -> list[str]:
+    """Return a table, bars of `glyphs` where there are some, and what stands below it."""
     rows = result["rows"]
     if not rows:
         return ["nothing was measured"]
     columns = shutil.get_terminal_size((120, 0)).columns
-    figures = NARROW if columns < 60 else FIGURES if columns < 100 else (*FIGURES, *WIDE)
-    if any(row["over_first_model"] for row in rows):
+    is_narrow = columns < NARROW
+    figures = NARROW_FIGURES if is_narrow else FIGURES if columns < 100 else (*FIGURES, *WIDE)
+    if any(row["over_first_model"] for row in rows) and not is_narrow:
         figures = (*figures, *OVER_FIRST)
-    return [*row_table(rows, figures), *fact_lines(_facts(result)), LEGEND]
+    bars = [] if glyphs is None else speed_bars(rows, columns, glyphs)
+    # Bars say what a narrow table does, and are not broken.
+    table = [] if bars and is_narrow and chief_rows(rows) == rows else row_table(rows, figures)
+    return [*table, *bars, *fact_lines(_facts(result)), LEGEND]
+
+
+MOST_BARS = 40  # of more a table says more
+
+
+def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str]:
+    """Return bars of tokens a second with their intervals, for each work a heading and a bar a method."""
+    groups: dict[str, list[Row]] = {}
+    for row in chief_rows(rows):
+        groups.setdefault(work_name(row), []).append(row)
+    if sum(map(len, groups.values())) > MOST_BARS:
+        return []
+    labels = bar_labels(rows)
+    lines = []
+    for work, members in groups.items():
+        bars = []
+        for row in members:
+            speed, ratio = row["tokens_per_second"], row["speed_up"]
+            words = f"{speed['median']:.1f}" + (f" {ratio['median']:.2f}×" if ratio else "")
+            bars.append(Bar(labels(row), speed["median"], words, speed["low"], speed["high"]))
+        lines += ["", f"tok/s, {work}", *bar_lines(bars, columns, glyphs)]
+    return [*lines, ""]
+
+
+def work_name(row: Row) -> str:
+    """Return what a row's requests were: `code, T 0`, with what else is not usual."""
+    parts = ["all prompts" if row["category"] == "all" else row["category"]]
+    parts.append(f"T {row['temperature']:g}")
+    if row["prompt_tokens_asked"]:
+        parts.append(f"{row['prompt_tokens_asked']} tokens")
+    if row["concurrency"] > 1:
+        parts.append(f"{row['concurrency']} together")
+    if row["rate"] is not None:
+        parts.append(f"{row['rate']:g}/s")
+    return ", ".join(parts)
+
+
+def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Return what names a row among rows of the same work: its method, and what else differs in `rows`."""
+    among = ("model", "lag", "graphs", "tp", "draft-tp")
+    differing = [
+        (name, cell) for name, cell in NAMES if name in among and len(set(map(cell, rows))) > 1
+    ]
+
+    def label(row: Row) -> str:
+        words = [
+            cell(row) if name == "model" else f"{name} {cell(row)}" for name, cell in differing
+        ]
+        return " ".join([*words[:1], method_name(row), *words[1:]] if words else [method_name(row)])
+
+    return label
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:
@@ -168,11 +224,11 @@ def _ratio(name: str) -> Callable[[Row], str]:
     return lambda row: _median(name, ".2f")(row) + SLOWER * (verdict(row[name]) == "slower")
 
 
-NARROW: Columns = (
+NARROW_FIGURES: Columns = (
     ("tok/s", _median("tokens_per_second")),
     ("×plain", _ratio("speed_up")),
 )
-"""Figures for terminals of less than 60 columns."""
+"""Figures for narrow terminals."""
 OVER_FIRST: Columns = (("×first", _ratio("over_first_model")), ("±", _share("over_first_model")))
 """Figures where several models are compared."""
 FIGURES: Columns = (

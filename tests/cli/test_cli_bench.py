@@ -15,6 +15,7 @@ from spd.cli.bench_table import bench_text
 from spd.cli.commands.bench import BenchOptions, model_list, sweep_configs
 from spd.cli.commands.compare import read_result
 from spd.cli.commands.verify import apply_settings
+from spd.cli.terminal.bars import ASCII, UNICODE
 from spd.errors import UsageError
 from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Work
@@ -114,6 +115,30 @@ def test_two_models_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert facts["over a"] == "b, plain decoding, 4.00 × (4.00 to 4.00) at T 0"
     assert facts["best of b"] == "draft k=2 (code, T 0), 1.50 × plain, faster"
     assert "other tokens" in facts["tokens"]
+
+
+def test_bars_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heading for each work and a bar a method; of one category a narrow terminal shows bars alone."""
+    speeds = ((0, 1.0), (1, 0.5), (0, 1.1), (1, 0.6))
+    samples = [make_sample(config, n // 2, seconds) for n, (config, seconds) in enumerate(speeds)]
+    plan = {"model": "/m", "dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
+    result: dict[str, Any] = {"model": "m", "versions": {"spd": "1"}, "machine": {}}
+    rows = make_rows(samples, [PLAIN, DRAFT], ["m", "m"])
+    result |= {"rows": rows, "plans": [plan], "interrupted": False, "settings": {"max_tokens": 8}}
+    result |= {"samples": [], "equality": {"tokens": 1, "differences": []}, "same_tokens": True}
+    monkeypatch.setenv("COLUMNS", "80")
+    assert not any("█" in line or "tok/s," in line for line in bench_text(result))
+    text = bench_text(result, UNICODE)
+    at = text.index("tok/s, code, T 0")
+    assert at > 3 and text[at + 1].startswith("plain      █") and text[at + 1].endswith(" 9.5")
+    assert text[at + 2].startswith("draft k=2  █") and text[at + 2].endswith(" 18.3 1.92×")
+    assert text[at + 1].index("┼") * 2 == pytest.approx(text[at + 2].index("┼"), abs=14)
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = bench_text(result, ASCII)
+    assert lines[:3] == ["", "tok/s, code, T 0", "plain"] and lines[3].startswith("  #")
+    assert max(map(len, lines[:6])) < 40 and "".join(lines[:6]).isascii() is False
+    monkeypatch.setattr("spd.cli.bench_table.MOST_BARS", 1)
+    assert bench_text(result, ASCII)[0].split()[0] == "category"
 
 
 def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:

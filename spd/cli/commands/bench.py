@@ -251,7 +251,7 @@ def same_tokens(sweep: Sweep) -> bool:
 
 def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
     """Print what has been measured, and write it to the file that was named."""
-    sink.answer(options.json, result, bench_text(result))
+    sink.answer(options.json, result, bench_text(result, sink.glyphs()))
     if options.output is not None:
         with closing(Sink(options.output)) as file:
             file.write(to_json(result) + "\n")

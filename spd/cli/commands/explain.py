@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from spd.cli.options import JsonOptions, argument
+from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.plain_text import WIDTH
 from spd.cli.terminal.sink import Sink
+from spd.cli.terminal.streams import columns_of
 from spd.cli.terminal.tables import table_lines
 from spd.errors import IncompatibleError
 from spd.runtime.lab import (
@@ -45,7 +48,9 @@ def explain(session: Session, options: ExplainOptions) -> None:
         fix = ["spd explain each by itself, with one of plain decoding beside it"]
         raise IncompatibleError(words, reason=sorted(models | ways), fix=fix)
     found = explain_traces(traces)
-    sink.answer(options.json, found.as_dict(), explanation_lines(found))
+    columns = columns_of(sys.stdout) or WIDTH
+    lines = explanation_lines(found, columns, sink.glyphs())
+    sink.answer(options.json, found.as_dict(), lines)
 
 
 def _way(header: TraceHeader) -> str:
@@ -70,8 +75,11 @@ def _prospect_cells(name: str, prospect: Prospect, found: Explanation, mark: str
     ]
 
 
-def explanation_lines(found: Explanation) -> list[str]:
-    """Return the table of the run and of prospects, acceptance by position, and the paragraph."""
+def explanation_lines(found: Explanation, columns: int, glyphs: BarGlyphs | None) -> list[str]:
+    """Return the table of the run and of prospects, acceptance by position, and the paragraph.
+
+    glyphs: those of bars, on a terminal of so many columns.
+    """
     rows = [_prospect_cells("this run", found.now, found, "← now")]
     for prospect in found.prospects:
         if prospect.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k):
@@ -79,9 +87,19 @@ def explanation_lines(found: Explanation) -> list[str]:
             mark = "← best" if prospect is found.best else ""
             rows.append(_prospect_cells(name, prospect, found, mark))
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
+    if columns < NARROW:
+        header, *rows = ([cells[0], *cells[4:]] for cells in (header, *rows))
     lines = table_lines(header, rows)
-    if found.survival:
-        lines.append(
-            f"accepted by position: {' '.join(f'{share:.0%}' for share in found.survival)}"
-        )
-    return [*lines, *textwrap.wrap(paragraph(found), WIDTH)]
+    shares = [f"{share:.0%}" for share in found.survival]
+    if shares and glyphs is None:
+        lines.append(f"accepted by position: {' '.join(shares)}")
+    elif shares and glyphs is not None:
+        bars = [
+            Bar(f"draft {position}", share, words)
+            for position, (share, words) in enumerate(zip(found.survival, shares, strict=True), 1)
+        ]
+        lines += ["", "accepted by position", *bar_lines(bars, columns, glyphs, axis=1.0), ""]
+    return [
+        *lines,
+        *textwrap.wrap(paragraph(found), min(WIDTH, columns - 1), break_on_hyphens=False),
+    ]

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spd.cli.terminal.bars import ASCII, UNICODE, BarGlyphs
 from spd.cli.terminal.plain_text import CONTROL, MISLEADING, as_line, fit_lines, printable
 from spd.cli.terminal.streams import columns_of, is_terminal
 from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
@@ -111,6 +112,16 @@ class Sink:
         else:
             columns = None if self.is_terminal else PIPE_COLUMNS
             self.write_lines(fact_lines(shown, columns=columns) if lines is None else lines)
+
+    def glyphs(self) -> BarGlyphs | None:
+        """Return the characters of bars that this terminal shows; None where it is no terminal."""
+        if not self.is_terminal:
+            return None
+        try:
+            "".join(vars(UNICODE).values()).encode(self._encoding)
+        except UnicodeEncodeError:
+            return ASCII
+        return UNICODE
 
     def check_reader(self) -> None:
         """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""

@@ -1,0 +1,84 @@
+"""Bars in characters: their lengths, intervals and labels, at every width and in every encoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from spd.cli.terminal.bars import ASCII, UNICODE, Bar, bar_lines
+from spd.cli.terminal.plain_text import cells
+from tests.cli.test_cli_terminal import PLAIN, on_terminal
+from tests.runtime.measuring.test_measuring_explain import make_trace
+
+BARS = [
+    Bar("plain", 50.0, "50.0", 40.0, 60.0),
+    Bar("mtp k=3", 100.0, "100.0 2.00×", 95.0, 105.0),
+    Bar("none", 0.0, "0.0"),
+]
+
+
+def test_a_bar_is_as_long_as_its_value_and_its_interval_lies_over_its_end() -> None:
+    plain, drafts, none = bar_lines(BARS, 80, UNICODE, axis=100.0)
+    width = len(plain) - len("mtp k=3  ") - len(" 50.0")
+    start = len("mtp k=3  ")
+    drawn = plain[start : start + width]
+    assert [drawn.index(mark) for mark in "├┼┤"] == [
+        round(share * width) - 1 for share in (0.4, 0.5, 0.6)
+    ]
+    assert set(drawn[: drawn.index("├")]) == {"█"} and set(drawn[drawn.index("┤") + 1 :]) == {" "}
+    assert drafts[start + width - 1] == "▸", "its interval goes on beyond the axis"
+    assert none == f"{'none':<{start + width}} 0.0"
+    full = bar_lines(BARS[:2], 80, UNICODE)[1]
+    assert full[start : start + width].rstrip()[-1] == "┤", (
+        "the axis holds an interval that is near"
+    )
+
+
+def test_without_an_interval_a_bar_is_blocks_alone() -> None:
+    for value, share in ((1.0, 1.0), (0.5, 0.5), (0.0, 0.0)):
+        (line,) = bar_lines([Bar("a", value, "x")], 80, ASCII, axis=1.0)
+        width = len(line) - len("a  ") - len(" x")
+        assert line == f"a  {'#' * round(share * width):<{width}} x"
+    assert bar_lines([], 80, ASCII) == []
+    assert "#" not in bar_lines([Bar("a", 0.0, "0")], 80, ASCII)[0], "and nothing is divided by 0"
+
+
+def test_a_wide_interval_does_not_squeeze_the_bars() -> None:
+    wild = Bar("wild", 40.0, "40.0", 1.0, 4000.0)
+    lines = bar_lines([*BARS[:1], wild], 80, UNICODE)
+    assert lines[0].count("█") > 20 and lines[1].rstrip("40. ").endswith("▸")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 59, 60, 80, 200])
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+def test_no_line_is_wider_than_the_terminal(columns: int, glyphs) -> None:
+    bars = [
+        *BARS,
+        Bar("a name that is far too long for any terminal" * 2, 70.0, "70.0", 60.0, 80.0),
+    ]
+    lines = bar_lines(bars, columns, glyphs)
+    assert len(lines) == len(bars) * (2 if columns < 60 else 1)
+    assert all(cells(line) < columns for line in lines)
+    if glyphs is ASCII:
+        assert "".join(lines).replace("×", "").replace("…", "").isascii()
+
+
+def test_explain_on_terminals(tmp_path: Path) -> None:
+    """In 40 columns, without colours, and where the encoding has no blocks."""
+    trace = make_trace(3, 0.6, rounds=60)
+    path = tmp_path / "trace"
+    lines = [dataclasses.asdict(each) for each in (trace.header, *trace.rounds)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for columns, environment, block in ((40, PLAIN, "█"), (90, {}, "█"), (40, ascii_only, "#")):
+        status, text = on_terminal("explain", path, columns=columns, **environment)
+        assert status == 0 and "\x1b" not in text
+        rows = text.splitlines()
+        at = rows.index("accepted by position")
+        drawn = "".join(rows[at + 1 : at + 7])
+        assert all(f"draft {n}" in drawn for n in (1, 2, 3)) and block * 5 in drawn
+        assert max(map(cells, rows)) < columns or columns == 40, text
+        assert max(map(cells, rows)) <= columns
