@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from spd.runtime import EngineClient, EngineInfo
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
+Facts = dict[str, int | str | list[int]]
+"""What was counted, by its name in words."""
 
 
 class DraftedText:
@@ -339,25 +341,25 @@ def stats_line(metrics: RequestMetrics) -> str:
     return " · ".join(parts)
 
 
-def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> dict[str, Any]:
+def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts]:
     """Return everything that was counted for a reply, in words."""
-    prompt = {
+    prompt: Facts = {
         "new tokens": metrics.prompt_tokens - metrics.cached_tokens,
         "cached tokens": metrics.cached_tokens,
         "time": f"{metrics.prompt_ms / 1000:.2f} s",
     }
-    reply = {
+    reply: Facts = {
         "tokens": metrics.completion_tokens,
         "first token": f"{metrics.first_token_ms / 1000:.2f} s",
         "per token": f"{metrics.time_per_output_token_ms:.2f} ms",
         "speed": f"{metrics.decode_tokens_per_second:.1f} tok/s",
     }
-    rounds = {
+    rounds: Facts = {
         "count": metrics.rounds,
         "with drafts": metrics.num_drafts,
         "tokens per round": f"{metrics.tokens_per_round:.2f}",
     }
-    drafts = {
+    drafts: Facts = {
         "method": info.spec,
         "draft max": info.draft_max,
         "drafted tokens": metrics.draft_n,
@@ -366,5 +368,5 @@ def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> dict[str, Any]:
         "mean acceptance length": f"{metrics.mean_acceptance_length:.2f}",
         "accepted by position": metrics.accepted_per_position,
     }
-    facts: dict[str, Any] = {"prompt": prompt, "reply": reply, "rounds": rounds}
+    facts = {"prompt": prompt, "reply": reply, "rounds": rounds}
     return facts if info.spec == "off" else facts | {"drafts": drafts}

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spd.cli.terminal.bars import ASCII, UNICODE, BarGlyphs
 from spd.cli.terminal.plain_text import CONTROL, MISLEADING, as_line, fit_lines, printable
@@ -18,9 +18,6 @@ from spd.cli.terminal.streams import columns_of, is_terminal
 from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.formats.files import open_output
-
-if TYPE_CHECKING:
-    pass
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -6,10 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import IO
 
 
 def paint(text: str, style: str, color: bool) -> str:
@@ -17,7 +14,7 @@ def paint(text: str, style: str, color: bool) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if color else text
 
 
-def wants_color(stream: IO[Any] | None, environ: Mapping[str, str]) -> bool:
+def wants_color(stream: IO[str] | None, environ: Mapping[str, str]) -> bool:
     """NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the terminal."""
     if environ.get("NO_COLOR"):
         return False
@@ -26,7 +23,7 @@ def wants_color(stream: IO[Any] | None, environ: Mapping[str, str]) -> bool:
     return environ.get("TERM") != "dumb" and is_terminal(stream)
 
 
-def is_terminal(stream: IO[Any] | None) -> bool:
+def is_terminal(stream: IO[str] | None) -> bool:
     """Whether a stream is there, open and a terminal."""
     try:
         return stream is not None and stream.isatty()
@@ -34,12 +31,12 @@ def is_terminal(stream: IO[Any] | None) -> bool:
         return False
 
 
-def columns_of(stream: IO[Any] | None) -> int | None:
+def columns_of(stream: IO[str] | None) -> int | None:
     """The current width of a stream's terminal; None if it is not a terminal."""
     return terminal_size(stream).columns if is_terminal(stream) else None
 
 
-def terminal_size(stream: IO[Any] | None) -> os.terminal_size:
+def terminal_size(stream: IO[str] | None) -> os.terminal_size:
     """Columns and lines of a stream's terminal now; 80 by 24 where it does not say."""
     columns = lines = 0
     with suppress(OSError, ValueError, AttributeError):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spd.cli.terminal.plain_text import LABEL, LISTED
 from spd.runtime.plan.config import show_size
-
-if TYPE_CHECKING:
-    pass
 
 
 class Size(int):
