@@ -15,7 +15,7 @@ from benchmarks.peers.pairs import PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
 from spd.runtime.lab.load import Load
-from spd.runtime.lab.rows import repeat_interval
+from spd.runtime.lab.rows import Interval, repeat_interval
 
 LEAST_REQUESTS = 16
 TIMEOUT = 1200.0
@@ -136,5 +136,5 @@ def _equal(tally: LoadTally, reference: LoadTally | None) -> int | None:
     return sum(one == other for one, other in zip(tally.texts, reference.texts, strict=False))
 
 
-def _ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+def _ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
     return repeat_interval([a / b for a, b in zip(over, under, strict=True)])

@@ -143,9 +143,9 @@ class ModelArgument:
     """Names of these fields that stood on the command line, not in a file or the environment."""
 
 
-def same_as_argument(default: str = "", **more: Any) -> Any:
+def same_as_argument(default: str = "", envvar: str | None = None) -> Any:
     """Return the field `model` of a command that runs nothing; without a default a model must be typed."""
-    return printed(default, "MODEL", "The same as the argument.", "-m", **more)
+    return printed(default, "MODEL", "The same as the argument.", "-m", envvar=envvar)
 
 
 def take_model(values: dict[str, Any], typed: Collection[str]) -> None:

@@ -70,7 +70,7 @@ def test_explain_on_terminals(tmp_path: Path) -> None:
     """In 40 columns, without colours, and where the encoding has no blocks."""
     trace = make_trace(3, 0.6, rounds=60)
     path = tmp_path / "trace"
-    lines = [dataclasses.asdict(each) for each in (trace.header, *trace.rounds)]
+    lines = [dataclasses.asdict(trace.header), *map(dataclasses.asdict, trace.rounds)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     for columns, environment, block in ((40, PLAIN, "█"), (90, {}, "█"), (40, ascii_only, "#")):

@@ -8,11 +8,23 @@ from itertools import zip_longest
 from math import ceil, exp, log, pi, sqrt
 from operator import itemgetter
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, TypedDict
 
 from spd.runtime.lab.load import Sample, Work
 
 ALL = "all"
+
+
+class Interval(TypedDict):
+    """A median of repetitions, and where that of as many new ones will lie; see `repeat_interval`."""
+
+    median: float
+    low: float | None
+    high: float | None
+    values: tuple[float, ...]
+    half_width: float | None
+
+
 KEYS = tuple(field.name for field in fields(Work))
 """What a row shares with the plain row beside it."""
 MACHINE = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
@@ -90,16 +102,14 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
-def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """The ratio to the plain row of the same work, repetition by repetition."""
     same = itemgetter("model", *KEYS, *MACHINE)
     plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
     return None if row["method"] == "plain" or not plain else _ratio(row, plain[0])
 
 
-def _over_first_model(
-    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def _over_first_model(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """Return the ratio to the same work and method with the model that was named first."""
     names = (*KEYS, *MACHINE, "method", "adaptive", "verify", "draft_tp")
     # A K that adapts is bounded by what each model's drafter can.
@@ -109,7 +119,7 @@ def _over_first_model(
     return None if partner is None or row in first else _ratio(row, partner)
 
 
-def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Interval:
     """Return the ratio of two rows' tokens a second, paired by repetition."""
     pairs = zip(
         row["tokens_per_second"]["values"], other["tokens_per_second"]["values"], strict=False
@@ -117,11 +127,11 @@ def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return repeat_interval([mine / its for mine, its in pairs])
 
 
-def verdict(spread: Mapping[str, Any] | None) -> str:
+def verdict(spread: Interval | None) -> str:
     """`faster`, `slower`, or `within noise` where the interval of a ratio holds 1."""
     if spread is None:
         return ""
-    if spread["low"] is None or spread["low"] <= 1 <= spread["high"]:
+    if spread["low"] is None or spread["high"] is None or spread["low"] <= 1 <= spread["high"]:
         return "within noise"
     return "faster" if spread["low"] > 1 else "slower"
 
@@ -203,7 +213,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 WINSORIZED = 7  # values from which on the extremes of a sample are drawn in
 
 
-def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
+def repeat_interval(values: Sequence[float]) -> Interval:
     """The median of repeated positive measurements and where the median of as many new ones will lie.
 
     As JSON: `low` and `high` hold a second run's median with 95 % chance; `half_width` is half of that as a
