@@ -20,7 +20,18 @@ else:
     import tomli as tomllib
 
 TYPED = frozenset(
-    {"continue", "dry-run", "file", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
+    {
+        "continue",
+        "dry-run",
+        "file",
+        "help",
+        "json",
+        "jsonl",
+        "messages",
+        "output",
+        "plot",
+        "prompt-ids",
+    }
     | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
 """What a single run is about, and every consent: no file may set it."""

@@ -20,6 +20,7 @@ from spd.cli.options import (
     option,
 )
 from spd.cli.parser import in_order, parse_as, parse_size
+from spd.cli.plot import PLOT_HELP, check_plot, plot_bench
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
@@ -91,6 +92,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     concurrency: str = first("1", "N,…", "Requests at a time; with --rate, most slots. Default: 1.")
     json: bool = first(False, None, "One JSON object with every sample.")
     output: Path | None = first(None, "FILE", "Write the JSON object there too.", "-o")
+    plot: Path | None = first(None, "FILE", PLOT_HELP)
     mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _sweep(
         None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive"
@@ -135,6 +137,7 @@ def bench(session: Session, options: BenchOptions) -> None:
 
     if options.output is not None:
         check_writable(options.output)
+    check_plot(options.plot)
     slots = numbers(options.concurrency, "--concurrency", "int", 1, 1024)
     rates: Sequence[float | None] = [None]
     if options.rate is not None:
@@ -250,11 +253,13 @@ def same_tokens(sweep: Sweep) -> bool:
 
 
 def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
-    """Print what has been measured, and write it to the file that was named."""
+    """Print what has been measured, and write and draw it to the files that were named."""
     sink.answer(options.json, result, bench_text(result, sink.glyphs()))
     if options.output is not None:
         with closing(Sink(options.output)) as file:
             file.write(to_json(result) + "\n")
+    if options.plot is not None and result["rows"]:
+        plot_bench(result, options.plot)
 
 
 def bench_result(

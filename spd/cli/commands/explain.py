@@ -7,7 +7,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from spd.cli.options import JsonOptions, argument
+from spd.cli.options import JsonOptions, argument, printed
+from spd.cli.plot import PLOT_HELP, check_plot, plot_explanation
 from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.plain_text import WIDTH
@@ -30,6 +31,7 @@ class ExplainOptions(JsonOptions):
     """Everything `spd explain` takes."""
 
     files: list[Path] = argument("TRACE …", "Files of --trace, all of one model.")
+    plot: Path | None = printed(None, "FILE", PLOT_HELP)
 
 
 def explain(session: Session, options: ExplainOptions) -> None:
@@ -39,6 +41,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
       spd generate -n 256 --trace run.jsonl "Write a poem"
       spd explain run.jsonl
     """
+    check_plot(options.plot)
     sink = Sink.stdout()
     traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces}
@@ -51,6 +54,8 @@ def explain(session: Session, options: ExplainOptions) -> None:
     columns = columns_of(sys.stdout) or WIDTH
     lines = explanation_lines(found, columns, sink.glyphs())
     sink.answer(options.json, found.as_dict(), lines)
+    if options.plot is not None:
+        plot_explanation(found, options.plot)
 
 
 def _way(header: TraceHeader) -> str:
