@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
+from spd.cli.terminal.plain_text import cells
 from spd.cli.terminal.tables import fact_lines, table_lines
 from spd.runtime.lab import models_of, verdict
 
@@ -22,14 +23,21 @@ def bench_text(result: Mapping[str, Any], glyphs: BarGlyphs | None = None) -> li
     if not rows:
         return ["nothing was measured"]
     columns = shutil.get_terminal_size((120, 0)).columns
-    is_narrow = columns < NARROW
-    figures = NARROW_FIGURES if is_narrow else FIGURES if columns < 100 else (*FIGURES, *WIDE)
-    if any(row["over_first_model"] for row in rows) and not is_narrow:
-        figures = (*figures, *OVER_FIRST)
     bars = [] if glyphs is None else speed_bars(rows, columns, glyphs)
     # Bars say what a narrow table does, and are not broken.
-    table = [] if bars and is_narrow and chief_rows(rows) == rows else row_table(rows, figures)
+    are_enough = bars and columns < NARROW and chief_rows(rows) == rows
+    table = [] if are_enough else _fitting_table(rows, columns)
     return [*table, *bars, *fact_lines(_facts(result)), LEGEND]
+
+
+def _fitting_table(rows: Sequence[Row], columns: int) -> list[str]:
+    """Return a table with as many figures as fit beside each other, two at least."""
+    over_first = OVER_FIRST if any(row["over_first_model"] for row in rows) else ()
+    for figures in ((*FIGURES, *WIDE), FIGURES, FIGURES[:SPEEDS]):
+        table = row_table(rows, (*figures, *over_first))
+        if max(map(cells, table)) < columns:
+            return table
+    return row_table(rows, NARROW_FIGURES, always=("method",))
 
 
 MOST_BARS = 40  # of more a table says more
@@ -191,13 +199,14 @@ NAMES: Columns = (
 )
 """What tells rows apart."""
 ALWAYS = ("category", "T", "method")
+SPEEDS = 4  # of `FIGURES`, the first ones
 LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
 
 
-def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
+def row_table(rows: Sequence[Row], figures: Columns, always: Sequence[str] = ALWAYS) -> list[str]:
     """What tells rows apart, but for what is the same everywhere, and figures of each."""
     named = [
-        (name, cell) for name, cell in NAMES if name in ALWAYS or len(set(map(cell, rows))) > 1
+        (name, cell) for name, cell in NAMES if name in always or len(set(map(cell, rows))) > 1
     ]
     columns = (*named, *figures)
     return table_lines(
@@ -252,4 +261,4 @@ def _positions(row: Row) -> str:
 
 
 WIDE: Columns = (("ITL", _median("itl_ms")), ("by position", _positions))
-"""Figures for terminals of 100 columns or more, and for files."""
+"""Figures for wide terminals, and for files."""

@@ -109,6 +109,11 @@ def test_two_models_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = bench_text(result)
     assert [line.split()[0] for line in lines[:5]] == ["model", "a", "a", "b", "b"]
     assert lines[0].split()[-2:] == ["×first", "±"] and lines[3].split()[-2] == "4.00"
+    named = "model category T method tok/s ± ×plain ± ×first ±"
+    for columns, header in (("80", named), ("40", "model method tok/s ×plain")):
+        monkeypatch.setenv("COLUMNS", columns)
+        narrow = bench_text(result)[:5]
+        assert narrow[0].split() == header.split() and max(map(len, narrow)) < int(columns)
     facts = {line[:16].strip(): line[18:] for line in lines[5:-1]}
     assert facts["model"] == "a float32, b bfloat16"
     assert facts["best of a"] == "draft k=2 (code, T 0), 2.00 × plain, faster"
@@ -138,7 +143,7 @@ def test_bars_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[:3] == ["", "tok/s, code, T 0", "plain"] and lines[3].startswith("  #")
     assert max(map(len, lines[:6])) < 40 and "".join(lines[:6]).isascii() is False
     monkeypatch.setattr("spd.cli.bench_table.MOST_BARS", 1)
-    assert bench_text(result, ASCII)[0].split()[0] == "category"
+    assert bench_text(result, ASCII)[0].split() == ["method", "tok/s", "×plain"]
 
 
 def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:
