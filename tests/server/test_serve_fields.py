@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from spd.server import chat_completions
+from spd.server.request import PASSED_OVER
 from tests.server.conftest import MESSAGES, SLOTS, Served
 
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
@@ -145,3 +147,25 @@ def test_scores_without_a_reply(served: Served) -> None:
         "finish_reason": "length",
         "text": "ab",
     }
+
+
+def test_every_field_of_a_chat_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is checked and then forgotten would be accepted in silence."""
+    seen: set[str] = set()
+
+    class Body(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            seen.add(name)
+            return super().__getitem__(name)
+
+        def __contains__(self, name: object) -> bool:
+            seen.add(str(name))
+            return super().__contains__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            seen.add(name)
+            return super().get(name, default)
+
+    monkeypatch.setattr(chat_completions, "with_one_limit", lambda body, name: Body(body))
+    chat_completions.read_chat({"messages": MESSAGES}, served.service.settings)
+    assert chat_completions.CHAT.keys() - seen - PASSED_OVER == {"max_completion_tokens"}

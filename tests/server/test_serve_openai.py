@@ -23,7 +23,7 @@ from tests.cli.conftest import until
 from tests.recipes.published_hybrids import RELEASES, write_published
 from tests.server.conftest import QUESTION, Served
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 SHARED = """
 import json, sys
@@ -207,7 +207,7 @@ def test_every_field_is_listed() -> None:
     assert {name for name in CHAT.keys() - beside - penalties if f"`{name}`" not in PAGE} == set()
 
 
-AGENTS = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+AGENTS = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"\| (\d+) GB \| `spd serve Qwen/(\S+) ?(.*?)` \| ([\d,]+) \|", AGENTS)
 
 
