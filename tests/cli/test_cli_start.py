@@ -37,6 +37,7 @@ OF_MODELS = {
     "COMP_CWORD": "3",
     "HF_HUB_CACHE": "CACHE",
 }
+OF_OPTIONS = {**QUESTION, "COMP_WORDS": "spd generate --spe", "COMP_CWORD": "2"}
 OF_COMMANDS, CACHE = (
     {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"},
     {"HF_HUB_CACHE": "CACHE"},
@@ -51,6 +52,7 @@ LOADED = [
     ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
     ("ls", CACHE, "Qwen/Qwen3-0.6B", LIGHT),
     ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
+    ("", OF_OPTIONS, "--spec\n", HEAVY | {"spd.conversation", "logging", "hashlib"}),
     ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
     ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
 ]

@@ -10,7 +10,6 @@ from spd.cli.engine import load, say_before, say_load, say_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.terminal.console import Session, tell
 from spd.cli.terminal.sink import Sink, check_writable, to_json
-from spd.conversation.settings import REQUEST_ID
 
 if TYPE_CHECKING:
     from spd.runtime import Engine, Request, RoundRecord
@@ -47,6 +46,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
             return generate_lines(session, options, sink)
         from spd.cli.prompt_input import cut_named, gather
+        from spd.conversation.settings import REQUEST_ID
 
         settings, asked = plan_settings(options), gather(options)
         with cut_named(options, asked, settings.context, lambda: settings.vocabulary.tokenizer):

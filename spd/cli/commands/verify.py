@@ -12,7 +12,6 @@ from typing import Any
 from spd.cli.commands.bench import chosen_prompts, numbers, split
 from spd.cli.options import MODEL, EngineOptions, ModelArgument, first, option
 from spd.cli.parser import parse_as
-from spd.cli.run_settings import engine_config
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink
@@ -77,6 +76,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
       spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
     """
     from spd.cli.reply_view import versions
+    from spd.cli.run_settings import engine_config
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
