@@ -36,10 +36,19 @@ def emission_width(max_k: int) -> int:
 
 
 def read_emission(row: list[int]) -> Emission:
-    """One slot's row of the ring, as `round_commit` wrote it, in host values."""
+    """Return one slot's row of the ring, as `round_commit` wrote it, in host values."""
     length, num_drafts, accepted, committed, reason, k, match = row[:EMISSION_HEAD]
-    sampled, draft = row[EMISSION_HEAD:][: k + 1], row[EMISSION_HEAD + k + 1 :][:k]
-    return Emission(length, num_drafts, accepted, committed, reason, match, draft, sampled)
+    drafts = EMISSION_HEAD + k + 1
+    return Emission(
+        length,
+        num_drafts,
+        accepted,
+        committed,
+        reason,
+        match,
+        draft=row[drafts : drafts + k],
+        sampled=row[EMISSION_HEAD:drafts],
+    )
 
 
 def coupled_verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:

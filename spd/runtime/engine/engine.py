@@ -17,7 +17,7 @@ import torch
 
 from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
-from spd.kernels.round.commit import GOING_ON, read_emission
+from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
 from spd.runtime.engine.device import memory_refusal, open_device
@@ -393,29 +393,20 @@ class Engine(EngineClient):
         if sequence.silent:
             sequence.silent -= 1
             return
-        emission = read_emission(row)
-        event = sequence.take(
-            emission.sampled[: emission.committed],
-            emission.num_drafts,
-            emission.accepted,
-            REASONS[emission.reason],
-            now,
-            result.logprobs,
-        )
+        # As in `read_emission`, whose lists only a trace needs.
+        num_drafts, accepted, committed, reason, _, match = row[1:EMISSION_HEAD]
+        sampled = row[EMISSION_HEAD : EMISSION_HEAD + committed]
+        event = sequence.take(sampled, num_drafts, accepted, REASONS[reason], now, result.logprobs)
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
-            self._draft_length.observe(
-                result.k,
-                emission.num_drafts,
-                emission.accepted,
-                sequence.acceptance,
-                emission.match,
-            )
+            acceptance = sequence.acceptance
+            self._draft_length.observe(result.k, num_drafts, accepted, acceptance, match)
         if self.trace is not None:
+            emission = read_emission(row)
             self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
         if event.finish_reason is not None:
-            is_whole = len(event.token_ids) == emission.committed
-            has_stopped = emission.reason != GOING_ON or not sequence.in_flight
+            is_whole = len(event.token_ids) == committed
+            has_stopped = reason != GOING_ON or not sequence.in_flight
             self._end(sequence, event, has_stopped and (is_whole or not self.plan.drafts_by_state))
             return
         if event.token_ids:
