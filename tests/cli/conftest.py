@@ -370,11 +370,9 @@ def failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
 @pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
-    from spd.cli import run_settings as job
-    from spd.cli.commands import verify
+    from spd.cli import run_settings
 
-    real = job.engine_config
-    for module in (job, verify):
-        monkeypatch.setattr(
-            module, "engine_config", lambda *given: replace(real(*given), load="dummy")
-        )
+    real = run_settings.engine_config
+    monkeypatch.setattr(
+        run_settings, "engine_config", lambda *given: replace(real(*given), load="dummy")
+    )
