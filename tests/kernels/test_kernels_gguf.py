@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -76,6 +78,22 @@ def test_rows_in_any_company(native: NativeKernels, name: str) -> None:
     wild = x.clone()
     wild[::2] = float("nan")
     assert torch.equal(product(wild)[1::2], every[1::2])
+
+
+@needs_compiled
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_scale_that_is_not_finite_shows(native: NativeKernels, name: str, number: float) -> None:
+    """In a product's row alone, and in the row that is looked up."""
+    weight = grouped(name, drawn_blocks(name, 32, 512), 32)
+    floats = weight.scales if weight.factors is None else weight.factors
+    floats[5, 1] = number
+    packed = native.pack(weight)
+    for count in (1, 20):
+        found = native.packed_linear(noise(count, 512).to(native.dtype), packed, None, FLOAT32)
+        assert not found[:, 5].isfinite().any()
+        assert found[:, :5].isfinite().all()
+    assert not native.packed_rows(packed, torch.tensor([5])).isfinite().all()
 
 
 @needs_compiled
