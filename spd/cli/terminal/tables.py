@@ -25,7 +25,7 @@ def fact_lines(
 ) -> Iterator[str]:
     """Yield a JSON object for people: `name  field value · field value`, what is nested below, nothing empty.
 
-    columns: where a line is broken between fields; None leaves that to whoever writes it.
+    columns: where a line is broken between fields; None leaves the line whole.
     """
     width = width or max(LABEL, *map(len, facts))
     for name, value in facts.items():

@@ -159,7 +159,7 @@ def _tokens(file: GgufFile) -> dict[str, object]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype of a run that nobody chose: as most matrices are stored, bfloat16 of packed ones."""
+    """Return the dtype of a run without a chosen one: most matrices' own, bfloat16 of packed ones."""
     stored: Counter[str] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:

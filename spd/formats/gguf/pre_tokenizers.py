@@ -2,8 +2,8 @@
 
 A GGUF file names the rule and does not hold it. Each rule is written here as in the `tokenizer.json` of
 the models that it was named after, so that ids equal theirs. Where llama.cpp only approximates one, its
-ids differ from these in rare cases. Names that are not listed are refused: a wrong rule gives wrong ids,
-and nobody sees it.
+ids differ from these in rare cases. Names that are not listed are refused: a wrong rule gives wrong ids
+without an error.
 """
 
 from __future__ import annotations
