@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from spd.conversation.fields import FieldError
 from spd.conversation.messages import check_messages, in_template_order, with_system_first
+from spd.conversation.notes import NOT_HELD
 from spd.conversation.prompt import SWITCH, Prompt
 from spd.conversation.reply import Part, ReplyBuilder
 from spd.conversation.sampling import SamplingWishes, resolve_sampling
@@ -249,6 +250,6 @@ def _prepare(
     except UsageError as error:
         if tools.held:
             raise
-        note = f"calls of tools are not held to their schemas: {error.message}"
+        note = f"{NOT_HELD}: {error.message}"
         return settings.request(REQUEST_ID, prompt, params), (note,)
     return prepared, ()

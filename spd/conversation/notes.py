@@ -14,6 +14,9 @@ LOOP_TOKENS = 200
 LOOP_PERIOD = 100
 """The longest repetition that is found, in tokens: twice as many are compared."""
 
+NOT_HELD = "calls of tools are not held to their schemas"
+"""What stands before the reason where no grammar can hold them."""
+
 
 def notes_before(
     info: EngineInfo, think: str, vocabulary: Vocabulary, request: Request | None

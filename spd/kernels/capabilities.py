@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 KernelSetName = Literal["torch", "native", "triton"]
+CodeKind = Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
+"""How the numbers of a weight are coded; see `linear.few_bits`."""
+CODE_BITS: Mapping[CodeKind, int] = {
+    "int4": 4,
+    "int8": 8,
+    "e2m1": 4,
+    "e4m3": 8,
+    "int5": 5,
+    "int6": 6,
+    "iq4": 4,
+    "mx4": 4,
+}
 INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
+SUPER = 256
+"""Columns that share a factor of scales in bytes."""
 
 
 class Capabilities(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from spd.conversation.fields import refuse
+from spd.conversation.notes import NOT_HELD
 from spd.conversation.settings import PreparedRequest
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
@@ -98,7 +99,7 @@ class Service:
             if tools.held:
                 raise
             free = self._prepared(generation, None)
-            note = f"calls of tools are not held to their schemas: {api_error(error).message}"
+            note = f"{NOT_HELD}: {api_error(error).message}"
         self._say_once(note)
         return dataclasses.replace(generation, notes=(*generation.notes, note)), free
 

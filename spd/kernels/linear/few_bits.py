@@ -5,35 +5,22 @@ Every layout that checkpoints have comes to this form. Activations are not round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, CodeKind
 
-CodeKind = Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
-CODE_BITS: Mapping[CodeKind, int] = {
-    "int4": 4,
-    "int5": 5,
-    "int6": 6,
-    "int8": 8,
-    "e2m1": 4,
-    "e4m3": 8,
-    "iq4": 4,
-    "mx4": 4,
-}
-PAIRED = ("int4", "e2m1", "iq4", "mx4")
+PAIRED = tuple(kind for kind, bits in CODE_BITS.items() if bits == 4)
 """Kinds of which two codes stand in a byte; others have a byte each until they are packed."""
 MIDDLE = {"int4": 8, "int5": 16, "int6": 32, "int8": 128}
 """The zero point of integers where none is kept."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Numbers by code of ggml's IQ4_NL and IQ4_XS."""
-SUPER = 256
-"""Columns that share a factor of scales in bytes."""
 BYTE_MIDDLE = 128
 """The byte that stands for 0 among factored scales and minima, and for 1 among exponents."""
 BESIDE = ("scales", "zeros", "minima", "factors", "minimum_factors")

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
-from spd.kernels.capabilities import CAPABILITIES, Capabilities
+from spd.kernels.capabilities import CAPABILITIES, CODE_BITS, Capabilities
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.launch import ceil_div
 from spd.kernels.linear.activation import Activation
-from spd.kernels.linear.few_bits import CODE_BITS, GroupedWeight, StackedWeight
+from spd.kernels.linear.few_bits import GroupedWeight, StackedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.packed import (
     CODES,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.capabilities import CODE_BITS
 from spd.kernels.launch import ceil_div
 from spd.kernels.linear.few_bits import BESIDE, GroupedWeight, StackedWeight
 
@@ -28,8 +29,8 @@ LARGE_PAGE = 1 << 21
 """Bytes."""
 WEIGHT = "6P3l2i"
 """`PackedWeight.fields` in the notation of the module struct."""
-CODES = ("int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4")
-"""Kinds of codes, numbered from 1."""
+CODES = tuple(CODE_BITS)
+"""Kinds of codes, numbered from 1 as in codes.h."""
 SCALE_KINDS = (torch.bfloat16, torch.float32, torch.float16)
 """Types of scales that are numbers, numbered from 0; exponents and factored bytes follow."""
 EXPONENTS = 3

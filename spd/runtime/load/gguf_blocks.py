@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spd.kernels.linear.few_bits import IQ4
 from spd.runtime.load import gguf_lattices as lattices
 
-LEVELS_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 16 codes of IQ4_NL and IQ4_XS mean."""
 LEVELS_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what the 16 codes of MXFP4 mean."""
 E8M0_HALF_MIN = 0x00200000
@@ -140,7 +139,7 @@ def q6_k(blocks: Tensor) -> Tensor:
 
 def iq4_nl(blocks: Tensor) -> Tensor:
     """d f16, 16 bytes of codes: d * level."""
-    return _halves(blocks, 0) * _levels(nibbles(blocks[:, 2:]), LEVELS_NL)
+    return _halves(blocks, 0) * _levels(nibbles(blocks[:, 2:]), IQ4)
 
 
 def iq4_xs(blocks: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ def iq4_xs(blocks: Tensor) -> Tensor:
     low = bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
     scales = _halves(blocks, 0) * ((low | high << 4).float() - 32)
     codes = nibbles(blocks[:, 8:].reshape(count, 8, 16))
-    return (scales[:, :, None] * _levels(codes, LEVELS_NL)).flatten(1)
+    return (scales[:, :, None] * _levels(codes, IQ4)).flatten(1)
 
 
 def mxfp4(blocks: Tensor) -> Tensor:

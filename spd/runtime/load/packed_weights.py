@@ -16,7 +16,8 @@ from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint, Shape, Shapes
 from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
-from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, values
+from spd.kernels.capabilities import CodeKind
+from spd.kernels.linear.few_bits import MIDDLE, paired, unpaired, values
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import Cut, Cuts

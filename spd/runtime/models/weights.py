@@ -17,7 +17,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED
-from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, SUPER, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
@@ -225,9 +225,6 @@ SCALE_BYTES: Mapping[ScaleKind, int] = {
     "factored": 1,
 }
 FACTOR_BYTES = 2
-SUPER = 256
-"""Columns that share a factor."""
-CODE_BITS = {"int4": 4, "int5": 5, "int6": 6, "int8": 8, "e2m1": 4, "e4m3": 8, "iq4": 4, "mx4": 4}
 
 
 def part_name(name: str, part: str) -> str:
@@ -239,7 +236,7 @@ def part_name(name: str, part: str) -> str:
 class PackedSpec:
     """How one stored matrix is kept in codes; group: columns that share a scale, None for a whole row."""
 
-    kind: Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
+    kind: CodeKind
     group: int | None
     zeros: bool = False  # whether there are zero points; matrices below each other need not agree
     scales: ScaleKind = "float32"
