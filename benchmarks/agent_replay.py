@@ -48,7 +48,8 @@ from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.agent_replay/2"
 METHODS = dict.fromkeys(("demo", "demo-hybrid"), ("off", "mtp", "ngram", "mtp+ngram"))
-LEAST, MOST = 1_000, 20_000
+LEAST = 1_000
+MOST = 20_000
 """Tokens of a result."""
 ROOM = 2_000
 """Tokens of the window that are left for replies, and for what every prompt begins with."""
@@ -117,15 +118,15 @@ class Turn:
 
 def transcript(count: int, tokenizer: Any) -> list[Turn]:
     """Turns that read a file and edit it by turns; the same for the same arguments."""
-    chance, turns, lines = random.Random(0), list[Turn](), list[str]()
+    chance = random.Random(0)
+    turns = list[Turn]()
+    lines = list[str]()
     for number in range(count):
         path = f"{SOURCES[number // 2 % len(SOURCES)]}.py"
         if number % 2 == 0:
             source = inspect.getsource(import_module(path[:-3])).splitlines()
-            size, start = (
-                round(LEAST * (MOST / LEAST) ** chance.random()),
-                chance.randrange(len(source)),
-            )
+            size = round(LEAST * (MOST / LEAST) ** chance.random())
+            start = chance.randrange(len(source))
             ids = tokenizer.encode("\n".join((source * 4)[start : start + 4000]))[:size]
             result = tokenizer.decode(ids).replace("\ufffd", "")
             lines = [line for line in result.splitlines() if line.strip()]
@@ -174,7 +175,8 @@ class Replay:
             ["demo"],
             SimpleNamespace(engine=lambda: self.engine),  # type: ignore[arg-type]
         )
-        self.written, write = 0, self.engine._write_part
+        self.written = 0
+        write = self.engine._write_part
 
         def counted(sequence: Any) -> int:
             rows: int = write(sequence)
@@ -195,7 +197,8 @@ class Replay:
 
     def run(self, request: Request) -> tuple[tuple[int, ...], Any, int]:
         """What a request brought, its counters, and the positions of its prompt that were written."""
-        before, ids = self.written, list[int]()
+        before = self.written
+        ids = list[int]()
         self.engine.add(request)
         while self.engine.has_work:
             for event in self.engine.step():
@@ -293,7 +296,8 @@ class Runs:
         self, part: str, turns: Sequence[Turn], method: str, **how: Any
     ) -> list[dict[str, Any]]:
         """Figures of a run's turns: a cold one goes on where it was, others begin anew if not whole."""
-        cold, path = part == "cold", self.parts / f"{self.name}-{part}.jsonl"
+        cold = part == "cold"
+        path = self.parts / f"{self.name}-{part}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         wanted = how.pop("wanted", range(len(turns)))
         if len(rows) == len(wanted):

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    name, more = arguments[0], [word for word in arguments[1:] if word != "--"]
+    name = arguments[0]
+    more = [word for word in arguments[1:] if word != "--"]
     words = command_words(name, more)
     command = [sys.executable, "-m", "spd", "bench", *words, "--json"]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -60,11 +60,9 @@ class ForeignLoad:
 
     def __init__(self, group: int) -> None:
         self.group = group
-        self.own, self.busy, self.at = (
-            group_cpu_seconds(group),
-            busy_cpu_seconds(),
-            time.monotonic(),
-        )
+        self.own = group_cpu_seconds(group)
+        self.busy = busy_cpu_seconds()
+        self.at = time.monotonic()
 
     def read(self) -> tuple[float, float]:
         """Return since this was made: CPUs busy with others on average, and the group's own CPU seconds."""

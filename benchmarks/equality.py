@@ -34,8 +34,12 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime.plan.drafter_choice import choose_drafter
 
 SCHEMA = "spd.benchmarks.equality/1"
-TEMPERATURES, KS, LAGS = (0.0, 0.8, 1.3), (1, 2, 4, 8), (0, 1, 2)
-SLOTS, CTX, ALONE = 16, 512, 6
+TEMPERATURES = (0.0, 0.8, 1.3)
+KS = (1, 2, 4, 8)
+LAGS = (0, 1, 2)
+SLOTS = 16
+CTX = 512
+ALONE = 6
 CALLS = (
     "os.path.join",
     "re.sub",
@@ -74,13 +78,15 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
         made[event.request_id].finish = event.finish_reason
     for name, text in made.items():
         told = engine.metrics(name)
-        text.interrupted, text.cached = told.preemptions, told.cached_tokens
+        text.interrupted = told.preemptions
+        text.cached = told.cached_tokens
     return list(made.values())
 
 
 def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
     """Requests at every temperature; `engine` says what a next turn goes on from."""
-    tokenizer, made = engine.tokenizer, list[Request]()
+    tokenizer = engine.tokenizer
+    made = list[Request]()
     assert isinstance(tokenizer, Tokenizer)
     for i in range(count):
         name = CALLS[i // 3 % len(CALLS)]
@@ -90,12 +96,11 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
         if i % 3 == 1:
             ids = (*made[-1].prompt_ids, *tokenizer.encode(f"\n{i}. "))
         elif i % 3 == 2:
-            before, more = made[-2], tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
+            before = made[-2]
+            more = tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
             reply = tuple(run(engine, [before])[0].tokens)
-            ids, parts = (
-                (*before.prompt_ids, *reply, *more),
-                (len(before.prompt_ids), len(reply), len(more)),
-            )
+            ids = (*before.prompt_ids, *reply, *more)
+            parts = (len(before.prompt_ids), len(reply), len(more))
             spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
         heat = TEMPERATURES[(i + i // 3) % 3]
         params = SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
@@ -124,7 +129,8 @@ def run_cell(
     wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]
 ) -> dict[str, Any]:
     """One drafter and k at every lag."""
-    began, first = time.monotonic(), list[Text]()
+    began = time.monotonic()
+    first = list[Text]()
     row = {
         "tokens": 0,
         "differ": 0,
@@ -185,7 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
-    folder, end = resolve_model(asked.model), time.monotonic() + 60 * asked.minutes
+    folder = resolve_model(asked.model)
+    end = time.monotonic() + 60 * asked.minutes
     head = {
         "schema": SCHEMA,
         **describe_commit("spd", "benchmarks/equality.py"),

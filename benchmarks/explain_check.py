@@ -23,7 +23,9 @@ from spd.runtime.lab.load import run_pass
 from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
 
 SCHEMA = "spd.benchmarks.explain_check/1"
-WITHIN, SHARE, BEST_WITHIN = 0.10, 0.90, 0.03
+WITHIN = 0.10
+SHARE = 0.90
+BEST_WITHIN = 0.03
 """A prediction is right within so much, so many must be; the chosen k may be so much slower than the best."""
 
 Records = Mapping[int, Sequence[RoundRecord]]

@@ -158,7 +158,8 @@ def host_share(
     while engine.has_work and len(costs) < steps + WARM_UP:
         steady = len(engine._scheduler.decoding()) == slots
         inside.wall = inside.cpu = 0.0
-        began, spent = Clocks.now(), Clocks()
+        began = Clocks.now()
+        spent = Clocks()
         events = engine.step()
         spent.add(began)
         if steady and not any(event.finish_reason for event in events):

@@ -37,7 +37,10 @@ from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.serve_equality/1"
 TEMPERATURES = 0.0, 0.8
-CLIENTS, LEAVERS, CTX, LENGTH = 16, 4, 512, 120
+CLIENTS = 16
+LEAVERS = 4
+CTX = 512
+LENGTH = 120
 PAGES = 20
 """Of 64 tokens each; 16 requests would take 48."""
 QUESTIONS = (
@@ -69,7 +72,8 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
         lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None
     )
     thread.start()
-    service, listener = Service(settings, [options.model], thread), listen("127.0.0.1", 0)
+    service = Service(settings, [options.model], thread)
+    listener = listen("127.0.0.1", 0)
     server = Server(service, options.for_server(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
@@ -193,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: dict[str, dict[str, int]] = {}
     head = {"schema": SCHEMA, **describe_commit("spd", "benchmarks/serve_equality.py")}
     head |= {"machine": describe_machine(), "clients": CLIENTS, "leaving": LEAVERS}
-    seed, compared = 0, 0
+    seed = 0
+    compared = 0
     while compared < asked.tokens:
         for model in asked.models.split(","):
             for temperature in TEMPERATURES:

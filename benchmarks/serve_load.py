@@ -39,8 +39,13 @@ from spd.runtime import Engine, Request, SamplingParams
 SCHEMA = "spd.benchmarks.serve_load/1"
 PARTS = "rates", "overhead", "peer", "warm"
 RATES = 1, 2, 4, 8, 16, 32
-TOGETHER, CTX, PROMPT, TOKENS, ROUNDS = 16, 1024, 64, 64, 5
-RUNS, LONGEST = 20, 60
+TOGETHER = 16
+CTX = 1024
+PROMPT = 64
+TOKENS = 64
+ROUNDS = 5
+RUNS = 20
+LONGEST = 60
 QUESTION = "What does os.path.join do?"
 
 
@@ -84,7 +89,8 @@ def guidellm(
 ) -> list[dict[str, Any]]:
     """Figures of each load of `count` requests that guidellm makes, of those that end within a minute."""
     with tempfile.TemporaryDirectory() as home:
-        data, out = Path(home) / "data.jsonl", Path(home) / "out.json"
+        data = Path(home) / "data.jsonl"
+        out = Path(home) / "out.json"
         lines = (
             {"prompt": f"{i}. {QUESTION}", "output_tokens_count": TOKENS // 2} for i in range(4000)
         )
@@ -106,7 +112,8 @@ def guidellm(
 
 def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
     """What is kept of one load of guidellm: counts, tokens a second, milliseconds at p50 and p99."""
-    metrics, shown = benchmark["metrics"], dict[str, Any]()
+    metrics = benchmark["metrics"]
+    shown = dict[str, Any]()
     shown["requests"] = metrics["request_totals"]
     for name, key in (("ttft_ms", "time_to_first_token_ms"), ("itl_ms", "inter_token_latency_ms")):
         found = metrics[key]["successful"]["percentiles"]
@@ -119,7 +126,8 @@ def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
 
 def measure_rates(asked: argparse.Namespace, home: str) -> list[dict[str, Any]]:
     """The demo at each rate; its prompts differ, so that each has something to prefill."""
-    options, found = ServeOptions(model="demo", concurrency=TOGETHER, threads=asked.threads), []
+    options = ServeOptions(model="demo", concurrency=TOGETHER, threads=asked.threads)
+    found = []
     with serving(home, options) as (_, port):
         folder = demo_folder()
         for rate in RATES:
@@ -180,7 +188,8 @@ def bare(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[float, float
     requests = [
         Request(f"{time.monotonic_ns()}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
     ]
-    began, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu = time.process_time()
     for _ in engine.stream(requests):
         pass
     return time.perf_counter() - began, time.process_time() - cpu
@@ -194,7 +203,8 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
         body = json.dumps({"prompt": prompt, **shared}).encode()
         line = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         heads.append(f"{line}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    began, said = time.perf_counter(), {}
+    began = time.perf_counter()
+    said = {}
     with selectors.DefaultSelector() as waiting:
         for head in heads:
             connection = socket.create_connection(("127.0.0.1", port))
@@ -217,7 +227,8 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
 
 def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     """16 clients at once ask for the 0.35 B: spd's server, then vLLM's."""
-    words, found = ["--profile", f"kind=concurrent,streams={TOGETHER}"], dict[str, Any]()
+    words = ["--profile", f"kind=concurrent,streams={TOGETHER}"]
+    found = dict[str, Any]()
     options = ServeOptions(
         model=str(asked.medium), spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
     )

@@ -74,7 +74,9 @@ class Soak:
     def __init__(
         self, port: int, process: int, runtime_folder: Path, options: GenerateOptions
     ) -> None:
-        self._port, self._process, self._options = port, process, options
+        self._port = port
+        self._process = process
+        self._options = options
         self._session: Any = SimpleNamespace(
             console=Console(quiet=True), runtime_folder=runtime_folder
         )
@@ -115,15 +117,18 @@ class Soak:
 
     def growth(self) -> dict[str, float]:
         """What the server has more at the end than at half time."""
-        half, end = self.samples[len(self.samples) // 2], self.samples[-1]
+        half = self.samples[len(self.samples) // 2]
+        end = self.samples[-1]
         return {name: end[name] - half[name] for name in GROWTH}
 
     # -- kinds of requests: each returns what is wrong ---------------------------------------------------
 
     def _plain(self, draws: random.Random) -> str | None:
-        body, path = self._body(draws, stream=draws.random() < 0.5), "/v1/chat/completions"
+        body = self._body(draws, stream=draws.random() < 0.5)
+        path = "/v1/chat/completions"
         if draws.random() < 0.2:
-            body["prompt"], path = body.pop("messages")[0]["content"], "/v1/completions"
+            body["prompt"] = body.pop("messages")[0]["content"]
+            path = "/v1/completions"
         elif draws.random() < 0.1:
             body["response_format"] = BOOLEAN
         with closing(self._send(path, body)) as connection:

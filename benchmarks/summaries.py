@@ -46,7 +46,8 @@ def median_interval(
     Two order statistics, by the binomial distribution of how many values fall below the median; nothing
     is assumed of the distribution. None where the sample is too small (fewer than 6 values at 0.95).
     """
-    n, ordered = len(values), sorted(values)
+    n = len(values)
+    ordered = sorted(values)
     found = None
     outside = 0.0  # probability that the median lies below the rank-th value
     for rank in range(n // 2):
@@ -63,7 +64,8 @@ def ratio_of_sums(over: Sequence[float], under: Sequence[float]) -> tuple[float,
     Linearised, as for clusters of unequal size (Cochran, Sampling Techniques, 6.3). No error for one pair;
     raises ValueError where the sum below is not positive.
     """
-    total, n = sum(under), len(under)
+    total = sum(under)
+    n = len(under)
     if total <= 0:
         raise ValueError("nothing was counted")
     ratio = sum(over) / total

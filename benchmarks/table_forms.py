@@ -141,7 +141,8 @@ def serve_load(result: Result) -> str | None:
     head = ["", "tokens/s", "first token p50", "p99", "between p50", "p99", "refused"]
     text = table(head, rows)
     for name, one in result["overhead"].items():
-        ratio, cost = one["served_over_bare"]["median"], one["cpu_us_an_event"]["median"]
+        ratio = one["served_over_bare"]["median"]
+        cost = one["cpu_us_an_event"]["median"]
         text += f"\nThe {name}: {result['together']} requests take {ratio:.3f} of the bare engine's time "
         text += f"through the server, which uses {cost:.0f} µs more of a CPU for each event.\n"
     warm, cold = (result["warm"][name]["median"] for name in ("warm", "cold"))
@@ -152,7 +153,8 @@ def serve_load(result: Result) -> str | None:
 
 def cpu_peers(result: Result) -> str:
     """Tokens a second of each peer, one request at a time, by what proposes."""
-    entries, settings = result["entries"], result["settings"]
+    entries = result["entries"]
+    settings = result["settings"]
     modes = [mode for mode in MODES if any(f"{peer}-{mode}" in entries for peer in PEER_NAMES)]
     rows = []
     for peer in PEER_NAMES:
@@ -355,7 +357,8 @@ def gpu_gates(result: Result) -> str:
     """
     from benchmarks.gpu_suite.gates import GATES
 
-    lines, unknown = [], []
+    lines = []
+    unknown = []
     if "sources" not in result:
         lines.append(["**this version**", "all of it", "**not measured**"])
     for gate in GATES:

@@ -16,7 +16,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, ROWS = 92, 24
+COLUMNS = 92
+ROWS = 24
 QUESTIONS = ("What does os.path.join do?", "What does os.path.exists do?")
 FONT_FACE = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 

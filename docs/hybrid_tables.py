@@ -76,7 +76,8 @@ def rows() -> Iterator[tuple[str, ...]]:
         with tempfile.TemporaryDirectory() as place:
             folder = ModelFolder(write_published(Path(place), RELEASES[name]))
             shape = plan_of(folder)
-            need, states = measure(shape), state_bytes(folder.config)
+            need = measure(shape)
+            states = state_bytes(folder.config)
             tokens = page_bytes(folder.config, "bfloat16") / PAGE_SIZE
             yield (
                 label,

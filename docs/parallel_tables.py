@@ -64,13 +64,15 @@ def streamed_bytes(config: ModelConfig, module: LayerLayout | None = None) -> fl
 
     module: the one layer of an MTP head that drafts for this model; a projection stands before it.
     """
-    layout, hidden = family_layout(config), config.hidden_size
+    layout = family_layout(config)
+    hidden = config.hidden_size
     around = config.vocab_size * hidden + (0 if module is None else 2 * hidden * hidden)
     total = 0.0
     for layer in layout.layers if module is None else (module,):
         own = float(sum(destination.size for destination in layer.destinations()))
         if isinstance(layer.mlp, MoeLayout):
-            routed, experts = layer.mlp.destinations(), layer.mlp.experts
+            routed = layer.mlp.destinations()
+            experts = layer.mlp.experts
             every = routed["experts_gate_up"].size + routed["experts_down"].size
             own -= every * (1 - experts.router.per_token / experts.num_experts)
         total += own

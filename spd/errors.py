@@ -11,7 +11,8 @@ from collections.abc import Sequence
 class SpdError(Exception):
     """A refusal in words: one line of message, indented reasons, and fixes that can be pasted."""
 
-    exit_code, default_code = 1, "internal"
+    exit_code = 1
+    default_code = "internal"
 
     def __init__(
         self,
@@ -31,19 +32,22 @@ class SpdError(Exception):
 class UsageError(SpdError):
     """The words typed are off: a bad value, a missing input, a refused overwrite."""
 
-    exit_code, default_code = 2, "usage"
+    exit_code = 2
+    default_code = "usage"
 
 
 class NotFoundError(SpdError):
     """A model or file is not there, or not available offline."""
 
-    exit_code, default_code = 3, "not_found"
+    exit_code = 3
+    default_code = "not_found"
 
 
 class IncompatibleError(SpdError):
     """What was asked cannot be honoured: vocabulary, architecture, feature combination, context."""
 
-    exit_code, default_code = 4, "incompatible"
+    exit_code = 4
+    default_code = "incompatible"
 
 
 class CheckpointError(IncompatibleError):
@@ -55,34 +59,40 @@ class CheckpointError(IncompatibleError):
 class ResourceError(SpdError):
     """Memory or disk does not suffice."""
 
-    exit_code, default_code = 5, "resources"
+    exit_code = 5
+    default_code = "resources"
 
 
 class CheckFailedError(SpdError):
     """A check that was asked for did not hold."""
 
-    exit_code, default_code = 6, "check_failed"
+    exit_code = 6
+    default_code = "check_failed"
 
 
 class PartialError(SpdError):
     """Some of many were done, and some failed."""
 
-    exit_code, default_code = 7, "partial"
+    exit_code = 7
+    default_code = "partial"
 
 
 class NetworkError(SpdError):
     """The network, an authentication or a gated repository stood in the way."""
 
-    exit_code, default_code = 8, "network"
+    exit_code = 8
+    default_code = "network"
 
 
 class EngineError(SpdError):
     """A worker or the engine failed while running."""
 
-    exit_code, default_code = 9, "engine"
+    exit_code = 9
+    default_code = "engine"
 
 
 class IncompleteError(SpdError):
     """A reply ended before the schema or grammar that it has to follow was complete."""
 
-    exit_code, default_code = 10, "incomplete"
+    exit_code = 10
+    default_code = "incomplete"

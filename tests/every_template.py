@@ -47,10 +47,8 @@ def result(number: int, text: str, name: str) -> Message:
 
 
 PLAIN = [call("read", {"path": ARGUMENTS["path"], "n": 3}, 0), call("now", {}, 1)]
-SYSTEM, ASKED = (
-    {"role": "system", "content": "Be exact.\n"},
-    {"role": "user", "content": "Read a & b <x>"},
-)
+SYSTEM = {"role": "system", "content": "Be exact.\n"}
+ASKED = {"role": "user", "content": "Read a & b <x>"}
 ONE = [{"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]}]
 ONE += [result(0, "A\n", "read")]
 CALLS = [call("read", ARGUMENTS, 0), call("now", {}, 1)]
@@ -63,13 +61,13 @@ THINKS = [
 ]
 SAID = {"role": "assistant", "content": "Well ä"}
 CONVERSATIONS: dict[str, Sequence[Message]] = {
-    **{
-        "question": [ASKED],
-        "instructions": [SYSTEM, ASKED],
-        "a reply": [SYSTEM, ASKED, SAID, ASKED],
-    },
-    **{"a thought": [SYSTEM, ASKED, THOUGHT, ASKED], "a call": [ASKED, *ONE]},
-    **{"calls": [SYSTEM, ASKED, *TWO], "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED]},
+    "question": [ASKED],
+    "instructions": [SYSTEM, ASKED],
+    "a reply": [SYSTEM, ASKED, SAID, ASKED],
+    "a thought": [SYSTEM, ASKED, THOUGHT, ASKED],
+    "a call": [ASKED, *ONE],
+    "calls": [SYSTEM, ASKED, *TWO],
+    "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED],
     "a thought, a call": [ASKED, *THINKS],
     "a thought, a call, then a turn": [ASKED, *THINKS, THOUGHT, ASKED],
     "call after call": [ASKED, *THINKS, *ONE, *TWO],
@@ -120,7 +118,8 @@ def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list
 
 def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
     """Each conversation with each set of tools and switch of thinking: names, own prompt, the library's."""
-    one, switches = ChatTemplate("", {"default": template}, SPECIAL), list[dict[str, Any]]([{}])
+    one = ChatTemplate("", {"default": template}, SPECIAL)
+    switches = list[dict[str, Any]]([{}])
     switches += [{"enable_thinking": on} for on in (True, False) if "enable_thinking" in template]
     for (name, messages), tools, switch in itertools.product(
         CONVERSATIONS.items(), (None, TOOLS), switches
@@ -132,7 +131,9 @@ def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
 
 def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
     """What is found in a reply that came in these pieces, without its thinking."""
-    splitter, parser, pieces = ThinkingSplitter(False), CallParser(tools), list[Piece]()
+    splitter = ThinkingSplitter(False)
+    parser = CallParser(tools)
+    pieces = list[Piece]()
     for text in [*texts, None]:
         for thinking, part in splitter.feed(text or "", final=text is None):
             pieces += [] if thinking else parser.feed(part)
@@ -141,7 +142,8 @@ def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
 
 def read_back(template: str) -> str:
     """What is found in a reply as the template writes it: as many calls as there were, or else."""
-    one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
+    one = ChatTemplate("", {"default": template}, SPECIAL)
+    form = call_form(template)
     for tool_calls in (PLAIN[:2], PLAIN[:1]):
         said = {"role": "assistant", "content": "Yes.", "tool_calls": tool_calls}
         written = own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False)
@@ -173,7 +175,8 @@ def main() -> None:
     total: Counter[str] = Counter()
     names = {id(form): name for name, form in FORMS.items()}
     for path in sorted(path for folder in sys.argv[1:] for path in Path(folder).glob("**/*.jinja")):
-        template, found = path.read_text("utf-8"), Counter[str]()
+        template = path.read_text("utf-8")
+        found = Counter[str]()
         for name, what, mine, other in cells(template):
             same = "equal" if mine in other else "DIFFERS"
             kind = "refused by both" if mine is None and not other else same

@@ -200,9 +200,11 @@ def run_one(model: Path, prompt: Prompt, params: SamplingParams, **wishes: Any) 
 
 def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
     """Float32 logits [T, V] of a text: whole chunks by the prefill program, the rest by tiles; 0 is tiles."""
-    runner, ids = engine._device.runner, torch.tensor([prompt])
+    runner = engine._device.runner
+    ids = torch.tensor([prompt])
     view = SlotView(len(prompt), range(2, 10 if len(prompt) <= 512 else 18))  # whole blocks of 512
-    start, found = 0, list[torch.Tensor]()
+    start = 0
+    found = list[torch.Tensor]()
     with torch.inference_mode():
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
@@ -250,7 +252,8 @@ def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Te
 
 def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[Prompt]:
     """Prompts of repeated fragments, so that n-gram lookup finds something."""
-    source, prompts = random.Random(seed), []
+    source = random.Random(seed)
+    prompts = []
     for _ in range(count):
         fragment = [source.randrange(vocab) for _ in range(max(3, length // 4))]
         prompts.append(

@@ -41,9 +41,13 @@ def install() -> None:
 def _hurry(interpreter: Any) -> None:
     """Do once what the interpreter does in every launch, call or operation, and look for no overflow."""
     core = interpreter.tl.core
-    replace, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
-    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
-    replaced, types, blocks = set[int](), dict[str, Any](), dict[Any, dict[str, Any]]()
+    replace = interpreter._patch_lang
+    numpy_type = interpreter._get_np_dtype
+    make_block = core.block_type.__init__
+    make_tensor = core.tensor.__init__
+    replaced = set[int]()
+    types = dict[str, Any]()
+    blocks = dict[Any, dict[str, Any]]()
 
     def replace_once(fn: Any) -> Lasting:
         """By the module that a function is of: each knows the language by names of its own."""
@@ -78,7 +82,9 @@ def _hurry(interpreter: Any) -> None:
         else:
             self.__dict__.update(known, handle=handle, type=type)
 
-    interpreter._patch_lang, interpreter._get_np_dtype = replace_once, known_type
-    core.block_type.__init__, core.tensor.__init__ = known_block, tensor_of_known
+    interpreter._patch_lang = replace_once
+    interpreter._get_np_dtype = known_type
+    core.block_type.__init__ = known_block
+    core.tensor.__init__ = tensor_of_known
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -8,8 +8,13 @@ from typing import Any
 
 SCHEMAS = Path(__file__).parents[1] / "spd" / "runtime" / "lab" / "schemas"
 TYPES: dict[str, Any] = {
-    **{"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)},
-    **{"number": (int, float), "integer": int},
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "number": (int, float),
+    "integer": int,
 }
 NO_RULE = {"$schema", "$id", "$defs", "title"}
 

@@ -13,10 +13,9 @@ from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
-EVERY_ROW, FEW_ROWS = (
-    arithmetic_probe.CANDIDATES,
-    (5, 12),
-)  # Numbers of rows: a fifth of the passes.
+# Numbers of rows: a fifth of the passes.
+EVERY_ROW = arithmetic_probe.CANDIDATES
+FEW_ROWS = (5, 12)
 honest = ModelRunner._try_arithmetic
 KNOWN: dict[
     Any, tuple[int, ...] | None

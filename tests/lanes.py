@@ -14,7 +14,9 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
     names = list(cases[0])
     groups = list(itertools.combinations(names, min(strength, len(names))))
     holds = [{(group, tuple(case[name] for name in group)) for group in groups} for case in cases]
-    left, chosen, used = set[object]().union(*holds), list[int](), Counter[object]()
+    left = set[object]().union(*holds)
+    chosen = list[int]()
+    used = Counter[object]()
 
     def worth(index: int) -> tuple[int, int, int]:
         """New meetings first, then values that were seldom chosen, then the order of the list."""

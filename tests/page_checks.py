@@ -10,7 +10,8 @@ from spd.runtime.round.limits import NUM_RESERVED
 
 def check_table(table: PageTable) -> None:
     """Every page is in exactly one state, and all are accounted for."""
-    used, idle = set(table._users), set(table._idle)
+    used = set(table._users)
+    idle = set(table._idle)
     assert not (used & idle or used & table._free or idle & table._free)
     assert len(used) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
     assert all(table._key_of[page] == digest for digest, page in table._page_of.items())

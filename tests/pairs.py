@@ -38,13 +38,13 @@ MTP_OF: dict[str, dict[str, Any]] = {
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
     "speculators": {
-        **{
-            "layout": "speculators",
-            "aux": (0, 2),
-            "hidden_share": 0.4,
-            "target_options": {"layers": 2},
-        },
-        **{"norm_output": True, "fc_norm": True, "own_embedding": True},
+        "layout": "speculators",
+        "aux": (0, 2),
+        "hidden_share": 0.4,
+        "target_options": {"layers": 2},
+        "norm_output": True,
+        "fc_norm": True,
+        "own_embedding": True,
     },
 }
 COPYING = 7  # What lookup alone drafts at most, beside a model.
@@ -98,7 +98,9 @@ class Pairs:
     """Writes what a pair is made of once. Names are those of METHOD, METHOD+ngram, and FAMILY/METHOD."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.tiny, self.made = folder, TinyShelf(folder).get, dict[str, Pair]()
+        self.folder = folder
+        self.tiny = TinyShelf(folder).get
+        self.made = dict[str, Pair]()
 
     def get(self, name: str) -> Pair:
         if name not in self.made:
@@ -117,14 +119,16 @@ class Pairs:
         if name == "demo":
             return Pair(demo_folder(), {"spec": "mtp"})
         if name in EAGLES:
-            target, head = folder / "target", folder / "head"
+            target = folder / "target"
+            head = folder / "head"
             write_tiny_pair(target, head, kind="copy", **EAGLES[name])
             return Pair(
                 target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head)
             )
         if name in HEADS:
             write_tiny_mtp(folder, kind="copy", **HEADS[name])
-            family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
+            family = HEADS[name]["family"]
+            modules = HEADS[name].get("modules", 1)
             return Pair(folder, {"spec": "mtp"}, lambda: PlainMtp(folder, family, modules))
         family, _, method = name.rpartition("/")
         if family == "hybrid":
@@ -147,7 +151,8 @@ class Pairs:
 
     def _hybrid(self, method: str) -> Pair:
         """Of recurrent and attending layers and an MTP layer; its draft model has two such layers."""
-        folder, draft = self.folder / "hybrid", self.folder / "hybrid-draft"
+        draft = self.folder / "hybrid-draft"
+        folder = self.folder / "hybrid"
         if not folder.exists():
             write_tiny_hybrid(folder, mtp=True, agreeing=True)
             write_tiny_hybrid(draft, agreeing=True, num_hidden_layers=2, full_attention_interval=2)

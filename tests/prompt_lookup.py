@@ -15,7 +15,8 @@ def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int
 
 def match_length(text: Sequence[int], longest: int) -> int:
     """Of the suffix that has occurred before, by trying every end."""
-    last, best = len(text) - 1, 0
+    last = len(text) - 1
+    best = 0
     for end in range(last):
         size = 0
         while size < longest and size <= end and text[end - size] == text[last - size]:

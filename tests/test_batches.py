@@ -48,14 +48,20 @@ SCHEMA = {
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logit bias": {"logit_bias": ((5, 40.0), (9, -100.0), (40, 40.0))},
-    **{"min-p": {"min_p": 0.05}, "top-p": {"top_p": 0.8, "top_k": 40}, "logprobs": {"logprobs": 3}},
+    "min-p": {"min_p": 0.05},
+    "top-p": {"top_p": 0.8, "top_k": 40},
+    "logprobs": {"logprobs": 3},
     "stop strings": {"stop": ("e", "th"), "min_tokens": 4},
     "schema": {"grammar": GrammarText("schema", json.dumps(SCHEMA))},
     "regex": {"grammar": GrammarText("regex", "[a-z ]{3,30}[.]")},
 }
 FACTORS: dict[str, Sequence[Any]] = {
-    **{"size": (1, 2, 8, 32), "lag": (0, 1, 2), "method": ("off", *PROPOSERS)},
-    **{"temperature": (0.0, 1.0), "pressure": (False, True), "prefix": ("hit", "miss")},
+    "size": (1, 2, 8, 32),
+    "lag": (0, 1, 2),
+    "method": ("off", *PROPOSERS),
+    "temperature": (0.0, 1.0),
+    "pressure": (False, True),
+    "prefix": ("hit", "miss"),
 }
 Case = dict[str, Any]
 KINDS = 7  # Different requests; larger batches repeat them.
@@ -70,7 +76,8 @@ def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
 @functools.cache
 def pairwise(*sizes: int) -> list[Case]:
     """Few combinations in which every two values of two factors meet, and batches of any features."""
-    every, names = combined({**FACTORS, "size": sizes}), tuple(FEATURES)
+    every = combined({**FACTORS, "size": sizes})
+    names = tuple(FEATURES)
     keys: list[dict[str, Hashable]] = [dict(case) for case in every]
     chosen = [every[i] for i in covering(keys, 2)]
     return [
@@ -91,8 +98,11 @@ class Bench:
         **wishes: Any,
     ) -> None:
         """drafts: the folders of what drafts, by method."""
-        self.target, self.drafts, self.prompts = target, drafts, prompts
-        self.tokens, self.wishes = tokens, wishes
+        self.target = target
+        self.drafts = drafts
+        self.prompts = prompts
+        self.tokens = tokens
+        self.wishes = wishes
         self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
         self.known: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
@@ -136,7 +146,8 @@ class Bench:
         return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **wishes)
 
     def run(self, case: Case, lag: int) -> list[Run]:
-        engine, asked = self.engine(case, lag), self.requests(case)
+        engine = self.engine(case, lag)
+        asked = self.requests(case)
         if case["prefix"] == "hit":
             warm = SamplingParams(max_tokens=1)
             engine.generate(
@@ -188,7 +199,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     "sizes", [(1, 2, 8), pytest.param((1, 2, 8, 32), marks=pytest.mark.slow)], ids=str
 )
 def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
-    right, interrupted = Counter[str](), 0
+    right = Counter[str]()
+    interrupted = 0
     for case in pairwise(*sizes):
         runs = bench.check(case)
         right[case["method"]] += accepted(runs)
@@ -240,6 +252,7 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
     """More than 32 rows a round: nine slots of four drafts, and 33 of any number."""
     prompts = [random_prompts(1, 66 + 9 * i, 8000, seed=i)[0] for i in range(KINDS)]
     bench = Bench(medium, {"draft": medium / "draft"}, prompts, 8, ctx=192)
-    bench.parity, bench.squeezed = 9, 9
+    bench.parity = 9
+    bench.squeezed = 9
     cases = [case for case in pairwise(9, 33) if case["method"] in ("off", "ngram", "draft")]
     check_all(bench, cases, request, "0.35 B")

@@ -23,10 +23,8 @@ OFFERED: dict[str, list[str]] = {
     "generate --spec ": spec_names(""),
     "generate --spec = d": ["draft", "draft+ngram"],
     "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2", "tiny:1b", "my.gguf"],
-    **{
-        "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
-        "inspect --draft de": ["demo", "demo-hybrid"],
-    },
+    "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
+    "inspect --draft de": ["demo", "demo-hybrid"],
     "generate -m m": ["models/", "my.gguf"],
     "generate -m models/": ["models/large.GGUF", "models/sub/"],
     "generate -m models/l": ["models/large.GGUF"],
@@ -73,10 +71,8 @@ def needs(shell: str) -> pytest.MarkDecorator:
 
 
 def printed(shell: str, code: str, environment: dict[str, str]) -> list[str]:
-    command, home = (
-        [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"],
-        environment["HOME"],
-    )
+    command = [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"]
+    home = environment["HOME"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=home, check=True
     )
@@ -99,7 +95,8 @@ def test_bash_offers_what_fits(environment: dict[str, str], line: str) -> None:
 @needs("fish")
 def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
     for line, wanted in {
-        **{"spd ": sorted(COMMANDS), "spd generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"]},
+        "spd ": sorted(COMMANDS),
+        "spd generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
         "spd generate --draft-": ["--draft-max", "--draft-model", "--draft-tp"],
     }.items():
         assert [

@@ -18,26 +18,25 @@ from tests.recipes.demo_corpus import build_corpus, held_out
 from tests.recipes.demo_model import TARGETS
 
 QUESTIONS = {
-    **{"os.path.join": ("join", "path"), "os.listdir": ("list", "directory")},
-    **{"os.getcwd": ("current", "directory"), "os.path.exists": ("path", "exists")},
-    **{
-        "os.remove": ("remove", "file"),
-        "json.dumps": ("serialize", "json"),
-        "len": ("number", "items"),
-    },
-    **{
-        "json.loads": ("deserialize", "json"),
-        "math.sqrt": ("square root",),
-        "re.sub": ("replac", "pattern"),
-    },
-    **{"re.compile": ("compile", "pattern"), "random.choice": ("random", "element")},
-    **{
-        "random.shuffle": ("shuffle",),
-        "time.sleep": ("delay", "second"),
-        "glob.glob": ("path", "pattern"),
-    },
-    **{"textwrap.dedent": ("whitespace",), "heapq.heappush": ("heap", "item")},
-    **{"functools.reduce": ("function", "sequence"), "dict.get": ("key", "default")},
+    "os.path.join": ("join", "path"),
+    "os.listdir": ("list", "directory"),
+    "os.getcwd": ("current", "directory"),
+    "os.path.exists": ("path", "exists"),
+    "os.remove": ("remove", "file"),
+    "json.dumps": ("serialize", "json"),
+    "len": ("number", "items"),
+    "json.loads": ("deserialize", "json"),
+    "math.sqrt": ("square root",),
+    "re.sub": ("replac", "pattern"),
+    "re.compile": ("compile", "pattern"),
+    "random.choice": ("random", "element"),
+    "random.shuffle": ("shuffle",),
+    "time.sleep": ("delay", "second"),
+    "glob.glob": ("path", "pattern"),
+    "textwrap.dedent": ("whitespace",),
+    "heapq.heappush": ("heap", "item"),
+    "functools.reduce": ("function", "sequence"),
+    "dict.get": ("key", "default"),
     "str.join": ("concatenate", "string"),
 }
 SHAPES = {"deepseek_v3": "deepseek", "qwen3_5_text": "hybrid"}
@@ -57,7 +56,8 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
 
 def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:
     """Drafted by the MTP layer unless wishes say otherwise: the texts are the same, and sooner there."""
-    names, drafts = list(QUESTIONS), {"spec": "mtp", "draft_max": 2, "adaptive": False}
+    names = list(QUESTIONS)
+    drafts = {"spec": "mtp", "draft_max": 2, "adaptive": False}
     engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **{**drafts, **wishes})
     prompts = [ask(names[i % len(names)], folder) for i in range(count)]
     params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
@@ -132,7 +132,8 @@ def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(
         pytest.skip("another Python version: its standard library was not held out")
     shape = TARGETS[SHAPES[json.loads((folder / "config.json").read_text())["model_type"]]]
     tokenizer = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
-    found, text = held_out(folder, corpus, tokenizer, shape), "".join(corpus.held_out).encode()
+    found = held_out(folder, corpus, tokenizer, shape)
+    text = "".join(corpus.held_out).encode()
     xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
     say(f"{folder.name}: {found}; xz -9 takes {xz:.3f} bits a byte")
     assert found["bits_per_byte"] < xz

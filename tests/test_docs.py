@@ -63,7 +63,8 @@ def test_the_table_of_hybrids_is_the_plans() -> None:
 
 
 def test_it_opens_with_the_two_commands_and_is_short() -> None:
-    first, second = README.index("<!-- run -->"), README.index("<!-- test -->")
+    first = README.index("<!-- run -->")
+    second = README.index("<!-- test -->")
     assert first < second < README.index("\n## ")
     for marker in ("run", "test"):
         (block,) = re.findall(rf"<!-- {marker} -->\n```\w*\n(.*?)```", README, re.DOTALL)

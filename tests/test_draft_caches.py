@@ -62,7 +62,8 @@ def greedy(count: int) -> SamplingParams:
 @pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators", ASSISTED])
 def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     """Also where the reply goes on from the reply: what a turn generated is found under its own kind."""
-    common, pair = random_prompts(1, 150, VOCAB, seed=9)[0], pairs.get(name)
+    common = random_prompts(1, 150, VOCAB, seed=9)[0]
+    pair = pairs.get(name)
     params = SamplingParams(temperature=0.8, max_tokens=12, seed=4, ignore_eos=True)
     prompts = [common, (*common, 1, 2, 3), common[:140], common[:129], common[:100] + (9,) * 60]
     engine, alone = (pair.engine(4, ctx=500, prefix_sharing=sharing) for sharing in (True, False))
@@ -88,7 +89,8 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
     pairs: Pairs, name: str, lengths: Lengths
 ) -> None:
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
-    pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
+    pair = pairs.get(name)
+    prompt = random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
     for count in (33, 40):
         engine = pair.changing(lengths)
@@ -143,10 +145,12 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 ) -> None:
     """After every round that it drafted for, of every slot that took part, up to the last token but one."""
     target = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
-    compared, launch = [0], LocalRoundQueue.launch
+    compared = [0]
+    launch = LocalRoundQueue.launch
 
     def checked(self: LocalRoundQueue, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
-        ticket, next_k = launch(self, k, views, *rest), rest[-1]
+        ticket = launch(self, k, views, *rest)
+        next_k = rest[-1]
         proposer = self.round.proposer
         assert isinstance(proposer, DraftModelProposer)
         for slot, view in enumerate(views) if 0 < next_k <= proposer.most_drafts else ():
@@ -168,11 +172,10 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 @pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram"])
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """Heads: their entries of a slot that waited were made of the target's states too."""
-    pair, compared = pairs.get(name), 0
-    engine, asked = (
-        engine_of(pair, (COPYING if "+" in name else 0, 3), 1),
-        requests("([a-f]{2}xyz){10,60}!"),
-    )
+    pair = pairs.get(name)
+    compared = 0
+    engine = engine_of(pair, (COPYING if "+" in name else 0, 3), 1)
+    asked = requests("([a-f]{2}xyz){10,60}!")
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
         turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
@@ -223,14 +226,14 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
     told_of: list[list[int]] = []
     for lag in (0, 2):
-        engine, outcomes = pairs.get("one+ngram").changing((0,), lag=lag), list[tuple[Any, ...]]()
+        engine = pairs.get("one+ngram").changing((0,), lag=lag)
+        outcomes = list[tuple[Any, ...]]()
         engine._draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
-        prompt, params = (
-            PROMPTS[0],
-            SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW),
-        )
+        prompt = PROMPTS[0]
+        params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
         (run,) = run_all(engine, [prompt], [params])
-        text, seen = [*prompt, *run.tokens], [outcome[-1] for outcome in outcomes]
+        text = [*prompt, *run.tokens]
+        seen = [outcome[-1] for outcome in outcomes]
         sizes = [match_length(text[: record.position], 8) for record in run.rounds]
         assert seen == [size if size >= 2 else 0 for size in sizes[1:]]
         told_of.append(seen)
@@ -269,7 +272,8 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     real = ModelProposer.draft
 
     def checked(self: ModelProposer, k: int, *rest: Any) -> None:
-        laws, state = self.sampler.draft_laws, self.state
+        laws = self.sampler.draft_laws
+        state = self.state
         assert laws is not None
         before = laws.clone()
         real(self, k, *rest)
@@ -277,7 +281,8 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
             if not state.active[slot]:
                 assert torch.equal(laws[slot], before[slot])
                 continue
-            law, drafts = laws[slot, :k], state.draft[slot, :k]
+            law = laws[slot, :k]
+            drafts = state.draft[slot, :k]
             found = bool(state.match[slot])
             seen[found] += 1
             assert law.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
@@ -311,7 +316,9 @@ def slow(*names: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["three", *slow("eagle", "one", "speculators", ASSISTED)])
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
-    headed, prompts, params = pairs.get(name), PROMPTS[1:5], [greedy(60)] * 4
+    headed = pairs.get(name)
+    prompts = PROMPTS[1:5]
+    params = [greedy(60)] * 4
     plain = run_all(headed.plain(), prompts, params)
     for slots, lag in ((1, 0), (3, 2)):
         engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
@@ -356,11 +363,14 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
 @pytest.mark.parametrize("name", ["three", "eagle"])
 def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str) -> None:
     """A law over the target's ids for each draft, with nothing for those that a head does not know."""
-    pair, seen = pairs.get(name), 0
+    pair = pairs.get(name)
+    seen = 0
     assert pair.reference is not None
-    engine, plain = pair.engine(3, verify=rule), pair.reference()
+    engine = pair.engine(3, verify=rule)
+    plain = pair.reference()
     queue = local_queue(engine)
-    state, laws = queue.state, queue.sampler.draft_laws
+    state = queue.state
+    laws = queue.sampler.draft_laws
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
 
@@ -394,7 +404,8 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
         for _ in range(steps):
             engine.step()
     queue = local_queue(engine)
-    proposer, sequence = queue.proposer, engine._scheduler.slots[1]
+    proposer = queue.proposer
+    sequence = engine._scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
     assert queue.behind == ROUNDS and sequence.length == length + 1
     views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]

@@ -26,7 +26,9 @@ from tests.recipes.tiny import write_tiny
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS, GIB, STATUSES = 60, 1 << 30, {0, 2, 3, 4, 5, 6, 7, 8, 9, 130, 141}
+SECONDS = 60
+GIB = 1 << 30
+STATUSES = {0, 2, 3, 4, 5, 6, 7, 8, 9, 130, 141}
 CONTROLS = re.compile(
     rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]"
     rb"|\xe2\x81[\xa6-\xa9]"
@@ -105,7 +107,10 @@ def serve_cases() -> None:
 
 class Bench:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.faults, self.count, self.floor = folder, list[str](), 0, 0
+        self.folder = folder
+        self.faults = list[str]()
+        self.count = 0
+        self.floor = 0
         write_tiny(folder / "tiny", architecture="Qwen3ForCausalLM", tie=False)
         shutil.copytree(ROOT / "spd/formats/demo", folder / "demo")
         shutil.copytree(ROOT / "spd/formats/demo/eagle3", folder / "eagle3")
@@ -121,7 +126,8 @@ class Bench:
         self.env = {**os.environ, **{key: str(value) for key, value in own.items()}}
         made = [sys.executable, "-m", "spd", "convert-mtp", "demo", str(folder / "head"), "-q"]
         subprocess.run(made, cwd=ROOT, env=self.env, check=True, capture_output=True)
-        words, pipe = [sys.executable, "-m", "tests.test_hostile"], subprocess.PIPE
+        words = [sys.executable, "-m", "tests.test_hostile"]
+        pipe = subprocess.PIPE
         self.server = subprocess.Popen(
             words, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True
         )
@@ -145,7 +151,8 @@ class Bench:
         self.server.stdin.flush()
         status, peak = json.loads(self.server.stdout.readline())
         out, err = (Path(files[name]).read_bytes() for name in ("out", "err"))
-        self.count, self.floor = self.count + 1, self.floor or peak
+        self.count = self.count + 1
+        self.floor = self.floor or peak
         allowed = STATUSES | ({1} if argv[0] == "doctor" else set())
         faults = [f"status {status}"] if status not in allowed else []
         faults += [f"peak {peak / GIB:.1f} GiB"] if peak > self.floor + 3 * GIB else []
@@ -177,7 +184,8 @@ def put(name: str, path: str, value: Any) -> Callable[[Path], Any]:
 
     def spoil(place: Path) -> None:
         file = place / "model" / name
-        data, end = file.read_bytes() if file.exists() else b"{}", 0
+        data = file.read_bytes() if file.exists() else b"{}"
+        end = 0
         if name.endswith(".safetensors"):
             end = 8 + int.from_bytes(data[:8], "little")
         found = whole = json.loads(data[8:end] if end else data)
@@ -212,7 +220,8 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         for path, command in (
             (path, c) for path in paths.split("|") for c in rng.sample(COMMANDS, 6)
         ):
-            evil, base = rng.choice(EVIL), rng.choice(("tiny", "tiny", "head", "eagle3"))
+            evil = rng.choice(EVIL)
+            base = rng.choice(("tiny", "tiny", "head", "eagle3"))
             yield Case(f"string as {path}", command, put(name, path, evil), base)
     for text, command in product(TABLES["TEMPLATES"], COMMANDS[:6]):
         template = text.replace("@", rng.choice(EVIL))
@@ -362,7 +371,8 @@ def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
 @pytest.mark.parametrize("kind", [strings, files, bombs])
 def test_hostile_input_is_refused_or_shown_harmlessly(kind: Any, bench: Bench) -> None:
     """No control character reaches a stream, no status is undocumented, nothing hangs or takes all memory."""
-    bench.faults, bench.count = [], 0
+    bench.faults = []
+    bench.count = 0
     for case in kind(random.Random(kind.__name__), bench):
         bench.run(case)
     print(f"{bench.count} cases of {kind.__name__}")

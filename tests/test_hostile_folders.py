@@ -142,7 +142,8 @@ def _spoil_scales(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 def indices() -> Iterator[Folder]:
     """Yield folders whose index and shards contradict each other, and heads beside a tie flag."""
-    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    one = "model-00001-of-00002.safetensors"
+    two = "model-00002-of-00002.safetensors"
 
     def shards(change: Callable[[dict[str, str], dict[str, torch.Tensor]], object]) -> Spoil:
         def spoil(place: Path) -> None:

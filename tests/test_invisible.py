@@ -35,13 +35,13 @@ FEW = tuple(
 )  # A bias: text of few tokens is full of matches.
 Work = list[tuple[Prompt, SamplingParams]]
 PARAMETERS: dict[str, dict[str, Any]] = {
-    **{"top_k": {"temperature": 1.0, "top_k": 5}, "top_p": {"temperature": 1.0, "top_p": 0.7}},
-    **{
-        "min_p": {"temperature": 1.2, "min_p": 0.1},
-        "ignore_eos": {"ignore_eos": True, "temperature": 1.3},
-    },
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.7},
+    "min_p": {"temperature": 1.2, "min_p": 0.1},
+    "ignore_eos": {"ignore_eos": True, "temperature": 1.3},
     "all_truncations": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    **{"repetition": {"repetition_penalty": 1.4}, "presence": {"presence_penalty": 1.5}},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 1.5},
     "frequency": {"temperature": 0.7, "frequency_penalty": 0.8},
     "negative": {"presence_penalty": -1.0, "frequency_penalty": -0.3},
     "bias": {"logit_bias": ((5, 4.0), (6, -100.0), (7, 3.5)), "temperature": 0.9},
@@ -52,7 +52,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "stop_ids": {"temperature": 1.0, "stop_token_ids": tuple(range(5, 256, 16))},
     "stop_strings": {"temperature": 1.1, "stop": ("a", "e", "7", "Q")},
-    **{"logprobs": {"temperature": 0.8, "logprobs": 3}, "max_tokens": {"max_tokens": 7}},
+    "logprobs": {"temperature": 0.8, "logprobs": 3},
+    "max_tokens": {"max_tokens": 7},
 }
 METHODS = ("ngram", "draft", "self", "draft+ngram")
 HEADS = ("one", "three", "deepseek", "eagle", "speculators")
@@ -72,16 +73,34 @@ SPARSE = (
     "ernie4_5_moe",
 )
 LOOKED_UP = (
-    *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
-    *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
-    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
-    *("hunyuan_moe", "muse_glimmer"),
+    "olmo3",
+    "ministral3",
+    "exaone4",
+    "cohere2",
+    "hunyuan",
+    "granite_moe",
+    "gpt_oss",
+    "gemma4",
+    "gemma4_moe",
+    "lfm2",
+    "lfm2_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "nemotron_h_latent",
+    "minimax_m2",
+    "mimo_v2",
+    "step3",
+    "hunyuan_moe",
+    "muse_glimmer",
 )  # Families whose attention, norms or caches are their own.
 QUANTIZED = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe")  # Their experts are rounded.
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
 OF_FAMILIES = (
     *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
-    *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
+    *(f"{family}/mtp" for family in MTP_OF),
+    "gemma4/assistant",
+    "gemma4_moe/assistant",
 )
 RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
 FORMS: dict[str, dict[str, Any]] = {
@@ -89,7 +108,8 @@ FORMS: dict[str, dict[str, Any]] = {
     **{dtype: {"dtype": dtype} for dtype in ("float32", "bfloat16")},
     "torch": {"dtype": "float32", "kernels": "torch"},
 }  # By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's.
-LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
+LAGS = (0, 1, 2)
+TYPES = ("float32", "bfloat16")
 
 
 def crossed(prompts: list[Prompt], ts: Any = (0.0, 0.8, 1.3), seed: int = 100, **kind: Any) -> Work:
@@ -155,7 +175,8 @@ def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[
     """Every combination as a cell; slow are those that no `strength` values need to meet, with 0 all."""
     values = itertools.product(work, *factors.values())
     every = [dict(zip(("work", *factors), each, strict=True)) for each in values]
-    few, cells = set(covering(every, strength) if strength else ()), []
+    few = set(covering(every, strength) if strength else ())
+    cells = []
     for i, case in enumerate(every):
         own = {name: case.pop(name) for name in [*case] if name in Cell.__annotations__}
         cells.append(
@@ -288,7 +309,8 @@ def test_nothing_of_a_text_depends_on_speculation(known: Known, cell: Cell, requ
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     """Of every family: a text goes on, and another begins as it did, on pages that hold what both read."""
-    pair, (prompt,) = pairs.get(name), random_prompts(1, 75, VOCAB, seed=1)
+    pair = pairs.get(name)
+    (prompt,) = random_prompts(1, 75, VOCAB, seed=1)
     params = SamplingParams(max_tokens=70, temperature=0.5, seed=2, ignore_eos=True)
     engine = pair.engine(3, lag=1, slots=2)
     (first,) = run_all(engine, [prompt], [params])
@@ -306,7 +328,9 @@ def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
 
 def test_draft_context_limit(pairs: Pairs) -> None:
     """Prompts around the draft's own limit, and beyond: drafting ends there, the text goes on."""
-    limit, k, pair = 48, 4, pairs.get("draft")
+    limit = 48
+    k = 4
+    pair = pairs.get("draft")
     lengths = (*range(limit - k, limit + 2), 3 * limit)
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in lengths]
     params = [SamplingParams(temperature=0.8, max_tokens=12, seed=i) for i in range(len(prompts))]
@@ -350,7 +374,8 @@ def test_context_ends_the_text(pairs: Pairs) -> None:
 @pytest.mark.parametrize("kind", ["wrong", "out of range", "random length"])
 def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind: str) -> None:
     engine = pairs.get("ngram").engine(4, lag=1)
-    queue, source = local_queue(engine), random.Random(0)
+    queue = local_queue(engine)
+    source = random.Random(0)
     state = queue.state
     odd = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
     choices = odd if kind == "out of range" else list(range(VOCAB))

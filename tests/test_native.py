@@ -74,7 +74,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
     """Bfloat16: no farther from float32 than twice torch's is."""
-    folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
+    folder = model(shape)
+    prompt = random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, found = (
         logits_of(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype])
     )
@@ -94,7 +95,9 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     """As many as a chunk holds, one of them on pages that another writes in the same pass."""
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
-    runner, honest, passes = engine._device.runner, engine._device.runner.write, []
+    passes = []
+    honest = engine._device.runner.write
+    runner = engine._device.runner
     ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
     runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
@@ -116,7 +119,8 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
 @needs_native
 def test_the_target_alone_decides(model: Tiny) -> None:
     """A draft model that C kernels cannot run is run by torch's, and the text stays."""
-    target, draft = model("tiny-qwen3"), model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
+    target = model("tiny-qwen3")
+    draft = model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
     asked = random_prompts(2, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
@@ -171,11 +175,13 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
 )
 def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseException) -> None:
     """What others could have found before it was written is not found, or is written by then."""
-    folder, prompt = model("tiny-qwen3"), random_prompts(1, 200, 250, seed=3)[0]
+    folder = model("tiny-qwen3")
+    prompt = random_prompts(1, 200, 250, seed=3)[0]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = run_all(make_engine(folder, **BFLOAT16, ctx=320), [prompt], [params])[0].tokens
     engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
-    runner, honest = engine._device.runner, engine._device.runner._run
+    honest = engine._device.runner._run
+    runner = engine._device.runner
 
     def failing(batch: ForwardBatch) -> ModelOutput:
         runner._run = honest  # type: ignore[method-assign]

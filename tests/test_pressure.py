@@ -12,12 +12,17 @@ from spd.runtime.engine.sequence import Sequence
 from tests.helpers import Tiny, assert_same, quick_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
-VOCAB, CTX, PAGES = 256, 320, 6
+VOCAB = 256
+CTX = 320
+PAGES = 6
 PROMPTS = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 65, 30)]
 KINDS: list[dict[str, Any]] = [
-    *({"temperature": 0.8}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}),
-    *({"temperature": 1.2, "logprobs": 2}, {"stop": ("e", "7"), "min_tokens": 40}),
-    *({"temperature": 1.0, "top_p": 0.8}, {"logit_bias": ((5, 4.0),)}),
+    {"temperature": 0.8},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "logprobs": 2},
+    {"stop": ("e", "7"), "min_tokens": 40},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"logit_bias": ((5, 4.0),)},
     {"min_tokens": 50, "stop_token_ids": tuple(range(0, 256, 16))},
 ]
 PARAMS = [SamplingParams(max_tokens=64 + 9 * i, seed=i, **kind) for i, kind in enumerate(KINDS)]
@@ -56,7 +61,8 @@ def test_interrupted_texts(
     assert sum(interrupted) >= 2 and interrupted[0] == 0, interrupted
     for run in runs:  # what was written again is not counted again
         assert run.metrics.rounds == len(run.rounds) == sum(run.metrics.acceptance_histogram)
-        m, ended_by_draft = run.metrics, run.finish_reason == "stop" and run.drafted[-1]
+        m = run.metrics
+        ended_by_draft = run.finish_reason == "stop" and run.drafted[-1]
         assert m.completion_tokens == m.rounds + m.draft_n_accepted - ended_by_draft
     if method == "draft":  # the drafter's cache came back too: it is the target, and always right
         plain = [runs[i].metrics for i in (2, 5) if interrupted[i]]  # nothing but noise and a bias

@@ -44,7 +44,8 @@ Answer = dict[str, list[Any]]
 
 def git(*arguments: str, **environment: str) -> str:
     """What git says in this repository."""
-    command, settings = ["git", "-C", str(ROOT), *arguments], os.environ | environment
+    command = ["git", "-C", str(ROOT), *arguments]
+    settings = os.environ | environment
     return subprocess.run(
         command, env=settings, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()
@@ -78,11 +79,9 @@ class Tree:
     """One tree unpacked, a process that runs its command line, and the answers it gave so far."""
 
     def __init__(self, tree: str, place: Path, store: Path) -> None:
-        self.place, self.kept, self.home = (
-            place,
-            store / f"{place.name}-{tree[:12]}",
-            store.parent / "home",
-        )
+        self.place = place
+        self.kept = store / f"{place.name}-{tree[:12]}"
+        self.home = store.parent / "home"
         self.process: subprocess.Popen[str] | None = None
         for folder in (place / "tree", place / "cwd", self.kept, self.home):
             folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +169,8 @@ def named(answer: Answer, is_old: bool) -> dict[str, Any]:
 def differences(runs: list[Run], old: list[Answer], new: list[Answer]) -> Iterator[str]:
     """Every difference of two trees' answers to the runs of a cell, in words."""
     for run, before, after in zip(runs, old, new, strict=True):
-        was, now = named(before, True), named(after, False)
+        was = named(before, True)
+        now = named(after, False)
         for name in (name for name in was | now if was.get(name, ...) != now.get(name, ...)):
             pair = [str(each.get(name, "nothing"))[:90] for each in (was, now)]
             yield f"{' '.join(run.argv)[-150:]!r}: {name}: {pair[0]} became {pair[1]}"
@@ -220,10 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not (listed := store / "shelf/shelf.json").exists():
             listed.parent.mkdir(exist_ok=True)
             old.python("-c", SHELF, str(listed.parent), folder="tree").communicate()
-        shelf, prompts = (
-            json.loads(listed.read_text()),
-            make_prompts(old.place / "tree", asked.prompts),
-        )
+        shelf = json.loads(listed.read_text())
+        prompts = make_prompts(old.place / "tree", asked.prompts)
         every = *other_cells(shelf), *family_cells(shelf, prompts), *demo_cells(prompts)
         cells = {name: runs for name, runs in every if fnmatch(name, asked.only)}
         if asked.list:

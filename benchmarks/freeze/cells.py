@@ -107,7 +107,8 @@ def make_prompts(tree: Path, most: int) -> list[str]:
     for name in MODULES.split():
         source = inspect.getsource(importlib.import_module(name))
         for match in re.finditer(r"^def ([a-z]\w+)\(.*?(?=^\S)", source, re.MULTILINE | re.DOTALL):
-            word, code = match[1], match[0][:2400].rstrip()
+            word = match[1]
+            code = match[0][:2400].rstrip()
             head = "\n".join(code.splitlines()[:6])
             edit = f"Rename {word} to {word}_of in this code and print it again.\n\n{code}"
             kinds = (f"What does {name}.{word} do?", head, edit, f"{head[:200]}\n" * 5)
@@ -195,8 +196,10 @@ def other_cells(shelf: Shelf) -> Iterator[Cell]:
             Run([*words.split(), *each.split()]) for each in table.replace("\n", "|").split("|")
         ]
 
-    llama, folders = shelf["llama2"][0], "|".join(folder for folder, _ in shelf.values())
-    bad, pair = Path(llama).with_name("bad"), f"{shelf['llama3'][0]} --draft {llama}"
+    llama = shelf["llama2"][0]
+    folders = "|".join(folder for folder, _ in shelf.values())
+    bad = Path(llama).with_name("bad")
+    pair = f"{shelf['llama3'][0]} --draft {llama}"
     yield "plan/generate", runs(f"generate {ALIKE} --prompt-ids 5,6,7 --seed 3 --json -n 2", PLANS)
     if OLD_NATIVE:
         yield (

@@ -82,10 +82,8 @@ def compile_kernels(arch: str) -> int:
         found[json.dumps(told, default=repr)] = digest
         return compiled
 
-    script, said = (
-        TREE / "tests/kernels/compile_ahead.py",
-        re.compile(r"^def (signatures|launches)\(", re.M),
-    )
+    script = TREE / "tests/kernels/compile_ahead.py"
+    said = re.compile(r"^def (signatures|launches)\(", re.M)
     rooms = (sorted((TREE / room).rglob("*.py")) for room in ("spd/kernels", "tests/kernels"))
     files = [path for room in rooms for path in room if said.search(path.read_text())]
     modules = [".".join(path.relative_to(TREE).with_suffix("").parts) for path in files]
@@ -103,7 +101,8 @@ if __name__ == "__main__":
 
     if not Path(spd.__file__).is_relative_to(TREE):
         sys.exit(f"{spd.__file__} is not of {TREE}")
-    jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    jobs = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
     for line in jobs:
         signal.alarm(3600)  # a job that hangs ends the process
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)

@@ -51,9 +51,13 @@ CASES = (
     *((slots, REFERENCE_LENGTH, ("plain", "fixed", "auto")) for slots in (1, 16, 100, 4, 64)),
     *((slots, POOR_LENGTH, ("plain", "auto")) for slots in (1, 16)),
 )
-TURNS, FEWEST_TURNS, SECONDS_A_CASE = 30, 10, 9.0
+TURNS = 30
+FEWEST_TURNS = 10
+SECONDS_A_CASE = 9.0
 SPAN_TOKENS = 20
-PROMPT, WARM, CONTEXT = 128, 12, 960
+PROMPT = 128
+WARM = 12
+CONTEXT = 960
 """Tokens of a prompt, rounds before the first span, positions of a slot besides those of `FILL` rounds."""
 
 
@@ -129,7 +133,8 @@ def every_pair(values: Sequence[int]) -> list[int]:
 
 def capture_every_length(engine: Engine) -> None:
     """Run one round of every shape that adapting may ask for, so that none is captured while it is timed."""
-    chosen, lengths = engine._draft_length, every_pair(engine.plan.draft_tiers)
+    chosen = engine._draft_length
+    lengths = every_pair(engine.plan.draft_tiers)
     engine._draft_length = ScriptedLengths(lengths)
     for _ in lengths:
         engine.step()
@@ -222,7 +227,8 @@ def run(
     report = {"read_bytes_per_second": rate, "k": K, "cases": found}
     with tempfile.TemporaryDirectory() as place:
         for slots, length, kinds in cases:
-            name, began = f"{slots} slots, length {length}", time.perf_counter()
+            name = f"{slots} slots, length {length}"
+            began = time.perf_counter()
             try:
                 configs = {
                     kind: config_of_kind(Path(place), target, draft, kind, slots, length, **rest)

@@ -60,12 +60,15 @@ class Block(nn.Module):
 
         Positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim].
         """
-        s, rows = self.shape, x.shape[0]
+        s = self.shape
+        rows = x.shape[0]
         x = x + last
         qkv = F.linear(rms_norm(x, self.first), self.qkv).view(rows, -1, s.head_dim)
         query, key, value = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
-        query, key = rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query = rms_norm(query, self.query_norm)
+        key = rms_norm(key, self.key_norm)
+        query = _rotate(query, cos, sin)
+        key = _rotate(key, cos, sin)
         self.keys.index_copy_(2, where, key.transpose(0, 1)[None])
         self.values.index_copy_(2, where, value.transpose(0, 1)[None])
         # A group's queries as rows of their KV head: no key is repeated for them.

@@ -120,7 +120,8 @@ def sweep_contexts(
     engine: Engine, target: Shape, load: Load, contexts: Sequence[int], read_rate: float
 ) -> dict[str, Any]:
     """Several contexts in one engine, whose static tensors are as wide as the longest needs."""
-    recorder, found = Recorder.of(engine), {}
+    recorder = Recorder.of(engine)
+    found = {}
     for context in contexts:
         measured = measure_load(engine, recorder, replace(load, prompt=context), target.vocab)
         found[str(context)] = floor_share(measured, target, 1, read_rate)

@@ -13,7 +13,8 @@ MANY_EXPERTS = ("experts Qwen3-30B-A3B", "experts GLM-4.5-Air")
 """Cases with 128 experts, eight for each token."""
 FEW_ROWS = ("1", "4", "8")
 RECURRENT = ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
-ENOUGH_TOKENS, A_FEW_TOKENS = 100_000, 8_000
+ENOUGH_TOKENS = 100_000
+A_FEW_TOKENS = 8_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Verdict:
 
     def line(self) -> str:
         """The gate, what was found and whether it is met, in words."""
-        gate, figure = self.gate, self.figure
+        gate = self.gate
+        figure = self.figure
         if gate.reported:
             return f"gate: {gate.name} (reported): {'not measured' if figure is None else f'{figure:.2f}'}"
         wanted = f"at least {gate.least:g}" if gate.most is None else f"at most {gate.most:g}"
@@ -169,7 +171,8 @@ def _dense_gates() -> Iterator[Gate]:
     yield plain("host reads in rounds", figures=_host_reads, most=0)
     pairs = partial(Gate, probe="draft")
     yield pairs("host reads in rounds with drafts", figures=_host_reads, most=0)
-    eagle, small = "EAGLE-size > Qwen3-8B", "Qwen3-0.6B > Qwen3-8B"
+    eagle = "EAGLE-size > Qwen3-8B"
+    small = "Qwen3-0.6B > Qwen3-8B"
     ceiling = partial(_pair, name=eagle, field="share_of_ceiling")
     yield pairs(
         "EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83
@@ -197,7 +200,8 @@ def _dense_gates() -> Iterator[Gate]:
         ("self_draft_long", "of many k, the 8B shape's", ENOUGH_TOKENS),
     )
     for probe, whose, enough in texts:
-        changed, otherwise = "tokens that speculation changed", "requests that accepted otherwise"
+        changed = "tokens that speculation changed"
+        otherwise = "requests that accepted otherwise"
         yield Gate(f"{whose} {changed}", probe, lambda one: [one["differing_tokens"]], most=0)
         yield Gate(f"{whose} {otherwise}", probe, lambda one: [one["differing_counts"]], most=0)
         yield Gate(
@@ -298,14 +302,17 @@ def gate_lines(probes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [verdict.line() for verdict in judge(probes)]
 
 
-ALL_WELL, NOT_WELL, NOT_MEASURED = 0, 1, 4
+ALL_WELL = 0
+NOT_WELL = 1
+NOT_MEASURED = 4
 UNFINISHED = ("cut short", "not run")
 """Statuses of probes that did nothing wrong, but had no more time."""
 
 
 def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
     """NOT_WELL where a gate is missed or a probe failed; else NOT_MEASURED where anything was left out."""
-    verdicts, statuses = judge(probes), [probe["status"] for probe in probes.values()]
+    verdicts = judge(probes)
+    statuses = [probe["status"] for probe in probes.values()]
     missed = any(one.figure is not None and not one.met for one in verdicts)
     if missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
         return NOT_WELL

@@ -18,7 +18,8 @@ ROTATED_BYTES = 256 << 20
 """Operands in rotation, several times the last level cache of any GPU at hand."""
 MAX_COPIES = 128
 REPLAYS = 5
-MIN_LAUNCHES, MIN_SECONDS = 16, 1e-3
+MIN_LAUNCHES = 16
+MIN_SECONDS = 1e-3
 Call = Callable[[], object]
 
 
@@ -59,7 +60,8 @@ class GraphTimer:
     """Captures the calls in turn until the graph is long enough, replays it, takes the median."""
 
     def __init__(self, device: str = "cuda", replays: int = REPLAYS) -> None:
-        self.device, self.replays = device, replays
+        self.device = device
+        self.replays = replays
         self.stream = torch.cuda.Stream()
 
     def copies(self, nbytes: int) -> int:

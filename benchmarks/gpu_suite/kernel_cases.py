@@ -70,14 +70,16 @@ def linear_case(
 
     In the bench's type where none is given.
     """
-    kernels, found = bench.kernels, Rows()
+    kernels = bench.kernels
+    found = Rows()
     bench = replace(bench, dtype=dtype or bench.dtype)
     weights = bench.normal(bench.timer.copies(2 * n * k), n, k, scale=k**-0.5).unbind()
     product = SkinnyLinear(weights[0], None, kernels)
     share_workspace([product], max(rows))
     workspace = product.workspace
     for count in rows:
-        x, residual = bench.normal(count, k), bench.normal(count, n)
+        x = bench.normal(count, k)
+        residual = bench.normal(count, n)
         squares = torch.full((count, 1), float(k), dtype=torch.float32, device=x.device)
         y = torch.empty(count, n, dtype=x.dtype, device=x.device)
 
@@ -98,7 +100,8 @@ def linear_case(
 
 def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
     """A layer's products one after another."""
-    kernels, found = bench.kernels, Rows()
+    kernels = bench.kernels
+    found = Rows()
     sizes = {kind: size for kind, size in shape.weights().items() if kind != "head"}
     nbytes = sum(2 * n * k for n, k in sizes.values())
     layers = [
@@ -109,7 +112,8 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
     share_workspace(products, max(rows))
     workspaces = dict(zip(sizes, (product.workspace for product in products), strict=True))
     for count in rows:
-        x, residual = bench.normal(count, shape.hidden), bench.normal(count, shape.hidden)
+        x = bench.normal(count, shape.hidden)
+        residual = bench.normal(count, shape.hidden)
         mixed = bench.normal(count, sizes["out"][1])
         squares = torch.full((count, 1), float(shape.hidden), dtype=torch.float32, device=x.device)
 
@@ -129,10 +133,12 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
 
 def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Rows:
     """The head with the draw fused, for one slot's window, against the bare head in the rival's column."""
-    kernels, found = bench.kernels, Rows()
+    kernels = bench.kernels
+    found = Rows()
     copies = bench.timer.copies(2 * vocab * hidden)
     weights = bench.normal(copies, vocab, hidden, scale=hidden**-0.5).unbind()
-    seed, first = bench.integers(1, fill=7), bench.integers(1, fill=1000)
+    seed = bench.integers(1, fill=7)
+    first = bench.integers(1, fill=1000)
     for count in rows:
         x = bench.normal(count, hidden)
         bare = [partial(kernels.head_logits, x, w) for w in weights]
@@ -145,8 +151,10 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
 
 def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
     """Embedding, the last norm, and the norm behind a block with the sum that follows it."""
-    kernels, found = bench.kernels, Rows()
-    table, weight = bench.normal(vocab, hidden), bench.normal(hidden)
+    kernels = bench.kernels
+    found = Rows()
+    table = bench.normal(vocab, hidden)
+    weight = bench.normal(hidden)
     for count in rows:
         ids = torch.randint(vocab, (count,), device=table.device)
         x, squares = kernels.embed(ids, table)
@@ -199,7 +207,9 @@ def attention_case(
     bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
 ) -> Rows:
     """Windows at the end of a context, against torch's attention over contiguous keys without a mask."""
-    kernels, found, device = bench.kernels, Rows(), bench.timer.device
+    kernels = bench.kernels
+    found = Rows()
+    device = bench.timer.device
     nbytes = slots * context * 2 * heads.num_kv_heads * heads.head_dim * 2
     pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
     scale = heads.head_dim**-0.5
@@ -228,10 +238,13 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
 
     Torch's counterpart has a mask only where the chunk is all there is.
     """
-    kernels, found = bench.kernels, Rows()
+    kernels = bench.kernels
+    found = Rows()
     pools = Pools.build(bench, heads, 1, max(starts) + chunk, 1)
-    own, table = pools.layers[0], pools.page_table
-    query, scale = bench.normal(chunk, heads.num_heads, heads.head_dim), heads.head_dim**-0.5
+    own = pools.layers[0]
+    table = pools.page_table
+    query = bench.normal(chunk, heads.num_heads, heads.head_dim)
+    scale = heads.head_dim**-0.5
     for start in starts:
         [(k, v)] = pools.contiguous(1, start + chunk)
         rival = partial(_attend, query[None].transpose(1, 2), k, v, scale, start == 0)
@@ -249,9 +262,11 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
 
 def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Rows:
     """What lies between the projection and attention, with the per-head norm."""
-    found, size = Rows(), heads.head_dim
+    found = Rows()
+    size = heads.head_dim
     pools = Pools.build(bench, heads, 1, 1024, 1).layers[0]
-    cos, sin = bench.normal(1024, size), bench.normal(1024, size)
+    cos = bench.normal(1024, size)
+    sin = bench.normal(1024, size)
     weight = bench.normal(heads.num_heads + heads.num_kv_heads, size)
     for count in rows:
         qkv = bench.normal(count, (heads.num_heads + 2 * heads.num_kv_heads) * size)

@@ -16,7 +16,8 @@ from benchmarks.gpu_suite.together import watch_together
 AT_ONCE = 12
 SECONDS_BETWEEN = 1.0
 """Between two accounts while no file ends: as much is lost at most where the lane is killed."""
-FINE, FAILED = (0, 5), (1, 2)
+FINE = (0, 5)
+FAILED = (1, 2)
 """Exit statuses of pytest: 5 where no test of a file needs a GPU, 2 where a file cannot be read."""
 
 
@@ -78,7 +79,8 @@ def _account(logs: Mapping[str, Path], statuses: Mapping[str, int]) -> dict[str,
     for name, log in logs.items():
         short = name.removeprefix(f"{ROOT}/")
         found = lane_log.read(log)
-        passed, skipped = passed + found.passed, skipped + found.skipped
+        passed = passed + found.passed
+        skipped = skipped + found.skipped
         # A file that cannot be imported is a failure of no test.
         why |= {
             f"{short}::{test}" if test else short: lines for test, lines in found.failed.items()

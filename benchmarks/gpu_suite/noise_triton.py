@@ -21,7 +21,8 @@ def noise_kernel(seed, position, out, stream, vocab_size, BITS: tl.constexpr, GR
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     groups = first + tl.arange(0, GROUPS)
-    key, at = tl.load(seed + row), tl.load(position + row)
+    key = tl.load(seed + row)
+    at = tl.load(position + row)
     if BITS:
         bits0, bits1, bits2, bits3 = random_bits4(key, at, stream, groups)
         values = interleave4(bits0, bits1, bits2, bits3).to(tl.int64)

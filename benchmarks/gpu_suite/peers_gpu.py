@@ -32,11 +32,14 @@ from spd.runtime import Engine, Request
 
 Generate = Callable[[int], None]
 """Generates so many tokens after the prompt."""
-PROMPT, FEW, MANY = 128, 8, 72
+PROMPT = 128
+FEW = 8
+MANY = 72
 POSITIONS = 256
 K = 4
 FORCED_TOKEN = 7
-TURNS, EAGER_TURNS = 4, 2
+TURNS = 4
+EAGER_TURNS = 2
 SECONDS = 8.0
 
 
@@ -258,7 +261,9 @@ def run_compiled(
             yield from contest(f"{name}, drafts", {name: peer, **ours})
 
 
-LOOP, TUNED_LOOP, STATIC = "compiled loop", "tuned compiled loop", "transformers static compiled"
+LOOP = "compiled loop"
+TUNED_LOOP = "tuned compiled loop"
+STATIC = "transformers static compiled"
 
 
 def run_loop() -> Iterator[dict[str, Any]]:

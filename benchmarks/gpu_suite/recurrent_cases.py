@@ -17,7 +17,9 @@ from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 
-TAPS, START, SPARE = 4, 1000, 4
+TAPS = 4
+START = 1000
+SPARE = 4
 LENGTHS = (0, 1, 4, 8)
 """Drafts a round that are measured."""
 
@@ -66,10 +68,8 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
         return torch.randn(slots, *sizes, device=bench.timer.device)
 
     keys = torch.nn.functional.normalize(drawn(depth, shape.key_heads, shape.size), dim=-1)
-    state, values = (
-        drawn(shape.heads, shape.size, shape.size),
-        drawn(depth, shape.heads, shape.size),
-    )
+    state = drawn(shape.heads, shape.size, shape.size)
+    values = drawn(depth, shape.heads, shape.size)
     return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
 
 
@@ -86,13 +86,15 @@ def delta_case(
     bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
 ) -> Rows:
     """Rounds of k drafts a slot; the share counts states alone."""
-    found, nbytes = Rows(), 2 * slots * shape.state_bytes
+    found = Rows()
+    nbytes = 2 * slots * shape.state_bytes
     kept = [
         memory(bench, shape, slots, 2 * (max(lengths) + 1))
         for _ in range(bench.timer.copies(nbytes))
     ]
     for k in lengths:
-        given, rows = operands(bench, shape, slots * (k + 1)), windows(bench, slots, k)
+        given = operands(bench, shape, slots * (k + 1))
+        rows = windows(bench, slots, k)
         calls: list[Call] = [partial(bench.kernels.delta_rule, *given, one, rows) for one in kept]
         found[f"k={k}"] = bench.row(calls, nbytes)
     return found
@@ -102,12 +104,16 @@ def conv_case(
     bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
 ) -> Rows:
     """Convolutions of rounds of k drafts, and the norm of what the rule gives; torch's own convolution."""
-    found, device, channels = Rows(), bench.timer.device, shape.channels
+    found = Rows()
+    device = bench.timer.device
+    channels = shape.channels
     weight = torch.randn(TAPS, channels, device=device)
     ring = bench.normal(slots, TAPS - 1 + 2 * (max(lengths) + 1), channels)
     for k in lengths:
-        count, values = slots * (k + 1), shape.heads * shape.size
-        x, rows = bench.normal(count, channels + values), windows(bench, slots, k)
+        count = slots * (k + 1)
+        values = shape.heads * shape.size
+        x = bench.normal(count, channels + values)
+        rows = windows(bench, slots, k)
         together = torch.randn(slots, channels, k + TAPS, device=device)
         rival = partial(
             torch.nn.functional.conv1d,
@@ -118,10 +124,8 @@ def conv_case(
         )
         call = partial(bench.kernels.short_conv, x[:, :channels], weight, None, ring, rows)
         found[f"k={k}"] = bench.row([call], None, [rival])
-        read, norm = (
-            torch.randn(count, shape.heads, shape.size, device=device),
-            weight[0, : shape.size],
-        )
+        read = torch.randn(count, shape.heads, shape.size, device=device)
+        norm = weight[0, : shape.size]
         found[f"norm k={k}"] = bench.row(
             [partial(bench.kernels.gated_norm, read, x[:, channels:], norm, EPSILON)], None
         )
@@ -133,11 +137,9 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
 
     The convolution before it has the last row.
     """
-    given, kept, run = (
-        operands(bench, shape, rows),
-        memory(bench, shape, 1, SPARE),
-        prompt(bench, rows),
-    )
+    given = operands(bench, shape, rows)
+    kept = memory(bench, shape, 1, SPARE)
+    run = prompt(bench, rows)
     steps = partial(bench.kernels.delta_rule, *given, memory(bench, shape, 1, 2 * rows), run)
     weight = torch.randn(TAPS, shape.channels, device=bench.timer.device)
     ring = bench.normal(1, TAPS - 1 + SPARE, shape.channels)

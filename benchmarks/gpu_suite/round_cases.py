@@ -55,7 +55,8 @@ def one_slots_sampling(bench: Bench, vocab: int, steps: SamplerClass) -> samplin
 
 def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     """One slot's rows by the separate sampler, and their laws, against the torch forms."""
-    found, device = Rows(), bench.timer.device
+    found = Rows()
+    device = bench.timer.device
     for count in rows:
         logits = 3 * torch.randn(1, count, vocab, device=device)
         draft = torch.randint(vocab, (1, count - 1), device=device)
@@ -78,7 +79,8 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
 
 def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
     """The rules that test drafts, drawn from a law of their own or certain, against the torch forms."""
-    found, device = Rows(), bench.timer.device
+    found = Rows()
+    device = bench.timer.device
     target, drafter = (
         torch.randn(slots, rows, vocab, device=device).mul_(3).softmax(-1) for rows in (k + 1, k)
     )
@@ -97,11 +99,11 @@ def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
 
 def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     """Gumbel noise by itself, as the fused draw has it inside, against its torch form."""
-    found, form = (
-        Rows(),
+    found = Rows()
+    form = (
         philox
         if bench.kernels.name == "torch"
-        else import_module("benchmarks.gpu_suite.noise_triton"),
+        else import_module("benchmarks.gpu_suite.noise_triton")
     )
     for count in rows:
         given = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
@@ -154,7 +156,8 @@ class Slots:
 
 def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows:
     """The kernels around the two models: window, commit, clock, and a drafter's windows."""
-    kernels, s = bench.kernels, Slots.build(bench, slots, k, width, vocab)
+    kernels = bench.kernels
+    s = Slots.build(bench, slots, k, width, vocab)
     places = Places(PAGE, width, 0)
     made = kernels.round_window(s, k, places, vocab)
     sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)

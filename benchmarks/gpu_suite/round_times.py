@@ -127,7 +127,9 @@ def run_span(
 ) -> Span:
     """Run so many rounds, or as many as it takes to commit so many tokens."""
     synchronize()
-    first, steps, committed = len(recorder.rounds), 0, 0
+    first = len(recorder.rounds)
+    steps = 0
+    committed = 0
     began = time.perf_counter()
     while (rounds is None or steps < rounds) and (tokens is None or committed < tokens):
         if not engine.has_work:

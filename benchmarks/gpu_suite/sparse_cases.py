@@ -33,8 +33,11 @@ def latent_case(
     bench: Bench, heads: int, rank: int, turned: int, slots: int, context: int, rows: Sequence[int]
 ) -> Rows:
     """Decode windows over latents; shares count every slot's latents, and `partial_bytes`."""
-    kernels, found, device = bench.kernels, Rows(), bench.timer.device
-    size, pages = rank + turned, -(-context // PAGE)
+    kernels = bench.kernels
+    found = Rows()
+    device = bench.timer.device
+    size = rank + turned
+    pages = -(-context // PAGE)
     nbytes = slots * context * size * bench.dtype.itemsize
     pools = [bench.normal(slots * pages + 2, PAGE, size) for _ in range(bench.timer.copies(nbytes))]
     table = (torch.randperm(slots * pages, device=device) + 2).view(slots, pages)
@@ -80,13 +83,16 @@ def experts_case(
     rows: Sequence[int],
 ) -> Rows:
     """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
-    kernels, found, device = bench.kernels, Rows(), bench.timer.device
+    kernels = bench.kernels
+    found = Rows()
+    device = bench.timer.device
     gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
     down = _stacked(bench, kind, count, hidden, inner)
     own = ExpertWeights(gate_up, down)
     each = (_bytes(gate_up) + _bytes(down)) // count
     for number in rows:
-        x, stream = bench.normal(number, hidden), bench.normal(number, hidden)
+        x = bench.normal(number, hidden)
+        stream = bench.normal(number, hidden)
         ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()
         weights = torch.rand(number, per_token, device=device)
         touched = len(set(ids.flatten().tolist()))
@@ -100,7 +106,8 @@ def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
     """Choices [T, C] of the same pattern among `count` experts, no two of the same: what one touches, the
     cache has lost when it comes again. `turns` of them, fewer where that would take more experts."""
     ranks = (torch.bincount(ids.flatten(), minlength=count) > 0).cumsum(0)
-    pattern, touched = ranks[ids] - 1, int(ranks[-1])
+    pattern = ranks[ids] - 1
+    touched = int(ranks[-1])
     labels = torch.randperm(count, device=ids.device)
     most = max(1, min(turns, count // touched))
     return [labels[pattern + turn * touched].contiguous() for turn in range(most)]
@@ -108,14 +115,16 @@ def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
 
 def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
     """A product by eight-bit weights; in the rival's column the same product by wide ones."""
-    kernels, found = bench.kernels, Rows()
+    kernels = bench.kernels
+    found = Rows()
     copies = bench.timer.copies(n * k)
     wide = bench.normal(copies, n, k, scale=k**-0.5).unbind()
     narrow = [_few_bits(weight, kind) for weight in wide]
     product = SkinnyLinear(wide[0], None, kernels)
     share_workspace([product, SkinnyLinear(narrow[0], None, kernels)], max(rows))
     for count in rows:
-        x, residual = bench.normal(count, k), bench.normal(count, n)
+        x = bench.normal(count, k)
+        residual = bench.normal(count, n)
 
         def calls(weights: Sequence[AnyWeight], x: Tensor = x, r: Tensor = residual) -> list[Call]:
             given = (None, product.workspace, None, r)
@@ -138,7 +147,8 @@ def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
     made = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
-    first, scales = made[0], torch.stack([each.scales for each in made])
+    first = made[0]
+    scales = torch.stack([each.scales for each in made])
     codes = torch.stack([each.codes for each in made])
     return replace(first, codes=codes, scales=scales, shape=torch.Size((count, n, k)))
 

@@ -85,10 +85,18 @@ MIMO = Published(
     "MiMo-7B",
     {
         **BASE,
-        **{"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096},
-        **{"intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32},
-        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151680, "attention_bias": True},
-        **{"rope_theta": 640000, "max_position_embeddings": 32768},
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151680,
+        "attention_bias": True,
+        "rope_theta": 640000,
+        "max_position_embeddings": 32768,
     },
     modules=1,
 )
@@ -97,22 +105,29 @@ V2_LITE = Published(
     {
         **BASE,
         **LATENT,
-        **{
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "hidden_size": 2048,
-        },
-        **{"intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16},
-        **{
-            "num_key_value_heads": 16,
-            "vocab_size": 102400,
-            "attention_bias": False,
-            "q_lora_rank": None,
-        },
-        **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
-        **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": False},
-        **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-        **{"scoring_func": "softmax", "rope_theta": 10000.0, "max_position_embeddings": 163840},
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 102400,
+        "attention_bias": False,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 163840,
         "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     },
     modules=1,
@@ -121,35 +136,55 @@ QWEN3_30B = Published(
     "Qwen3-30B-A3B",
     {
         **BASE,
-        **{
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-        },
-        **{"intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
-        **{
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "attention_bias": False,
-        },
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        **{"rope_theta": 1000000.0, "max_position_embeddings": 40960},
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "attention_bias": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
     },
 )
 GLM_AIR = Published(
     "GLM-4.5-Air",
     {
         **BASE,
-        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096},
-        **{"intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96},
-        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True},
-        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1},
-        **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True},
-        **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"},
-        **{"scoring_func": "sigmoid", "use_qk_norm": False, "partial_rotary_factor": 0.5},
-        **{"rope_theta": 1000000, "max_position_embeddings": 131072},
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151552,
+        "attention_bias": True,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 131072,
     },
     modules=1,
 )
@@ -158,26 +193,31 @@ V3 = Published(
     {
         **BASE,
         **LATENT,
-        **{
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "hidden_size": 7168,
-        },
-        **{"intermediate_size": 18432, "num_hidden_layers": 4, "num_attention_heads": 128},
-        **{
-            "num_key_value_heads": 128,
-            "vocab_size": 129280,
-            "attention_bias": False,
-            "q_lora_rank": 1536,
-        },
-        **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
-        **{"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": True},
-        **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"},
-        **{"scoring_func": "sigmoid", "rope_theta": 10000, "max_position_embeddings": 163840},
-        **{
-            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-            "quantization_config": FP8,
-        },
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_theta": 10000,
+        "max_position_embeddings": 163840,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "quantization_config": FP8,
     },
     modules=1,
 )
@@ -220,7 +260,9 @@ def write_hollow(model: Published, parent: Path) -> Path:
 
 def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
     """A safetensors file of a header and nothing behind it."""
-    sizes, offset, header = {"BF16": 2, "F32": 4, "F8_E4M3": 1}, 0, {}
+    sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+    offset = 0
+    header = {}
     for name, (code, shape) in entries.items():
         size = sizes[code]
         for dimension in shape:
@@ -268,7 +310,8 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
     plan = engine.plan
     config = plan.model.config
     form = plan.shape.form
-    width, table = DTYPE_BYTES[plan.shape.dtype], config.vocab_size * config.hidden_size
+    width = DTYPE_BYTES[plan.shape.dtype]
+    table = config.vocab_size * config.hidden_size
     weights = float(tensor_bytes(config, plan.shape.dtype, form)) - table * width
     for prefix, layer in (
         (f"model.layers.{i}.", each) for i, each in enumerate(family_layout(config).layers)
@@ -299,10 +342,8 @@ def _draft_bytes(engine: Engine, config: Any) -> float:
     if source is None:
         return 0.0
     form = engine.plan.shape.draft_form
-    layer, total = (
-        module_layer(config, source.layout.family),
-        module_bytes(source, 0, engine.plan.shape.dtype, form),
-    )
+    layer = module_layer(config, source.layout.family)
+    total = module_bytes(source, 0, engine.plan.shape.dtype, form)
     if isinstance(layer.mlp, MoeLayout):
         chosen = layer.mlp.experts.router.per_token * engine.plan.shape.slots
         total -= int(
@@ -367,7 +408,8 @@ def run(
         for model in models:
             free_memory()
             chosen = shorten_to_fit(model, Path(place), load, **rest)
-            folder, rows = write_hollow(chosen, Path(place)), found.setdefault(model.name, {})
+            folder = write_hollow(chosen, Path(place))
+            rows = found.setdefault(model.name, {})
             for k in lengths_of(model):
                 wishes = {**wishes_at(folder, load, k), **rest}
 

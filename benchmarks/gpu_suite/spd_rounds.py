@@ -171,7 +171,9 @@ class Comparison:
         free_memory()
         engine = build_engine(self.folder, self.draft, self.device, setting, **self.config)
         row = {"tokens": 0, "differing_tokens": 0, "requests": 0, "other_counts": 0, "rejected": 0}
-        began, seconds, rounds = time.perf_counter(), 0.0, 0
+        began = time.perf_counter()
+        seconds = 0.0
+        rounds = 0
         latencies: list[tuple[float, float]] = []
         try:
             for run in self.runs if setting.runs is None else setting.runs:

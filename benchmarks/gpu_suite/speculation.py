@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REFERENCE_K, REFERENCE_LENGTH = 4, 3.08
+REFERENCE_K = 4
+REFERENCE_LENGTH = 3.08
 """Acceptance length that an EAGLE-3 head reached at k = 4 on an 8B model in published measurements."""
 
 
@@ -24,7 +25,8 @@ def acceptance_rate(length: float, k: int) -> float:
     """
     if not 1.0 <= length <= k + 1:
         raise ValueError(f"no acceptance gives {length} tokens a round with {k} drafts")
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if mean_length(middle, k) < length else (low, middle)

@@ -132,7 +132,8 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
     """Run one probe in a child process for at most `seconds`; never raises for what the probe does."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        result, log = Path(place) / "result.json", Path(place) / "log"
+        result = Path(place) / "result.json"
+        log = Path(place) / "log"
         # The child stops between two cases, a little before it would be killed in the middle of one.
         command = child_command(probe.function, result, 0.9 * seconds - 3)
         with log.open("w", encoding="utf-8") as output:
@@ -173,7 +174,8 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
 
 def seconds_of(probes: Sequence[Probe], index: int, left: float, share: bool) -> float:
     """What a probe may take of the seconds that are left; with `share` all that later ones do not need."""
-    own, later = probes[index].seconds, sum(probe.seconds for probe in probes[index + 1 :])
+    own = probes[index].seconds
+    later = sum(probe.seconds for probe in probes[index + 1 :])
     return min(left, max(own, left - later) if share else own)
 
 

@@ -78,7 +78,8 @@ def dry_speculation() -> dict[str, Any]:
         return {}
 
     with tempfile.TemporaryDirectory() as place:
-        target, length = shortened(QWEN3_8B), reference_length(most)
+        target = shortened(QWEN3_8B)
+        length = reference_length(most)
         for slots in sorted({case[0] for case in BATCH_CASES}):
             config = config_of(Path(place), target, EAGLE_SIZE, most, length, ctx=1024, slots=slots)
             with_engine(config, work)

@@ -61,7 +61,8 @@ def render(result: Mapping[str, Any]) -> str:
     for load, found in result["loads"].items():
         lines.append(load)
         for name, entry in found["entries"].items():
-            speed, accepted = entry["output_tokens_per_second"]["median"], entry["acceptance"]
+            speed = entry["output_tokens_per_second"]["median"]
+            accepted = entry["acceptance"]
             length = f"{accepted['acceptance_length']:>7.2f} a round" if accepted else ""
             lines.append(
                 f"  {name:<20}{speed:>9.2f} tokens/s{entry['ttft_ms']:>9.0f} ms to the first{length}"

@@ -13,11 +13,15 @@ WITHIN = 0.02
 
 def total(counts: Iterable[Mapping[str, Any] | None]) -> Speculation | None:
     """The sum of what several answers counted; None where one counted nothing."""
-    drafts, tokens, accepted, positions = 0, 0, 0, list[int]()
+    drafts = 0
+    tokens = 0
+    accepted = 0
+    positions = list[int]()
     for one in counts:
         if one is None:
             return None
-        drafts, tokens = drafts + one["drafts"], tokens + one["draft_tokens"]
+        drafts = drafts + one["drafts"]
+        tokens = tokens + one["draft_tokens"]
         accepted += one["accepted"]
         positions += [0] * (len(one["per_position"]) - len(positions))
         for i, count in enumerate(one["per_position"]):

@@ -63,7 +63,8 @@ def converted(build: Path, model: Path, dtype: str) -> Path:
 def server_command(options: WorkerOptions, port: int) -> list[str]:
     """llama-server with the options of a mode; the context is shared by its slots."""
     assert options.build is not None
-    threads, k = str(options.threads), str(options.draft_max)
+    threads = str(options.threads)
+    k = str(options.draft_max)
     dtype = "int4" if options.int4 else options.dtype
     command = [str(options.build / "build" / "bin" / "llama-server")]
     command += ["-m", str(converted(options.build, options.model, dtype))]

@@ -110,7 +110,8 @@ def report_loads(found: Mapping[str, Mapping[str, LoadTally]]) -> dict[str, Any]
 
 def _report(tallies: Mapping[str, LoadTally]) -> dict[str, Any]:
     reference = tallies.get(REFERENCE)
-    entries, speeds = {}, {name: tally.tokens_per_second for name, tally in tallies.items()}
+    entries = {}
+    speeds = {name: tally.tokens_per_second for name, tally in tallies.items()}
     for name, tally in tallies.items():
         counted = total(tally.speculation)
         entries[name] = {

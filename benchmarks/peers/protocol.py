@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-NGRAM_MIN, NGRAM_MAX = 3, 8
+NGRAM_MIN = 3
+NGRAM_MAX = 8
 """Matches that lookup tries in every engine that takes both; transformers takes the longest only."""
 
 

@@ -19,7 +19,8 @@ def convert(source: Path, model: Path, out: Path, dtype: str) -> None:
     from conversion import base  # type: ignore[import-not-found,unused-ignore]
 
     text_model = base.TextModel
-    known, sentences = text_model.get_vocab_base_pre, text_model._create_vocab_sentencepiece
+    known = text_model.get_vocab_base_pre
+    sentences = text_model._create_vocab_sentencepiece
 
     def name_of(self: Any, tokenizer: Any) -> str:
         try:
@@ -32,10 +33,8 @@ def convert(source: Path, model: Path, out: Path, dtype: str) -> None:
             raise FileNotFoundError(f"{model} has no tokenizer.model")
         return sentences(self)
 
-    text_model.get_vocab_base_pre, text_model._create_vocab_sentencepiece = (
-        name_of,
-        looked_for_first,
-    )
+    text_model.get_vocab_base_pre = name_of
+    text_model._create_vocab_sentencepiece = looked_for_first
     sys.argv = ["convert_hf_to_gguf.py", str(model), "--outfile", str(out), "--outtype", dtype]
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 

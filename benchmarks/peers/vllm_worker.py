@@ -129,7 +129,8 @@ class VllmEngine(SteppedEngine):
                 values[COUNTERS[metric.name]] = int(metric.value)
             elif metric.name == PER_POSITION:
                 values["per_position"] = tuple(int(value) for value in metric.values)
-        before, self.counted = self.counted, Speculation(**values)
+        before = self.counted
+        self.counted = Speculation(**values)
         return self.counted.since(before)
 
 

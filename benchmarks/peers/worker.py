@@ -57,7 +57,8 @@ def read_answer(
     chunks = value["chunks"]
     if len(chunks) < 2:
         raise WorkerError(f"{len(chunks)} chunks came: no decode step to time")
-    first, last = chunks[0], chunks[-1]
+    first = chunks[0]
+    last = chunks[-1]
     later = sum(chunk["tokens"] for chunk in chunks[1:])
     return Answer(
         token_ids=value["token_ids"],

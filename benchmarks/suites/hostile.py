@@ -71,7 +71,8 @@ class Runner:
 
 def command_outcome(command: Command, told: dict[str, Any]) -> tuple[str, str]:
     """Return the outcome of one run, and what is wrong with it."""
-    status, text = told["status"], told["text"]
+    status = told["status"]
+    text = told["text"]
     if status is None:
         return WRONG, f"hangs for {SECONDS:.0f} s"
     if told["mib"] > MOST_MIB:
@@ -152,7 +153,8 @@ def run_requests(report: Report, server: Server, requests: Iterator[tuple[str, H
             continue
         outcome, fault = request_outcome(one, status, answer)
         if (taken := server.cpu_seconds - computed) > CPU_SECONDS:
-            outcome, fault = WRONG, f"computes for {taken:.1f} s"
+            outcome = WRONG
+            fault = f"computes for {taken:.1f} s"
         report.add(row, outcome, f"{one.name}: {fault}")
         began = server.resident_mib if number == 50 else began
     grown = server.resident_mib - began

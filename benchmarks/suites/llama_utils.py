@@ -98,7 +98,8 @@ def start(self: Any, timeout_seconds: int = 60) -> None:
 
 def _served(self: Any, number: int, template: str | None) -> tuple[subprocess.Popen[bytes], int]:
     """Start a server on a port of its own."""
-    folder, port = MODEL, int(os.environ["SUITE_PORT"]) + number
+    folder = MODEL
+    port = int(os.environ["SUITE_PORT"]) + number
     if template is not None:
         folder = MODEL.parent / f"model-{Path(template).stem}"
         if not folder.exists():

@@ -274,7 +274,8 @@ def _count(report: Report, checker: Checker, one: Scripted, cuts: int | None) ->
     try:
         fault, held = checker.fault(one, cuts)
     except Exception as error:
-        fault, held = f"{type(error).__name__}: {error}", False
+        fault = f"{type(error).__name__}: {error}"
+        held = False
     if fault.startswith(REFUSAL) and "oneOf" in one.case.schema:
         report.add(one.row, REFUSED)
     elif fault:

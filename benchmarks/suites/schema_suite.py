@@ -141,7 +141,8 @@ def run(jsonschema: Path) -> Report:
 
 def _try(report: Report, acceptor: Acceptor, where: str, group: Mapping[str, Any]) -> None:
     """Count the instances of one schema."""
-    row, schema = where.partition("/")[2], group["schema"]
+    row = where.partition("/")[2]
+    schema = group["schema"]
     if not isinstance(schema, dict):  # no field of the APIs takes one
         report.rows.setdefault(row, Counter())[BOOLEAN] += len(group["tests"])
         return
@@ -152,7 +153,8 @@ def _try(report: Report, acceptor: Acceptor, where: str, group: Mapping[str, Any
         report.reasons.setdefault(row, error.message)
         return
     for test in group["tests"]:
-        value, valid = test["data"], test["valid"]
+        value = test["data"]
+        valid = test["valid"]
         accepted = acceptor.takes(grammar, value)
         outcome = HELD if accepted == valid else _difference(where, schema, value, accepted)
         what = f"{where}: {json.dumps(schema)}: {json.dumps(value)} is {_word(valid)}"

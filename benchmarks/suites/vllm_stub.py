@@ -207,7 +207,8 @@ def parser_of(form: Form) -> type:
             delta = fields["delta_text"]
             if self._parser is None or (not previous_text and fields.get("current_text") == delta):
                 request = fields.get("request", parts[-1] if parts else None)
-                self._parser, self._count = self._new(request), 0
+                self._parser = self._new(request)
+                self._count = 0
             return self._delta(self._parser.feed(delta))
 
         def finish(self) -> Any:

@@ -55,7 +55,8 @@ def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str
     for work, members in groups.items():
         bars = []
         for row in members:
-            speed, ratio = row["tokens_per_second"], row["speed_up"]
+            speed = row["tokens_per_second"]
+            ratio = row["speed_up"]
             words = f"{speed['median']:.1f}" + (f" {ratio['median']:.2f}×" if ratio else "")
             bars.append(Bar(labels(row), speed["median"], words, speed["low"], speed["high"]))
         lines += ["", f"tok/s, {work}", *bar_lines(bars, columns, glyphs)]
@@ -94,7 +95,8 @@ def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     """Return what was measured with what, whether texts are equal, and what was fastest."""
     plan, versions, rows, equality = (result[n] for n in ("plans", "versions", "rows", "equality"))
-    plan, differences = plan[0], equality["differences"]
+    plan = plan[0]
+    differences = equality["differences"]
     machine = (
         f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
     )

@@ -40,7 +40,8 @@ LIMIT = 65_536  # bytes: a system message or two
 
 def read_defaults(command: str, path: Path) -> dict[str, Any]:
     """What a file holds for a command, its table before the rest. Raises UsageError naming file and key."""
-    params, loaded = _options_of(command), _load(path)
+    params = _options_of(command)
+    loaded = _load(path)
     found = loaded.get(command)
     own = found if isinstance(found, dict) else {}  # `verify` is a command and an option
     values: dict[str, Any] = {}
@@ -63,10 +64,8 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     for param, value in (
         (params[key], value) for key, value in values.items()
     ):  # as if it had been typed
-        listed, switch = (
-            isinstance(value, list) and param.multiple,
-            param.is_flag and isinstance(value, bool),
-        )
+        listed = isinstance(value, list) and param.multiple
+        switch = param.is_flag and isinstance(value, bool)
         found[param.name] = list(map(str, value)) if listed else value if switch else str(value)
     return found
 

@@ -98,7 +98,8 @@ _model = partial(option, MODEL)
 
 def parse_spec(text: str) -> str:
     """Return `mtp` or `mtp+ngram`, also written `ngram,mtp`, as the engine calls it. Raises BadParameter."""
-    known, method = spec_names(""), in_order(text)
+    known = spec_names("")
+    method = in_order(text)
     if method not in known:
         alone = ", ".join(repr(name) for name in known if "+" not in name)
         words = f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp+ngram'"
@@ -156,12 +157,14 @@ def take_model(values: dict[str, Any], typed: Collection[str]) -> None:
     """
     if "model_argument" not in values:
         return
-    argument, model = values["model_argument"], values["model"] if "model" in typed else None
+    argument = values["model_argument"]
+    model = values["model"] if "model" in typed else None
     if None not in (argument, model) and argument != model:
         if values.get("destination", argument) is not None:
             words = "the model is given twice: as an argument and with --model"
             raise UsageError(words, fix=["use one of them"], code="conflict")
-        values["destination"], argument = Path(argument), model
+        values["destination"] = Path(argument)
+        argument = model
     if argument is None and model is None and not values["model"]:
         raise UsageError("missing argument 'MODEL'")
     if argument is not None:

@@ -12,7 +12,10 @@ from typer.core import TyperCommand
 
 from spd.errors import IncompatibleError, UsageError
 
-FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced"
+FIRST = "Most used"
+IN = "Prompt and sampling"
+OTHER = "Output"
+LAST = "Advanced"
 """Panels: the first one, that of all that goes in, that of what names none, the last one."""
 ARGUMENTS = "Arguments"
 

@@ -51,7 +51,8 @@ def gather_shared(options: GenerateOptions) -> Prompt:
 
 def _gather_text(options: GenerateOptions) -> str:
     """Stdin, files, the argument, with blank lines between; only what --raw continues keeps its newline."""
-    files, stdin = options.file or [], sys.stdin
+    files = options.file or []
+    stdin = sys.stdin
     parts = [read_text(name) for name in files]
     is_piped = stdin is not None and not stdin.closed and not is_terminal(stdin)
     if is_piped and "-" not in files and options.system != "@-" and (piped := read_text("-")):

@@ -60,7 +60,8 @@ def stand_by(rank: int, argv: list[str], local: str) -> int:
 
     if not any(word in COMMANDS for word in argv):
         return 0
-    store, number = meet(), 1
+    store = meet()
+    number = 1
     processes: list[subprocess.Popen[bytes]] = []
     try:
         while not store.check([END]):

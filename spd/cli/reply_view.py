@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from spd.cli.terminal.markdown import MarkdownStream
     from spd.runtime import EngineClient, EngineInfo
 
-DIM, GREEN, UNDERLINE = "2", "32", "4"
+DIM = "2"
+GREEN = "32"
+UNDERLINE = "4"
 Facts = dict[str, int | str | list[int]]
 """What was counted, by its name in words."""
 
@@ -70,16 +72,12 @@ class ReplyView:
     def __init__(
         self, console: Console, sink: Sink, splitter: ThinkingSplitter, *, hidden: bool
     ) -> None:
-        self._sink, self._splitter, self._color, self._hidden = (
-            sink,
-            splitter,
-            console.color,
-            hidden,
-        )
-        self._shows, self._ticker = (
-            is_terminal(sys.stderr) and not console.quiet,
-            Ticker(console),
-        )
+        self._sink = sink
+        self._splitter = splitter
+        self._color = console.color
+        self._hidden = hidden
+        self._shows = is_terminal(sys.stderr) and not console.quiet
+        self._ticker = Ticker(console)
         self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
         """What hears how far a prompt is read, of how many tokens."""
         self._thought = ""
@@ -206,7 +204,9 @@ class Delivery:
 
     def _finish(self) -> None:
         """Print what remains to be printed: the end of the text or the object, and what is said about it."""
-        metrics, options, request = RequestMetrics(), self.options, self.request
+        metrics = RequestMetrics()
+        options = self.options
+        request = self.request
         with suppress(KeyError):  # it never began
             metrics = self.engine.metrics(request.id)
         fields = reply_fields(self.reply, metrics, self.engine, request, self.inside, self.marks)

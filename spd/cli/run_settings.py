@@ -53,8 +53,20 @@ def sampling_wishes(options: ReplyOptions) -> SamplingWishes:
 
 
 WISHES = (
-    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "verify", "kernels"),
-    *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
+    "device",
+    "dtype",
+    "quantize",
+    "spec",
+    "draft_max",
+    "adaptive",
+    "verify",
+    "kernels",
+    "ctx",
+    "memory_fraction",
+    "threads",
+    "tp",
+    "draft_tp",
+    "rendezvous",
 )
 """Options that are the engine's own, by the same names."""
 
@@ -64,9 +76,11 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     from spd.formats.folder import ModelFolder
 
     folder = folder or ModelFolder.named(options.model)
-    config, vocabulary = engine_config(options, folder), open_vocabulary(options.model, folder)
+    config = engine_config(options, folder)
+    vocabulary = open_vocabulary(options.model, folder)
     grammar = None
-    model, usable = vocabulary.config, vocabulary.config.vocab_size
+    model = vocabulary.config
+    usable = vocabulary.config.vocab_size
     if vocabulary.tokenizer is not None:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
     if isinstance(options, GenerateOptions):

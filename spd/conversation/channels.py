@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from spd.runtime.engine.request import JSON_STYLE, GrammarText
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 START = "<|start|>"
 ENDS = (START, "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>")
 """What ends a message."""

@@ -47,8 +47,11 @@ def anything(value: Any, name: str) -> Any:
     return value
 
 
-TEXT, FLAG, OBJECT = typed("a string", str), typed("a boolean", bool), typed("an object", dict)
-_array, _number = typed("an array", list), typed("a number", int, float)
+TEXT = typed("a string", str)
+FLAG = typed("a boolean", bool)
+OBJECT = typed("an object", dict)
+_array = typed("an array", list)
+_number = typed("a number", int, float)
 
 
 def number(value: Any, name: str) -> float:
@@ -104,7 +107,8 @@ def fields(
     """
 
     def check(value: Any, name: str) -> dict[str, Any]:
-        where, found = f"{name}." if name else "", dict[str, Any]()
+        where = f"{name}." if name else ""
+        found = dict[str, Any]()
         for key, one in OBJECT(value, name).items():
             if (check_one := table.get(key)) is not None:
                 found |= {} if one is None else {names.get(key, key): check_one(one, where + key)}

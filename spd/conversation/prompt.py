@@ -117,7 +117,8 @@ def _last_turn(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def _first_token(vocabulary: Vocabulary) -> int:
     """What stands for an empty raw prompt: the first-token id, else one that ends a text."""
-    tokenizer, config = vocabulary.need_tokenizer(), vocabulary.config
+    tokenizer = vocabulary.need_tokenizer()
+    config = vocabulary.config
     known = (tokenizer.bos_id, config.bos_token_id, tokenizer.eos_id, *config.eos_token_ids)
     if (token := next((one for one in known if one is not None), None)) is None:
         words = "the prompt is empty, and there is no beginning-of-text token"

@@ -109,7 +109,8 @@ class ReplyBuilder:
         """Return the calls that thinking ends with: a model that stops behind them means them."""
         if self._tools is None or self.reason != "stop":
             return []
-        known, parser = self._tools.functions, CallParser(self._tools)
+        known = self._tools.functions
+        parser = CallParser(self._tools)
         pieces = [*parser.feed(self.all("thinking")), *parser.feed("", final=True)]
         first = len(pieces)
         while first and (pieces[first - 1].kind == "call" or not pieces[first - 1].text.strip()):

@@ -61,7 +61,8 @@ class Settings:
         reply, and what `encode_prompt` raises.
         """
         if params is None:
-            params, shape = self.sampling.params, self.grammar
+            params = self.sampling.params
+            shape = self.grammar
         ids = encode_prompt(asked, self.vocabulary, self.context)
         if len(ids) >= self.context:
             most = self.vocabulary.config.max_positions

@@ -57,7 +57,8 @@ class MarkedText:
 
     def __init__(self, marks: Mapping[int, str], token_bytes: Callable[[int], bytes]) -> None:
         """marks: token ids without a text, and what is put in their places."""
-        self._marks, self._token_bytes = marks, token_bytes
+        self._marks = marks
+        self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._ahead = 0
         """Characters that tokens have brought and that have not come as text."""
@@ -73,7 +74,8 @@ class MarkedText:
                 self._waiting.append((self._ahead, mark))
             else:
                 self._ahead += len(self._decoder.decode(self._token_bytes(token)))
-        marked, place = "", 0
+        marked = ""
+        place = 0
         while self._waiting and self._waiting[0][0] <= len(text):
             at, mark = self._waiting.pop(0)
             marked += text[place:at] + mark
@@ -89,7 +91,8 @@ def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, An
     `inside` says that the reply's prompt had opened thinking. A template that knows nothing of thoughts, or
     looks for them in the text, gets the text as it is; but marks that are tokens are no words in it.
     """
-    template, marks = vocabulary.need_template().default, vocabulary.marks
+    template = vocabulary.need_template().default
+    marks = vocabulary.marks
     thought, answer = parted(reply, inside, marks)
     is_apart = marks.thinking[0].are_tokens or BEGINNING.match(reply) or reads_thoughts(template)
     if thought is None or not is_apart:
@@ -106,7 +109,8 @@ def thinking_budget(
     if (pair := vocabulary.thinking_tokens) is None:
         closing = vocabulary.marks.thinking[0].closing
         words = f"at most {think} tokens of thinking: for models that end it with a token {closing}"
-        why, fix = ["This vocabulary has none."], ["on, off or hide in place of the number"]
+        why = ["This vocabulary has none."]
+        fix = ["on, off or hide in place of the number"]
         raise IncompatibleError(words, reason=why, fix=fix, code="no_thinking")
     begin, end = pair
     left = int(think) - sum(token != begin for token in spent)

@@ -64,7 +64,8 @@ class ThinkingSplitter:
         if not final and (may_be or channels.MAY_BEGIN.fullmatch(begun)):
             return False
         if channels.BEGINNING.match(begun):
-            self.part, self._ends = "header", channels.ENDS
+            self.part = "header"
+            self._ends = channels.ENDS
             return True
         opened = next((one for one in self._marks.thinking if begun.startswith(one.opening)), None)
         closed = next((one for one in self._marks.thinking if begun.startswith(one.closing)), None)

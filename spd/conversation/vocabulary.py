@@ -56,7 +56,8 @@ class Vocabulary:
     @cached_property
     def thinking_tokens(self) -> tuple[int | None, int] | None:
         """Return the tokens that begin and end thinking; None where no token ends it."""
-        pair, tokenizer = self.marks.thinking[0], self.need_tokenizer()
+        pair = self.marks.thinking[0]
+        tokenizer = self.need_tokenizer()
         end = tokenizer.token_to_id(pair.closing)
         return None if end is None else (tokenizer.token_to_id(pair.opening), end)
 
@@ -70,17 +71,16 @@ class Vocabulary:
             pull = [f"spd pull {self.name}, if its download was not finished"] * is_repository_name(
                 self.name
             )
-            words, fix = (
-                f"{self.name} has no tokenizer.json, so text cannot be read",
-                "--prompt-ids 1,2,3",
-            )
+            words = f"{self.name} has no tokenizer.json, so text cannot be read"
+            fix = "--prompt-ids 1,2,3"
             raise IncompatibleError(words, fix=[*pull, fix], code="no_tokenizer")
         return self.tokenizer
 
     def need_template(self) -> ChatTemplate:
         """The chat template. Raises IncompatibleError when the folder has none."""
         if self.template is None:
-            words, fix = f"{self.name} has no chat template", ["spd generate --raw"]
+            words = f"{self.name} has no chat template"
+            fix = ["spd generate --raw"]
             why = ["It is a base model: it continues text and does not answer."]
             raise IncompatibleError(words, reason=why, fix=fix, code="no_chat_template")
         return self.template

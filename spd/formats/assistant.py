@@ -53,7 +53,9 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
         return None
     fields.choice("model_type", (ARCHITECTURES[str(name)],))
     inner = fields.nested("text_config")
-    vocab_size, clusters, kept = inner.integer("vocab_size", 1, 1 << 24), 0, 0
+    vocab_size = inner.integer("vocab_size", 1, 1 << 24)
+    clusters = 0
+    kept = 0
     if fields.boolean("use_ordered_embeddings", False):
         clusters = fields.integer("num_centroids", 1, vocab_size, 2048)
         why = f"{clusters} does not divide {vocab_size} ids"

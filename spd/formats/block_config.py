@@ -15,9 +15,14 @@ from typing import Any
 from spd.formats.json_file import Fields, keyed
 
 MAX_POSITIONS = 1 << 27
-MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
-KINDS, LINEAR = ("full_attention", "sliding_attention"), "linear_attention"
-RECURRENT, CONVOLVING = (KINDS[0], LINEAR), (KINDS[0], "conv")
+MAX_PERIOD = 1024
+MAX_RANK = 1 << 16
+MAX_EXPERTS = 1 << 14
+MAX_WIDTH = 1 << 20
+KINDS = ("full_attention", "sliding_attention")
+LINEAR = "linear_attention"
+RECURRENT = (KINDS[0], LINEAR)
+CONVOLVING = (KINDS[0], "conv")
 SINGLE = (
     *RECURRENT,
     "mlp",
@@ -35,10 +40,9 @@ _OLDER = {
 MLPS = ("dense", "sparse")
 SLIDING_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Keys of the heads of layers that slide, where they have others."""
-MAX_TAPS, MAX_DELTA_DIM = (
-    16,
-    256,
-)  # the C kernels' room for inputs of a convolution, elements of a head
+# the C kernels' room for inputs of a convolution, elements of a head
+MAX_TAPS = 16
+MAX_DELTA_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,8 @@ def read_recurrent(
     """Layers of the second of the `kinds`: by name, or all but some numbered ones, or but every few."""
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])
-    each, layers = layer_kinds(fields, num_layers, kinds), range(num_layers)
+    each = layer_kinds(fields, num_layers, kinds)
+    layers = range(num_layers)
     if each is None and key == "full_attn_idxs":
         attending = fields.integers(key, 0, num_layers - 1)
         each = [kinds[layer not in attending] for layer in layers]
@@ -272,10 +277,12 @@ def read_recurrent(
 
 def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> ExpertsConfig:
     """The experts of a family; made: what no key says of them."""
-    count, own = fields.integer("num_experts", 1, MAX_EXPERTS), "moe_intermediate_size"
+    count = fields.integer("num_experts", 1, MAX_EXPERTS)
+    own = "moe_intermediate_size"
     width = fields.integer(own if own in fields else "intermediate_size", 1, MAX_WIDTH)
     shared = width * fields.integer("n_shared_experts", 0, 1024, 0)
-    taken, router = fields.integer("num_experts_per_tok", 1, count), made.router
+    taken = fields.integer("num_experts_per_tok", 1, count)
+    router = made.router
     methods = ("noaux_tc",) if router.sigmoid else ("greedy", "group_limited_greedy")
     scoring = "sigmoid" if router.sigmoid else "softmax"
     fields.only({"scoring_func": (scoring,), "topk_method": methods})
@@ -357,7 +364,8 @@ def granite_keys(fields: Fields) -> dict[str, object]:
 
 def minimax_keys(fields: Fields) -> dict[str, object]:
     """What `minimax_m2` says of rotation: how many dimensions of a head turn."""
-    size, turned = fields.even("head_dim", 1024), fields.optional_integer("rotary_dim", 2, 1024)
+    size = fields.even("head_dim", 1024)
+    turned = fields.optional_integer("rotary_dim", 2, 1024)
     return {} if turned is None else {"partial_rotary_factor": turned / size}
 
 
@@ -370,10 +378,8 @@ def hunyuan_keys(fields: Fields) -> dict[str, object]:
             fields.require(all(one == each[0] for one in each), key, "differs among layers")
             found[key] = each[0]
     one = fields.having(found)
-    inner, shared = (
-        one.integer("intermediate_size", 1, MAX_WIDTH),
-        one.integer("num_shared_expert", 0, 64, 1),
-    )
+    inner = one.integer("intermediate_size", 1, MAX_WIDTH)
+    shared = one.integer("num_shared_expert", 0, 64, 1)
     return {**found, "shared_expert_intermediate_size": inner * shared}
 
 
@@ -398,7 +404,9 @@ def step_keys(fields: Fields) -> dict[str, object]:
         k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)
     }
     found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
-    cut, key, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
+    cut = fields.having(found)
+    key = "moe_layers_enum"
+    thetas = "rope_theta"
     if "mlp_layer_types" not in cut:
         listed = (
             cut.integers(key, 0, MAX_RANK)
@@ -446,7 +454,8 @@ def read_limits(fields: Fields, layers: int) -> tuple[tuple[float | None, float 
 
 def muse_keys(fields: Fields) -> dict[str, object]:
     """What `muse_glimmer_text` says in its own way: of scores, and layer by layer of bases, 0 without."""
-    layers, theta = fields.integer("num_hidden_layers", 1, MAX_PERIOD), "layer_rope_theta"
+    layers = fields.integer("num_hidden_layers", 1, MAX_PERIOD)
+    theta = "layer_rope_theta"
     slides = [bool((layers - 1 - layer) % 4) for layer in range(layers)]
     bases = fields.numbers(theta, layers, 0.0, 1e12) if theta in fields else slides
     alike = len({base for base in bases if base}) <= 1

@@ -42,7 +42,8 @@ class ChatTemplate:
     def __init__(
         self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]
     ) -> None:
-        self.default, self.tool_use = templates["default"], templates.get("tool_use")
+        self.default = templates["default"]
+        self.tool_use = templates.get("tool_use")
         self._where = where
         self._special_tokens = special_tokens
         self._process = TemplateProcess()
@@ -287,7 +288,8 @@ class TemplateProcess:
         return reply or {"limit": "takes too much time or memory"}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        code, pipe = "from spd.formats.template_worker import main; main()", subprocess.PIPE
+        code = "from spd.formats.template_worker import main; main()"
+        pipe = subprocess.PIPE
         try:  # in a session of its own: Ctrl-C in the terminal is not for the worker
             self._process = process = subprocess.Popen(
                 isolated(code),

@@ -48,9 +48,19 @@ HEADER_LIMIT = (
 PIECE = 8 << 20  # bytes of a tensor that are in memory at a time, where it goes from file to file
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
-    **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
-    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "BOOL": "bool"},
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 """What torch calls the dtypes of a checkpoint that it can hold."""
 _CODES = "F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16"
@@ -84,48 +94,47 @@ _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."
 _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model.", "layers.0.": "midlayer."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it;
 and before those of an EAGLE-3 head's layer, in vLLM's layout and in its authors'."""
-_PARTS, _SCALES = ("gate", "up", "down"), ("", "_scale", "_scale_2")
+_PARTS = ("gate", "up", "down")
+_SCALES = ("", "_scale", "_scale_2")
 _RENAMED = {
-    **{
-        "block_sparse_moe": "mlp",
-        "router.layer": "gate",
-        "mlp.router": "mlp.gate",
-        "feed_forward": "mlp",
-    },
-    **{
-        "w1": "gate_proj",
-        "w3": "up_proj",
-        "w2": "down_proj",
-        "self_attn.out_proj": "self_attn.o_proj",
-    },
-    **{"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"},
-    **{
-        "operator_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "embedding_norm": "norm",
-    },
+    "block_sparse_moe": "mlp",
+    "router.layer": "gate",
+    "mlp.router": "mlp.gate",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
     **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
     **{
         f"mixer.{name}": f"mamba.{name}"
         for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")
     },
-    **{
-        "mixer.out_proj": "mamba.out_proj",
-        "mixer": "mlp",
-        "embeddings": "embed_tokens",
-        "norm_f": "norm",
-    },
-    **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
-    **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
+    "mixer.out_proj": "mamba.out_proj",
+    "mixer": "mlp",
+    "embeddings": "embed_tokens",
+    "norm_f": "norm",
+    "shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_mlp.down_proj",
+    "weight_scale_inv": "weight_scale",
     **{
         f"moe.{name}_proj.weight{of}": f"mlp.experts.{name}_proj{of}"
         for name in _PARTS
         for of in _SCALES
     },
     **{f"moe.{name}_proj.weight_scale_inv": f"mlp.experts.{name}_proj_scale" for name in _PARTS},
-    **{"moe.router_bias": "mlp.gate.e_score_correction_bias", "moe": "mlp", "gate.wg": "gate"},
-    **{"share_expert": "mlp.shared_experts", "mlp.shared_mlp": "mlp.shared_experts"},
-    **{"attention_sink_bias": "sinks", "pre_mlp_layernorm": "post_attention_layernorm"},
+    "moe.router_bias": "mlp.gate.e_score_correction_bias",
+    "moe": "mlp",
+    "gate.wg": "gate",
+    "share_expert": "mlp.shared_experts",
+    "mlp.shared_mlp": "mlp.shared_experts",
+    "attention_sink_bias": "sinks",
+    "pre_mlp_layernorm": "post_attention_layernorm",
 }
 """Parts of names in checkpoints of several families, and what others call the same."""
 _SECOND = {"norm": "post_attention_layernorm", "mixer": "mlp", "final_layernorm": "final_layernorm"}
@@ -304,9 +313,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         import torch
 
         meta = self.meta(name)
-        first, shape = 0, list(meta.shape)
+        first = 0
+        shape = list(meta.shape)
         if rows is not None:
-            first, shape[0] = rows[0], rows[1] - rows[0]
+            first = rows[0]
+            shape[0] = rows[1] - rows[0]
         tensor = torch.empty(
             shape, dtype=getattr(torch, TORCH_NAMES[meta.dtype])
         )  # free until touched
@@ -331,7 +342,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def equal(self, name: str, other: Checkpoint, its_name: str) -> bool:
         """Whether two stored tensors are the same bytes of one dtype and shape; reads both in pieces."""
-        one, its = self.meta(name), other.meta(its_name)
+        one = self.meta(name)
+        its = other.meta(its_name)
         same = (one.dtype, one.shape) == (its.dtype, its.shape)
         return same and all(map(eq, self.pieces(one), other.pieces(its)))
 
@@ -388,7 +400,8 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
             count = os.preadv(descriptor, [view], offset)
         if not count:
             raise CheckpointError(f"{path}: was truncated while it was read")
-        offset, view = offset + count, view[count:]
+        offset = offset + count
+        view = view[count:]
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -451,7 +464,8 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     """Read and check the header of one safetensors file; its tensors must fill it, with no gap or overlap."""
     with open_regular_file(path) as file, os_errors(path):
         identity = identity_of(os.fstat(file.fileno()))
-        size, length = identity[0], int.from_bytes(file.read(8), "little")
+        size = identity[0]
+        length = int.from_bytes(file.read(8), "little")
         if length > HEADER_LIMIT:
             why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
             raise CheckpointError(f"{path}: {why}")
@@ -482,7 +496,8 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
 def _tensor(path: Path, name: str, entry: object, data: int) -> TensorMeta:
     """One entry of the header; `data` is where the tensors' bytes begin in the file."""
     fields = Fields(f"{path}: tensor {shown(name)}", entry if isinstance(entry, dict) else {})
-    dtype, shape = fields.choice("dtype", DTYPE_BITS), fields.integers("shape", 0, MAX_NUMBER)
+    dtype = fields.choice("dtype", DTYPE_BITS)
+    shape = fields.integers("shape", 0, MAX_NUMBER)
     begin, end = fields.integers("data_offsets", 0, MAX_NUMBER, 2)
     needed = (
         DTYPE_BITS[dtype] * math.prod(map(float, shape)) / 8

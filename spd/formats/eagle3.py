@@ -32,13 +32,17 @@ from spd.formats.json_file import Fields, keyed, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-MODEL_TYPE, MOST_AUX = "eagle3", 16
-IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+MODEL_TYPE = "eagle3"
+MOST_AUX = 16
+IDS = "eagle_aux_hidden_state_layer_ids"
+OTHER_IDS = "aux_hidden_state_layer_ids"
 LAYER = "midlayer."  # before the names of the head's layer, whatever its layout: see `text_name`
 OFFSETS = "d2t"
 _BUILT = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
-    **{"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)},
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
 }
 """Keys of eagle_config that change the forward pass, and the value that is built."""
 EMBEDDING = "embed_tokens.weight"
@@ -76,7 +80,8 @@ class Eagle3Config:
 
 def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     """A head's facts, and its layer's configuration as a Llama's; None where it is another model's."""
-    speculators, layer = fields.get("speculators_model_type") == MODEL_TYPE, fields
+    speculators = fields.get("speculators_model_type") == MODEL_TYPE
+    layer = fields
     if speculators:
         layer = fields.nested("transformer_layer_config")
         layer.only({"model_type": ("llama",)})
@@ -94,7 +99,8 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
         "norm_before_fc": nested.get("norm_before_fc") or False,
         "norm_before_residual": speculators,
     }
-    vocab_size, hidden = layer.integer("vocab_size", 1, 1 << 24), layer.get("hidden_size")
+    vocab_size = layer.integer("vocab_size", 1, 1 << 24)
+    hidden = layer.get("hidden_size")
     said = {key: value for key, value in fields.values.items() if value is not None}
     facts = Fields(fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}).facts(
         Eagle3Config,

@@ -48,7 +48,8 @@ def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        name, fix = "stdin" if name == "-" else name, "iconv -f ENCODING -t utf-8 FILE"
+        name = "stdin" if name == "-" else name
+        fix = "iconv -f ENCODING -t utf-8 FILE"
         raise UsageError(f"{name} is not UTF-8 text: {where}", fix=[fix]) from None
 
 

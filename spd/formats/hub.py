@@ -300,7 +300,8 @@ def _cached_snapshot(name: str) -> Path:
         full_names = [*(model.name for model in list_models()), *DEMOS]
         short = {full.rpartition("/")[2].partition(":")[0].lower(): full for full in full_names}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
-        close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
+        close = short[near[0]] if near else None
+        full = name if "/" in name else f"ORG/{name}"
         why = (
             "it is not in the local cache"
             if full == name
@@ -309,7 +310,8 @@ def _cached_snapshot(name: str) -> Path:
         why += f": did you mean {close}?" if close else ""
         fix = [f"-m {close}" if close and full != name else f"spd pull {full}"]
         raise NotFoundError(f"{name}: there is no such folder, and {why}", fix=fix)
-    main, commit = folder / "refs" / "main", snapshots[0] if len(snapshots) == 1 else None
+    main = folder / "refs" / "main"
+    commit = snapshots[0] if len(snapshots) == 1 else None
     with suppress(CheckpointError):
         said = read_text(main, REF_LIMIT).strip()
         commit = said if said in snapshots else commit

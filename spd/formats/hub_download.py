@@ -88,7 +88,8 @@ def look_up(
         info = HfApi(endpoint=constants.ENDPOINT).model_info(
             name, revision=revision, files_metadata=True
         )
-        commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
+        commit = str(info.sha)
+        every = {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         chosen = _chosen(name, tag, every, free)
@@ -163,7 +164,9 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
     """Where a file lies in the cache; what was not there is downloaded and checked."""
     path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
-        at, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
+        at = cache_folder()
+        meter = _meter(report)
+        hub = constants.ENDPOINT
         hf_hub_download(
             name, file.rfilename, revision=commit, cache_dir=at, endpoint=hub, tqdm_class=meter
         )

@@ -299,7 +299,8 @@ class Fields:
         for each in dataclasses.fields(cast(Any, kind)):
             if not each.metadata or each.name in known:
                 continue
-            name, bounds = each.metadata["key"], each.metadata["bounds"]
+            name = each.metadata["key"]
+            bounds = each.metadata["bounds"]
             reader: Any = self.number if float in map(type, bounds) else self.integer
             unsaid = made is None and each.default is MISSING
             if name in self or (unsaid and not str(each.type).endswith("| None")):

@@ -29,7 +29,10 @@ from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, re
 
 MTP_HEAD = "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
-MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCAB = 1024, 4096, 1024, 1 << 24
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_VOCAB = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -314,12 +317,11 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     known = (
         rope.original_max_positions if rope.kind == "longrope" else None
     )  # beyond, every angle is another
-    num_kv_heads, others = _key_heads(fields, "num_key_value_heads", num_heads, num_heads), None
+    num_kv_heads = _key_heads(fields, "num_key_value_heads", num_heads, num_heads)
+    others = None
     if sliding and blocks.SLIDING_HEADS[0] in family.absent:
-        local, key = (
-            fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads),
-            blocks.SLIDING_HEADS[1],
-        )
+        local = fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads)
+        key = blocks.SLIDING_HEADS[1]
         others = local, _key_heads(fields, key, local, num_kv_heads)
     no_rope = tuple(window is None for window in sliding) if family.global_no_rope else ()
     scales = fields.facts(blocks.Scales)
@@ -370,7 +372,8 @@ def _spelled(fields: Fields, family: FamilyKeys) -> Fields:
 
 
 def _architecture(fields: Fields) -> str:
-    names, key = fields.get("architectures"), "architectures"
+    names = fields.get("architectures")
+    key = "architectures"
     if names == [MTP_HEAD]:
         raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -390,7 +393,8 @@ def _lacks(fields: Fields, name: str) -> Iterator[str]:
     inner = fields.fields("text_config") or fields
     text = _TEXTS.get(str(inner.get("model_type")))
     found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
-    causal, alike = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1), list[str]()
+    causal = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1)
+    alike = list[str]()
     for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):
         alike += get_close_matches(
             causal, [each for each in _FAMILIES if each.startswith(stem)], 1, 0

@@ -102,10 +102,8 @@ def head_config(
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read what a head folder says, and find its modules; `check_source` checks its tensors."""
     fields = folder.fields
-    layer, speculators = (
-        fields.fields("transformer_layer_config"),
-        fields.fields("speculators_config"),
-    )
+    layer = fields.fields("transformer_layer_config")
+    speculators = fields.fields("speculators_config")
     kind = fields.get("speculators_model_type")
     if kind != MODEL_TYPE or layer is None or speculators is None:
         why = f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head"

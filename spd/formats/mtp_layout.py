@@ -56,7 +56,8 @@ def _family(name: str, of: str, layer: str, glue: str, prefix: str = "", **own: 
     return MtpFamily(name, classes, layer, dict(zip(keys, names, strict=False)), **own)
 
 
-_NEXT, _NORMS = "model.layers.{l}.", "enorm hnorm eh_proj "
+_NEXT = "model.layers.{l}."
+_NORMS = "enorm hnorm eh_proj "
 _COPIES = {"embedding": f"{_NEXT}embed_tokens.weight", "head": f"{_NEXT}shared_head.head.weight"}
 _deepseek = partial(_family, layer=_NEXT, glue=_NORMS + "shared_head.norm", tables=_COPIES)
 _OUTPUT = {"head": f"{_NEXT}transformer.shared_head.output.weight"}
@@ -65,7 +66,8 @@ _MIMO = "token_layernorm hidden_layernorm input_proj final_layernorm"
 _ernie = partial(
     _family, glue="mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}", prefix="model."
 )
-_NUMBERED, _OUTER = "mtp.layers.{i}.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"
+_NUMBERED = "mtp.layers.{i}."
+_OUTER = "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"
 _mtp = partial(_family, layer=_NUMBERED, glue=_OUTER, prefix="mtp.", masks_first=False)
 _ends = partial(_family, glue=_NORMS + "final_layernorm", masks_first=False)
 

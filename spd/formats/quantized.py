@@ -46,7 +46,9 @@ AWQ_ORDER = (
     3,
     7,
 )  # which nibble of a word holds each of eight neighbouring columns
-NVFP4_GROUP, MXFP4_GROUP, MAX_GROUP = 16, 32, 1 << 16
+NVFP4_GROUP = 16
+MXFP4_GROUP = 32
+MAX_GROUP = 1 << 16
 FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
@@ -55,8 +57,15 @@ FILES = {
 """Where older tools wrote what `config.json` lacks, and their methods."""
 SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
-    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
-    *(".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".weight_g_idx"),
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".weight_shape",
+    ".weight_g_idx",
 )
 """Scales of activations and caches, which stay in the run's dtype here; a shape that the model knows."""
 PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
@@ -100,9 +109,14 @@ class Scheme:
     def tensors(self, shape: Shape) -> dict[str, StoredTensor]:
         """What stores a matrix of a shape [out, in], by last names."""
         rows, columns = shape
-        groups, layout, words = -(-columns // (self.group or columns)), self.layout, ("I32",)
-        across, along = -(-rows * self.bits // 32), -(-columns * self.bits // 32)
-        half, per_group, one = (rows, columns // 2), (rows, groups), ((1,), (), (1, 1))
+        groups = -(-columns // (self.group or columns))
+        layout = self.layout
+        words = ("I32",)
+        across = -(-rows * self.bits // 32)
+        along = -(-columns * self.bits // 32)
+        half = (rows, columns // 2)
+        per_group = (rows, groups)
+        one = ((1,), (), (1, 1))
         found: dict[str, StoredTensor]
         if layout == "pack":
             found = {
@@ -322,10 +336,8 @@ STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 def _group(group: Fields, whole: Fields) -> Rule:
     """One of `config_groups`, whose targets are names or classes of modules, or `re:` and a pattern."""
     weights = group.nested("weights")
-    bits, kind = (
-        weights.integer("num_bits", 1, 16, 8),
-        weights.choice("type", ("int", "float"), "int"),
-    )
+    bits = weights.integer("num_bits", 1, 16, 8)
+    kind = weights.choice("type", ("int", "float"), "int")
     kept = group.choice("format", FORMATS, whole.text("format", FORMATS[0]))
     strategy = weights.choice("strategy", STRATEGIES, STRATEGIES[0])
     size = weights.optional_integer("group_size", -1, MAX_GROUP)

@@ -55,24 +55,25 @@ _BESIDE = (
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How the three positions of an image's part are laid out: a token of text has one."""
 _KNOWN_KEYS = {
-    *(
-        "rope_type",
-        "type",
-        "truncate",
-        "finetuned",
-        "short_factor",
-        "long_factor",
-        "alpha",
-        *_BESIDE,
-    ),
-    *("llama_4_scaling_beta", "max_position_embeddings", *ROTARY_OF_IMAGES),
+    "rope_type",
+    "type",
+    "truncate",
+    "finetuned",
+    "short_factor",
+    "long_factor",
+    "alpha",
+    *_BESIDE,
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
+    *ROTARY_OF_IMAGES,
     *(key for numbers in _NUMBERS.values() for key in numbers),
 }
 
 
 def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     """How layers that see everything turn: `rope_parameters`, perhaps `by_kind`, or as version 4 says it."""
-    found, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
+    found = fields.fields("rope_parameters")
+    old = fields.fields("rope_scaling")
     if found is None or not found.values:
         found = old or Fields(fields.where, {})
     if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
@@ -104,12 +105,14 @@ def read_rope(
     """What `rope_fields` found, in range. partly: the first dimensions of a head may turn alone."""
     for key in rope.values:
         rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
-    theta, kind = rope.number("rope_theta", 1.0, 1e12), _kind(rope)
+    theta = rope.number("rope_theta", 1.0, 1e12)
+    kind = _kind(rope)
     if kind == "dynamic":
         # A fixed `alpha` is a larger base. Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
         theta *= rope.number("alpha", 1.0, 1e6) ** (head_dim / max(head_dim - 2, 1))
         return RopeConfig("default", theta)
-    share, more = rope.number(_SHARE, 0.0, 1.0, 1.0), dict[str, Any]()
+    share = rope.number(_SHARE, 0.0, 1.0, 1.0)
+    more = dict[str, Any]()
     if kind == "proportional":
         more["share"] = share
     elif partly:
@@ -119,7 +122,8 @@ def read_rope(
         head_dim = rotated
     else:
         rope.require(share == 1.0, _SHARE, "rotating a part of the head is not supported")
-    key, default = "original_max_position_embeddings", None if kind == "llama3" else max_positions
+    key = "original_max_position_embeddings"
+    default = None if kind == "llama3" else max_positions
     if kind in ("llama3", "yarn", "longrope"):
         more["original_max_positions"] = rope.integer(key, 1, MAX_POSITIONS, default)
     if kind == "longrope":
@@ -134,7 +138,8 @@ def read_rope(
         rope.require(theta > 1.0, "rope_theta", "yarn needs a base above 1")
     found = RopeConfig(kind, theta, **more)
     for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
-        high, low = getattr(found, upper), getattr(found, lower)
+        high = getattr(found, upper)
+        low = getattr(found, lower)
         rope.require(high > low, upper, f"{high:g} is not above {lower} {low:g}")
     return found
 
@@ -170,11 +175,15 @@ class RotaryDims:
     @property
     def order(self) -> list[int] | None:
         """The old index of each dimension in the kernels' form; None where nothing moves."""
-        turning, rest = range(self.rotated), range(self.rotated, self.width)
-        half, still = self.rotated // 2, len(rest) // 2
-        first, second = turning[:half], turning[half:]
+        turning = range(self.rotated)
+        rest = range(self.rotated, self.width)
+        half = self.rotated // 2
+        still = len(rest) // 2
+        first = turning[:half]
+        second = turning[half:]
         if self.interleaved:
-            first, second = turning[0::2], turning[1::2]
+            first = turning[0::2]
+            second = turning[1::2]
         order = [*first, *rest[:still], *second, *rest[still:]]
         return None if order == list(range(self.width)) else order
 

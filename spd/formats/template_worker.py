@@ -79,7 +79,8 @@ def render(
 ) -> dict[str, str]:
     """Render one template: {"text": ...}, or why not: {"refused": ...}, {"faulty": ...}, {"memory": ...}."""
     try:
-        parts, length = [], 0
+        parts = []
+        length = 0
         for part in jinja.from_string(source).generate(**variables):
             length += len(part)
             if length > limit:
@@ -107,7 +108,8 @@ def _line(error: BaseException) -> str:
 
 def main() -> None:
     """Serve requests until the input ends: {"source", "variables"} in, the result of `render` out."""
-    environment, hard = TemplateEnvironment(), resource.getrlimit(resource.RLIMIT_AS)[1]
+    environment = TemplateEnvironment()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             occupied = int(file.read().split()[0]) * resource.getpagesize()

@@ -83,7 +83,8 @@ class Tokenizer:
         self.added_tokens = frozenset(token.content for token in added.values())
         """The names of tokens beside the vocabulary proper, special ones and others."""
         roles = {role: self.token_to_id(name) for role, name in config.roles.items()}
-        self.bos_id, self.eos_id = roles.get("bos_token"), roles.get("eos_token")
+        self.bos_id = roles.get("bos_token")
+        self.eos_id = roles.get("eos_token")
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
@@ -99,7 +100,8 @@ class Tokenizer:
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
         """Load a folder's tokenizer; `config` where it was read."""
-        config, path = config or read_tokenizer_config(folder), folder / TOKENIZER_FILE
+        config = config or read_tokenizer_config(folder)
+        path = folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
         declared = sum(len(token.content) for token in config.declared.values())
         highest = check_content(str(path), parse_json(text, str(path)), declared)
@@ -197,7 +199,8 @@ class Tokenizer:
             )
         own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
         first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
-        prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
+        prefix = tuple(whole.ids[:first])
+        suffix = tuple(whole.ids[last:])
         self._library.post_processor = None  # from here on both are put there by `encode`
         if whole.ids[first:last] != self._library.encode("a").ids:
             raise CheckpointError(f"{self._where}: post_processor: repeats the text")
@@ -359,7 +362,8 @@ def check_content(where: str, file: Any, declared: int) -> int:
             ),
         ]
         for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
-            part, text = file.get(key), json.dumps(file.get(key))
+            part = file.get(key)
+            text = json.dumps(file.get(key))
             large = len(text) > MAX_PART and "precompiled_charsmap" not in text
             faults += [
                 (key, _growth(part) > MAX_GROWTH, f"may make a text {MAX_GROWTH:,} times as long"),

@@ -52,13 +52,15 @@ def write_tensors(
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in ordered:
-        shape, offsets = list(tensor.shape), [position, position + tensor.nbytes]
+        shape = list(tensor.shape)
+        offsets = [position, position + tensor.nbytes]
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": offsets}
         position += tensor.nbytes
     data = json.dumps(entries, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     header = len(data).to_bytes(8, "little") + data
-    done, total = len(header), len(header) + position
+    done = len(header)
+    total = len(header) + position
     with open(path, "xb") as file:
         file.write(header)
         for tensor in ordered:

@@ -71,7 +71,8 @@ class App:
     """
 
     def __init__(self, service: Service, *, key: str | None = None, loopback: bool = True) -> None:
-        self._service, self._loopback = service, loopback
+        self._service = service
+        self._loopback = loopback
         self._key = None if key is None else key.encode()
         self._created = int(time.time())
         self._paths: dict[str, tuple[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]] = {
@@ -92,7 +93,8 @@ class App:
         try:
             request = HttpRequest(scope, receive)
             self._check(request)
-            path, method = request.scope["path"], request.method
+            path = request.scope["path"]
+            method = request.method
             known, answer = self._paths.get(
                 MODEL if path.startswith(MODEL) else path, ("", self._models)
             )
@@ -143,7 +145,8 @@ class App:
         return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        service, path = self._service, request.scope["path"]
+        service = self._service
+        path = request.scope["path"]
         card = {"object": "model", "created": self._created, "owned_by": "spd"}
         card |= {"context_length": service.settings.context, "spec": service.plan.spec}
         if (name := path.removeprefix(MODEL)) != path:
@@ -193,7 +196,8 @@ class App:
             is_chat = isinstance(body, dict) and "messages" in body
             return (read_chat if is_chat else read_completion)(body, settings)
 
-        ids, most = await self._ids(read, request), self._service.settings.context
+        ids = await self._ids(read, request)
+        most = self._service.settings.context
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:

@@ -131,7 +131,8 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list
 class ChatReply(Reply):
     """As chat completions."""
 
-    kind, prefix = "chat.completion", "chatcmpl"
+    kind = "chat.completion"
+    prefix = "chatcmpl"
 
     def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         is_chunk = self._request.stream and self.kind == ChatReply.kind
@@ -231,13 +232,12 @@ class ChatReply(Reply):
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""
-        each, plan = self._metrics, self._service.plan
+        each = self._metrics
+        plan = self._service.plan
         prompt, cached, completion, reasoning = self._counts
         speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        drafted, accepted = (
-            sum(one.draft_n for one in each),
-            sum(one.draft_n_accepted for one in each),
-        )
+        drafted = sum(one.draft_n for one in each)
+        accepted = sum(one.draft_n_accepted for one in each)
         details = {
             "reasoning_tokens": reasoning,
             "draft_tokens": drafted,

@@ -40,7 +40,8 @@ class Line:
 
     def __init__(self, path: Path) -> None:
         """Connect. Raises OSError."""
-        self._socket, self._data = socket.socket(socket.AF_UNIX), bytearray()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._data = bytearray()
         self._socket.settimeout(ANSWER_SECONDS)
         self._socket.connect(str(path))
 
@@ -185,7 +186,8 @@ class ServedEngine(EngineClient):
         """What has come, or comes within a moment."""
         while self._running and self._take(self._line.receive(0.0 if self._events else 0.05)):
             pass
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _take(self, message: dict[str, Any]) -> bool:

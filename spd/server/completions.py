@@ -129,7 +129,8 @@ class TextOffsets:
 class CompletionReply(ChatReply):
     """As completions."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self, service: Service, generation: Generation, prepared: Sequence[PreparedRequest]
@@ -201,7 +202,8 @@ class CompletionReply(ChatReply):
         if self._generation.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        ids, text = self._prompt_ids[choice.index], self._prompt(choice)
+        ids = self._prompt_ids[choice.index]
+        text = self._prompt(choice)
         first = TokenLogprob(ids[0], 0.0)
         entries = shown_logprobs((first, *self._scores[choice.index]), tokenizer)
         names = {token: name for name, token in tokenizer.special_tokens.items()}

@@ -43,7 +43,8 @@ class ApiError(Exception):
     ) -> None:
         """closes: whether the connection is to be closed behind the refusal."""
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
         self.headers = {"retry-after": str(retry)} if retry else {}
         if closes:
             self.headers["connection"] = "close"

@@ -130,7 +130,8 @@ class LocalSocket:
         """Begin a request, which has a name of its own here. Raises what its check raises."""
         if self._service.draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
-        request, name = read_request({**said, "id": secrets.token_hex(8)}), said["id"]
+        request = read_request({**said, "id": secrets.token_hex(8)})
+        name = said["id"]
         await asyncio.to_thread(self._service.engine.check, request)
         calls[name] = Call(self._service, [request], partial(_tell, calls, name, writer))
         return {"added": name}

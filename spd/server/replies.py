@@ -38,7 +38,9 @@ class Call:
     def __init__(
         self, service: Service, requests: Sequence[Request], hear: Callable[[int, Answer], None]
     ) -> None:
-        self._service, self._requests, self._hear = service, requests, hear
+        self._service = service
+        self._requests = requests
+        self._hear = hear
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._rest = iter(range(len(requests)))

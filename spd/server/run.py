@@ -210,7 +210,9 @@ class Server(uvicorn.Server):
         self._service.draining = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        service, idle, now = self._service, self._idle, time.monotonic()
+        service = self._service
+        idle = self._idle
+        now = time.monotonic()
         if service.open or service.clients:
             service.used_at = now
         if idle is not None and now - service.used_at > idle:

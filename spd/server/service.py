@@ -135,7 +135,9 @@ class Service:
 
     def ended(self, metrics: RequestMetrics, reason: str) -> None:
         """Count a request that has ended."""
-        self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
+        self.open = self.open - 1
+        self.served = self.served + 1
+        self.used_at = time.monotonic()
         counters = self.counters
         counters[f'requests_total{{reason="{reason}"}}'] += 1
         for shown, name in COUNTED.items():
@@ -149,7 +151,8 @@ class Service:
 
     def prometheus(self) -> str:
         """Every figure, in the text format of version 0.0.4."""
-        waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
+        waiting = max(0, self.open - self.slots)
+        used, pages = self.engine.pages
         figures = {
             **self.counters,
             "rounds_total": self.engine.rounds,

@@ -33,10 +33,8 @@ def runtime_folder(folder: Path) -> Path:
             f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        words, why = (
-            f"{folder} is not a folder of yours alone",
-            ["Another user could answer in its place."],
-        )
+        words = f"{folder} is not a folder of yours alone"
+        why = ["Another user could answer in its place."]
         fix = [f"rm -r {folder}", "--no-server"]
         raise ResourceError(words, reason=why, fix=fix, code="runtime_folder")
     return folder

@@ -158,9 +158,12 @@ TINY = shapes.Shape(
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
-        *((shapes.QWEN3_06B, 596_049_920), (shapes.QWEN3_17B, 1_720_574_976)),
-        *((shapes.QWEN3_4B, 4_022_468_096), (shapes.QWEN3_8B, 8_190_735_360)),
-        *((shapes.QWEN3_32B, 32_762_123_264), (shapes.LLAMA_8B, 8_030_261_248)),
+        (shapes.QWEN3_06B, 596_049_920),
+        (shapes.QWEN3_17B, 1_720_574_976),
+        (shapes.QWEN3_4B, 4_022_468_096),
+        (shapes.QWEN3_8B, 8_190_735_360),
+        (shapes.QWEN3_32B, 32_762_123_264),
+        (shapes.LLAMA_8B, 8_030_261_248),
         *((shape, shape.parameters()) for shape in (shapes.EAGLE_SIZE, shapes.EAGLE3_8B)),
     ],
 )
@@ -177,7 +180,9 @@ def test_shapes_have_the_published_parameters_and_are_read_so(
 
 def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
-    layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
+    layer = 768
+    head = 800
+    kv = 2 * 3 * 2 * 4 * 2
     weights = 2 * (3 * layer + head)
     assert (
         TINY.kv_bytes() == kv

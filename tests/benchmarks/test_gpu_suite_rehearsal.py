@@ -70,8 +70,12 @@ CASES: dict[str, kernels.Case] = {
 }
 
 NOT_IN_THE_TABLE = {
-    *("latent_store", "head_linear", "router_logits", "route"),
-    *("head_input", "keep_states"),
+    "latent_store",
+    "head_linear",
+    "router_logits",
+    "route",
+    "head_input",
+    "keep_states",
 }
 """Of layers whose main kernels are; those that feed an MTP head."""
 
@@ -80,7 +84,8 @@ class Watched:
     """A kernel set that notes which of its operations are called."""
 
     def __init__(self, form: str) -> None:
-        self.honest, self.called = load_kernels(form), set[str]()
+        self.honest = load_kernels(form)
+        self.called = set[str]()
 
     def __getattr__(self, name: str) -> Any:
         if name in OPERATION_NAMES:

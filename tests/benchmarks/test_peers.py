@@ -159,7 +159,8 @@ def test_the_real_worker_answers_and_speculation_changes_nothing(
     arguments += ["--concurrency", "2", "--load-tokens", "6", "--load-rounds", "1"]
     assert peers.main(arguments) == 0
     report = json.loads(out.read_text())
-    entries, loads = report["entries"], report["loads"]["2 together"]["entries"]
+    entries = report["entries"]
+    loads = report["loads"]["2 together"]["entries"]
     assert list(entries) == list(loads) == ["spd-plain", "spd-draft", "spd-ngram"]
     assert all(
         entries[name]["equal_to_spd_plain"]["equal_texts"] == 1 for name in list(entries)[1:]

@@ -105,7 +105,8 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
 
 @pytest.mark.parametrize("what", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    honest, out = equality.run, tmp_path / "found.json"
+    honest = equality.run
+    out = tmp_path / "found.json"
 
     def changed(engine: Engine, requests: Sequence[Request]) -> list[equality.Text]:
         texts = honest(engine, requests)

@@ -85,7 +85,8 @@ def test_a_reply_in_each_form_is_read(name: str, tmp_path: Path) -> None:
     case = reply_schemas.Case(
         {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}, []
     )
-    form, arguments = FORMS[name], {"k": "two words"}
+    form = FORMS[name]
+    arguments = {"k": "two words"}
     text = replies.written(form, case.schema, arguments)
     checker = replies.Checker(tmp_path)
     one = replies.Scripted(name, form, case, arguments, text)

@@ -166,7 +166,8 @@ class FakeEngine:
     """Says its script, one piece a step, and counts as if each piece were one accepted draft and one more."""
 
     def __init__(self, config: Any, script: Script, progress: Any = None) -> None:
-        self.config, self.script = config, script
+        self.config = config
+        self.script = script
         self.load_ms = script.load_ms
         if script.on_load:
             script.on_load(progress)
@@ -192,7 +193,8 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
-        self._left, self.aborted = list(self.script.pieces), False
+        self._left = list(self.script.pieces)
+        self.aborted = False
         self._metrics.prompt_tokens = len(request.prompt_ids)
 
     @property

@@ -68,7 +68,8 @@ class HubHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Headers, and for GET the body."""
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
-        path, body = self.path.partition("?")[0], self.command == "GET"
+        path = self.path.partition("?")[0]
+        body = self.command == "GET"
         hub.log.append((self.command, path, self.headers.get("Range")))
         if hub.status != 200:
             headers = {"X-Error-Code": hub.error_code} if hub.error_code else {}

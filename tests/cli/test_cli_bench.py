@@ -237,7 +237,8 @@ def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -
 @pytest.fixture
 def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Callable[..., Any]:
     """Random weights, whose greedy text would repeat one token: only sampled ones are asked for."""
-    target, draft = write_model(tmp_path / "m"), write_model(tmp_path / "d", num_hidden_layers=1)
+    target = write_model(tmp_path / "m")
+    draft = write_model(tmp_path / "d", num_hidden_layers=1)
     (prompts := tmp_path / "prompts.txt").write_text("first\nsecond\n")
     words = (
         "verify",
@@ -338,7 +339,8 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     assert float(run_row[5]) == pytest.approx(float(speeds["mtp"][0]), rel=0.2)
     shown = spd_run("explain", mtp, "--json").json
     assert shown["method"] == "mtp" and shown["k"] == 3 and shown["rounds"] > 5
-    plain, two = traced("plain", "--spec", "off"), traced("two", "--draft-max", 2, "--no-adaptive")
+    plain = traced("plain", "--spec", "off")
+    two = traced("two", "--draft-max", 2, "--no-adaptive")
     shown = spd_run("explain", plain, two, "--json").json
     assert set(shown["costs"]["verify"]) == {"0", "2"} and shown["k"] == 2
     told = spd_run("explain", mtp, traced("lookup", "--spec", "ngram", "--no-adaptive"))

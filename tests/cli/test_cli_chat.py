@@ -85,7 +85,8 @@ def test_a_chat_goes_on_where_it_ended(spd_run, talk, saved, script) -> None:
 
 def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monkeypatch) -> None:
     """A terminal that has gone takes no reply, and does not show the message coming back to be sent again."""
-    script.fail, script.pieces = ResourceError("out of it", fix=["less"]), ["a", "b", "c"]
+    script.fail = ResourceError("out of it", fix=["less"])
+    script.pieces = ["a", "b", "c"]
     ran = talk("Hi")
     assert ran.code == 5 and "out of it" in ran.err and ran.text == "a\n"
     assert len(saved()) == 1  # taken back: a person would find it in the editor
@@ -154,10 +155,12 @@ def test_parameters_and_the_system_message_change(
 def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
     """Tokens of thinking that came before /more have been spent; the budget changes and goes."""
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
-    script.finish, script.pieces = "length", ["<think>", "hm"]
+    script.finish = "length"
+    script.pieces = ["<think>", "hm"]
     talk("Hi", "/more", "/think 9", "Again", "/think on", "Free", argv=["--think", 10])
     first, more, again, free = (request.thinking for request in script.engine.requests)
-    begin, end = 259, 260
+    begin = 259
+    end = 260
     assert first == ThinkingBudget(10, end, begin) and again == ThinkingBudget(9, end, begin)
     assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
 
@@ -167,7 +170,8 @@ def test_what_fails_goes_back(talk: Callable, saved: Callable, script: Any) -> N
     script.on_step = failing(ResourceError("out of it", fix=["less"]), at=3)
     assert talk("Hi", "/regen").code == 5
     assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
-    script.on_step, script.on_load = None, failing(ResourceError("no room", fix=["less"]), at=1)
+    script.on_load = failing(ResourceError("no room", fix=["less"]), at=1)
+    script.on_step = None
     ran = talk("Hi", "/spec ngram", "never")
     assert ran.code == 5 and "no room" in ran.err
     assert [engine.config.spec for engine in script.engines[2:]] == ["auto"]
@@ -279,9 +283,11 @@ def test_the_next_turn_begins_with_every_token_of_the_last(
 def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
     """A reply whose tokens are not what encoding its text would give keeps them."""
     library = json.loads((model / "tokenizer.json").read_text())
-    library["model"]["vocab"]["lo"], library["model"]["merges"] = 261, [["l", "o"]]
+    library["model"]["vocab"]["lo"] = 261
+    library["model"]["merges"] = [["l", "o"]]
     (model / "tokenizer.json").write_text(json.dumps(library))
-    drawn, encoder = (*ids_of("l", model), *ids_of("o", model)), encoder_of(model)
+    drawn = (*ids_of("l", model), *ids_of("o", model))
+    encoder = encoder_of(model)
     assert ids_of("lo", model) == (261,)
     first = encoder.encode(chat_of(Turn("Hi")))
     second = encoder.encode(chat_of(Turn("Hi", "lo", drawn, "length"), Turn("More")))
@@ -291,10 +297,8 @@ def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
 def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -> None:
     stopped = Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")
     for turn in (Turn("Hi", "edited by hand", (), "edited"), stopped):
-        first, second = (
-            encoder.encode(chat_of(Turn("Hi"))),
-            encoder.encode(chat_of(turn, Turn("More"))),
-        )
+        first = encoder.encode(chat_of(Turn("Hi")))
+        second = encoder.encode(chat_of(turn, Turn("More")))
         assert second.ids == ids_of(second.text, model, parse_special=True)
         assert second.spans == (
             ("prompt", len(first.ids)),
@@ -305,7 +309,8 @@ def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -
 def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(model: Path) -> None:
     template = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
     edit(model / "tokenizer_config.json", chat_template=template)
-    encoder, reply = encoder_of(model), "<think>hm</think>Yes"
+    encoder = encoder_of(model)
+    reply = "<think>hm</think>Yes"
     first = encoder.encode(chat_of(Turn("Hi")))
     second = encoder.encode(chat_of(Turn("Hi", reply, ids_of(reply, model), "stop"), Turn("More")))
     assert second.spans[0] == ("prompt", len(first.ids)) and "<think>" not in second.text
@@ -387,7 +392,8 @@ DAMAGED: list[tuple[bytes | None, str]] = [
     (HEADER.replace(b'"m"', b"3"), "model"),
     *((HEADER + line, "line 2") for line in (b'{"user": "a", "rep', b'{"reply": "a"}\n')),
     (HEADER + b'{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
-    *((HEADER + b"\xff\xfe\n", "utf-8"), (None, "not a file")),  # a FIFO is not waited for
+    (HEADER + b"\xff\xfe\n", "utf-8"),
+    (None, "not a file"),  # a FIFO is not waited for
 ]
 
 
@@ -406,7 +412,8 @@ def test_a_damaged_file_is_refused_by_name(
 
 
 def test_one_chat_is_open_once_under_a_name_that_stays_in_the_folder(tmp_path: Path) -> None:
-    first, second = SessionStore(tmp_path), SessionStore(tmp_path)
+    first = SessionStore(tmp_path)
+    second = SessionStore(tmp_path)
     for name in ("../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"):
         with pytest.raises(UsageError, match="not a name"):
             first.path(name)

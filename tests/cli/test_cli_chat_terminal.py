@@ -47,7 +47,8 @@ class Terminal:
             cwd=ROOT,
             env=environment,
         )
-        self.seen, self._mark = b"", 0
+        self.seen = b""
+        self._mark = 0
 
     def size(self, rows: int, columns: int) -> None:
         """Resize; the kernel tells the program."""
@@ -60,7 +61,8 @@ class Terminal:
             if step[0] == "<":
                 os.write(self.descriptor, step[1:].encode())
                 continue
-            start, end = self._mark, time.monotonic() + BOUND
+            start = self._mark
+            end = time.monotonic() + BOUND
             while (at := self.seen.find(step.encode(), start)) < 0:
                 assert self._read(end), f"no {step!r} in {self.seen[start:]!r}"
             self._mark = at + len(step.encode())

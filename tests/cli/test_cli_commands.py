@@ -52,7 +52,8 @@ def test_what_is_typed(row, spd_run, model, script, monkeypatch) -> None:
     status, typed, words = row.split(" | ")
     typed, given, stdin = typed.partition(" <")
     typed, _, options = typed.partition(" ~ ")
-    argv, said = shlex.split(typed), words.split(" ; ")
+    argv = shlex.split(typed)
+    said = words.split(" ; ")
     if options:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(model.parent))
         (file := model.parent / "spd" / "config.toml").parent.mkdir()
@@ -219,20 +220,16 @@ def test_a_model_in_a_file_of_options_is_never_removed(own, spd_run) -> None:
 
 def test_a_value_is_never_taken_for_an_option() -> None:
     for typed, name, value in (
-        *(
-            ("generate -s --temp=3", "system", "--temp=3"),
-            ("generate --stop --json", "stop", ("--json",)),
-        ),
-        *(
-            ("generate -s --num-beams", "system", "--num-beams"),
-            ("generate -- --json", "prompt", "--json"),
-        ),
-        *(("generate -s-md", "system", "-md"), ("generate -n200 -", "max_tokens", 200)),
-        *(("chat -c", "continue_", ""), ("chat --continue -q", "continue_", "")),
-        *(
-            ("chat -c org/name", "model_argument", "org/name"),
-            ("chat -c notes", "continue_", "notes"),
-        ),
+        ("generate -s --temp=3", "system", "--temp=3"),
+        ("generate --stop --json", "stop", ("--json",)),
+        ("generate -s --num-beams", "system", "--num-beams"),
+        ("generate -- --json", "prompt", "--json"),
+        ("generate -s-md", "system", "-md"),
+        ("generate -n200 -", "max_tokens", 200),
+        ("chat -c", "continue_", ""),
+        ("chat --continue -q", "continue_", ""),
+        ("chat -c org/name", "model_argument", "org/name"),
+        ("chat -c notes", "continue_", "notes"),
         ("serve --stop demo", "model_argument", "demo"),
         ("convert-mtp demo destination", "destination", "destination"),
     ):

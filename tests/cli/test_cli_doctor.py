@@ -101,7 +101,8 @@ def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(
     ("drafts", "kernels", "said"),
     [
         (False, False, "the same text"),
-        *((False, True, "not the text of torch's"), (True, False, "not the same text")),
+        (False, True, "not the text of torch's"),
+        (True, False, "not the same text"),
     ],
 )
 def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
@@ -146,10 +147,8 @@ def test_the_instructions_are_named_and_what_better_ones_give(
 )
 def test_versions(version: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what the package's metadata ask for, torch among it."""
-    real, lacking = (
-        importlib.metadata.version,
-        failing(importlib.metadata.PackageNotFoundError("torch")),
-    )
+    real = importlib.metadata.version
+    lacking = failing(importlib.metadata.PackageNotFoundError("torch"))
     found = lambda name: real(name) if name != "torch" else version or lacking()  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", found)
     finding = diagnostics.package_versions()

@@ -55,12 +55,15 @@ def test_exactly_one_newline_is_added_where_none_is(ask, script) -> None:
 
 
 def test_a_reply_that_was_cut_while_it_repeated_itself_says_so(ask, script) -> None:
-    script.pieces, script.ids, script.finish = ["ab"] * 100, (5, 6), "length"
+    script.pieces = ["ab"] * 100
+    script.ids = (5, 6)
+    script.finish = "length"
     assert "note: the last 200 tokens repeat the same 2 tokens; a smaller -n" in ask().err
     assert ask("-q").err == ""
     script.finish = "stop"
     assert ask().err == ""
-    script.finish, script.pieces = "length", ["ab"] * 99
+    script.finish = "length"
+    script.pieces = ["ab"] * 99
     assert ask().err == ""
 
 
@@ -73,7 +76,8 @@ def test_repetitions_of_up_to_a_hundred_tokens_are_found_at_the_end() -> None:
 
 
 def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:
-    seen, out = [], tmp_path / "out"
+    seen = []
+    out = tmp_path / "out"
     script.on_step = lambda step: seen.append(out.read_text() if step else "")
     assert ask("-o", out).out == b""
     assert seen == ["", "Hello", "Hello wörld"] and out.read_text() == "Hello wörld!\n"
@@ -187,7 +191,8 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(
     spd_run: Callable, model: Path, script
 ) -> None:
     (model / "tokenizer.json").unlink()
-    script.tokenizer, script.pieces = False, ["", ""]
+    script.tokenizer = False
+    script.pieces = ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
     assert script.request.prompt_ids == (1, 2, 3)
     refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
@@ -224,7 +229,8 @@ def resolve(model: GenerationConfig | None = None, **flags: Any):
 def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
     """A model that does not sample is greedy unless it is told."""
     resolved = resolve(GenerationConfig(temperature=0.6, top_p=0.95, top_k=20), top_p=0.5)
-    params, sources = resolved.params, resolved.sources
+    params = resolved.params
+    sources = resolved.sources
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 20, 0.0)
     told = [sources[name] for name in ("temperature", "top_p", "min_p")]
     assert told == ["generation_config.json", "given", "default"]
@@ -250,7 +256,8 @@ def test_how_values_are_spelled() -> None:
             parse_size(bad)
 
 
-START, END = "<|im_start|>", "<|im_end|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 
 
 def test_stdin_that_is_not_needed_and_arguments_that_are_no_text(spd_run, model, script) -> None:
@@ -353,7 +360,8 @@ FAR = "word " * 1_000_000
 
 @pytest.mark.parametrize("how", [["--raw"], ["-s", FAR]])
 def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch) -> None:
-    seen, encode = list[int](), Tokenizer._encode
+    seen = list[int]()
+    encode = Tokenizer._encode
 
     def counted(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
         seen.append(len(text))

@@ -59,7 +59,8 @@ def test_lines_and_json_and_whom_auto_takes(spd_run, whole) -> None:
         " · fits yes"
     )
     shown = spd_run("inspect", whole, "--json").json
-    target, sizes = shown["target"], expected(whole).values()
+    target = shown["target"]
+    sizes = expected(whole).values()
     assert shown["schema"] == "spd.inspect/1" and "draft" not in shown
     count = sum(a * (b[0] if b else 1) for a, *b in sizes)
     assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (
@@ -112,9 +113,11 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         ((), EngineConfig(model=demo_folder(), device="cpu")),
         (("--draft", draft), EngineConfig(model=demo_folder(), device="cpu", draft_model=draft)),
     ):
-        shown, plan = spd_run("inspect", "demo", *words, "--json").json, make_plan(config)
+        shown = spd_run("inspect", "demo", *words, "--json").json
+        plan = make_plan(config)
         assert faults(shown, "inspect") == [] and faults(shown | {"more": 1}, "inspect") != []
-        told, need = shown["speculation"], shown["needs"]
+        told = shown["speculation"]
+        need = shown["needs"]
         assert (told["method"], told["draft_max"]) == (plan.spec, plan.shape.draft_max)
         assert told["reason"] == ("it is given with --draft" if words else plan.drafter.reason)
         if need["device"] != "cpu":

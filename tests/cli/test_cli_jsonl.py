@@ -86,7 +86,8 @@ def test_answers_come_in_order_and_each_can_be_replayed_by_its_seed(answers) -> 
     alone = {**lines[3], "params": {"temperature": 1.0, "seed": found[3]["seed"]}}
     _, again = answers([alone])
     assert (again[0]["text"], again[0]["token_ids"]) == (found[3]["text"], found[3]["token_ids"])
-    _, unseeded = answers(lines), answers(lines)
+    _ = answers(lines)
+    unseeded = answers(lines)
     assert unseeded[1][0]["seed"] != found[0]["seed"]
 
 
@@ -192,7 +193,8 @@ def test_grammars_by_flag_and_by_line(answers: Lines) -> None:
 
 def test_output_is_gone_on_with_as_it_is_written(answers, tmp_path) -> None:
     """Behind the last whole line; names are held against each other as they are spelled."""
-    out, lines = tmp_path / "out.jsonl", [*prompts(6), "broken", *prompts(2)]
+    out = tmp_path / "out.jsonl"
+    lines = [*prompts(6), "broken", *prompts(2)]
     ran, _ = answers(lines, "--seed", 5, "-o", out)
     whole = out.read_bytes()
     assert ran.code == 7 and ran.out == b"" and whole.count(b"\n") == 9
@@ -238,7 +240,8 @@ def test_a_failed_step_costs_the_lines_that_ran(
     answers: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that runs out once: who decoded then says so, the others are answered."""
-    honest, count = Engine._enqueue, 0
+    honest = Engine._enqueue
+    count = 0
 
     def enqueue(self: Engine) -> bool:
         nonlocal count
@@ -256,7 +259,8 @@ def test_a_failed_step_costs_the_lines_that_ran(
 
 
 def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_text(text_of([{"prompt": f"word {i}"} for i in range(2000)]))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
     command: list[str | Path] = [
@@ -297,7 +301,8 @@ def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines) -> 
 
 def test_a_second_writer_of_a_file_is_refused(answers: Lines, tmp_path: Path) -> None:
     answers(prompts(2), "-o", out := tmp_path / "out.jsonl")
-    before, first = out.read_bytes(), open_output(out, append=True)
+    before = out.read_bytes()
+    first = open_output(out, append=True)
     for more in ((), ("--resume",)):
         refused(
             answers(prompts(3), "-o", out, *more)[0], 2, f"{out}: another process is writing it"

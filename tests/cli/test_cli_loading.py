@@ -51,8 +51,11 @@ def load(stream: io.StringIO, console: Console, *phases: tuple[Phase, int, int])
 
 
 STEPS: tuple[tuple[Phase, int, int], ...] = (
-    *(("read", 0, 2**30), ("read", 2**28, 2**30), ("read", 2**29, 2**30)),
-    *(("pack", 0, 2**30), ("pack", 2**29, 2**30)),
+    ("read", 0, 2**30),
+    ("read", 2**28, 2**30),
+    ("read", 2**29, 2**30),
+    ("pack", 0, 2**30),
+    ("pack", 2**29, 2**30),
 )
 
 
@@ -79,7 +82,8 @@ def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -
         (80, "......", CAPABILITIES),
         (120, f"####{15 * '.'}", CAPABILITIES),
     ):
-        terminal, times = Terminal(), iter((0.0, 10.0, 10.0))
+        terminal = Terminal()
+        times = iter((0.0, 10.0, 10.0))
         monkeypatch.setattr(progress_module, "columns_of", lambda stream, columns=columns: columns)
         monkeypatch.setattr(time, "perf_counter", times.__next__)
         with redirect_stderr(terminal):
@@ -196,7 +200,8 @@ def engine_thread(model: Path) -> EngineThread:
 
 def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> None:
     """It goes on where it was interrupted once the request has ended."""
-    asked, script.captures = threading.Event(), 5
+    asked = threading.Event()
+    script.captures = 5
     added: list[int] = []
     script.on_capture = lambda number: number == 2 and asked.wait(60)
     script.on_step = lambda step: added.append(len(script.engine.captured))
@@ -212,7 +217,8 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     until(lambda: len(script.engine.captured) == 5)
     assert script.engine.captured == [([PARAMS], {"most": 1})] * 5
     assert thread.close() and script.engine.closed
-    script.on_capture, script.on_step = failing(RuntimeError("no capture")), None
+    script.on_capture = failing(RuntimeError("no capture"))
+    script.on_step = None
     thread = engine_thread(model)
     assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == [
         "Hello",

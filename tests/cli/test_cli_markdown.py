@@ -43,13 +43,15 @@ class Screen:
 
     def _put(self, character: str) -> None:
         if character == "\n":
-            self.row, self.column = self.row + 1, 0
+            self.row = self.row + 1
+            self.column = 0
         elif character == "\r":
             self.column = 0
         else:
             width = cell_len(character)
             if self.column + width > self.columns:
-                self.row, self.column = self.row + 1, 0
+                self.row = self.row + 1
+                self.column = 0
             if self.row < len(self.rows) - 1:
                 self.redrawn.append(self.row)
         while self.row >= len(self.rows):
@@ -57,7 +59,8 @@ class Screen:
             self.styles.append([])
         if character in "\r\n":
             return
-        cells, styles = self.rows[self.row], self.styles[self.row]
+        cells = self.rows[self.row]
+        styles = self.styles[self.row]
         cells += [" "] * (self.column - len(cells))
         styles += [""] * (self.column - len(styles))
         cells[self.column : self.column + width] = [character, *[""] * (width - 1)]
@@ -202,7 +205,8 @@ def test_what_is_drawn_anew() -> None:
     size = [os.terminal_size((60, 24))]
     stream = MarkdownStream(lambda: size[0], color=True)
     stream.feed("one two three four five six seven eight nine ten elev")
-    size[0], stream._next = os.terminal_size((20, 24)), 0.0
+    size[0] = os.terminal_size((20, 24))
+    stream._next = 0.0
     again = stream.feed("en")
     assert again == "\r\x1b[2A\x1b[3Mone two three four\nfive six seven\neight nine ten\neleven"
 

@@ -200,7 +200,12 @@ def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, t
 
 SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0", "lfs": {"sha256": "x"}}
 ANSWERS = [
-    *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null"),
+    b"<html>Please log in</html>",
+    b"",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"[1]",
+    b"null",
     json.dumps({"id": NAME, "sha": "../../x"}).encode(),
     json.dumps({"id": NAME, "sha": COMMIT, "siblings": "text"}).encode(),
     json.dumps({"id": NAME, "sha": COMMIT, "siblings": [{}]}).encode(),
@@ -217,11 +222,15 @@ def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> No
 
 
 GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
-NOWHERE, FULL = "http://127.0.0.1:9", failing(OSError(28, "No space left on device"))
-ROOM, LACKING = (
-    (lambda path: SimpleNamespace(free=1000)),
-    ["no model.safetensors", ".bin files, which spd"],
-)
+NOWHERE = "http://127.0.0.1:9"
+FULL = failing(OSError(28, "No space left on device"))
+
+
+def disk_of_1000(path: str) -> SimpleNamespace:
+    return SimpleNamespace(free=1000)
+
+
+LACKING = ["no model.safetensors", ".bin files, which spd"]
 BINARY = {"config.json": b"{}", "pytorch_model.bin": b""}
 REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "gated": ({"status": 403, "error_code": "GatedRepo"}, 8, GATED),
@@ -240,7 +249,7 @@ REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     ),
     "no hub": ((constants, "ENDPOINT", NOWHERE), 8, [f"cannot download {NAME}", "127.0.0.1:9"]),
     "offline": ((constants, "HF_HUB_OFFLINE", True), 8, ["HF_HUB_OFFLINE"]),
-    "no room": ((shutil, "disk_usage", ROOM), 5, ["not enough disk space", "1,000 free"]),
+    "no room": ((shutil, "disk_usage", disk_of_1000), 5, ["not enough disk space", "1,000 free"]),
     "full": ((hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
     "no safetensors": ({"files": BINARY}, 4, LACKING),
 }

@@ -61,7 +61,8 @@ def trace(folder: Path) -> None:
     (folder / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-LOAD, SHORT = "generate -m {evil} -n 1 --ctx 64 Hi", "{evil} -n 1 --ctx 64"
+LOAD = "generate -m {evil} -n 1 --ctx 64 Hi"
+SHORT = "{evil} -n 1 --ctx 64"
 RAISES = f"{{{{ raise_exception({json.dumps(EVIL)}) }}}}"
 RESULT = "{evil}/generation_config.json"
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -63,7 +63,8 @@ def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..
     (file := tmp_path / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ran = spd_run("explain", file, "--plot", tmp_path / "trace.svg")
     assert ran.code == 0 and "← best" in ran.text
-    texts, found = texts_of(tmp_path / "trace.svg"), explain_traces([trace])
+    texts = texts_of(tmp_path / "trace.svg")
+    found = explain_traces([trace])
     shares = [f"{100 * share:.0f}" for share in found.survival]
     assert {"draft: what other K would give", "this run", "drafting", *shares} <= {*texts}
     assert f"a round of this run: {found.now.round_ms:.2f} ms" in texts

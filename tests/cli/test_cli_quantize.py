@@ -69,7 +69,8 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
     for folder, more in (("own", ()), ("all", ("--mtp-too",))):
         spd_run("quantize", source, tmp_path / folder, *more)
         written = ModelFolder(tmp_path / folder)
-        how, after = written.config.quantization, written.checkpoint
+        how = written.config.quantization
+        after = written.checkpoint
         assert how is not None and heads
         rounded = set()
         for name, tensor in before.items():

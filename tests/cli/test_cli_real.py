@@ -47,7 +47,8 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
         assert [entry["token_id"] for entry in shown["logprobs"]] == shown["token_ids"]
         for entry in shown["logprobs"]:
             assert entry["logprob"] <= entry["top"][0]["logprob"] <= 0 and len(entry["top"]) == 2
-        timings, counts = shown["timings"], shown["metrics"]["speculative_decoding"]
+        timings = shown["timings"]
+        counts = shown["metrics"]["speculative_decoding"]
         assert (
             timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
         )
@@ -60,7 +61,8 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
 
 @pytest.mark.parametrize("model", DEMOS)
 def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, model) -> None:
-    first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
+    first = "What does os.path.join do?"
+    second = "And what does os.path.split do, in a few words?"
     how = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
     ran = spd_run(*how, "-c", "a", stdin=f"{first}\n/stats\n{second}\n/stats\n".encode())
     assert ran.code == 0, ran
@@ -138,7 +140,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, tmp_path) -> None:
     target, head = pair
     words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
-    plain, trace = spd_run(*words, "--spec", "off").json, tmp_path / "trace"
+    plain = spd_run(*words, "--spec", "off").json
+    trace = tmp_path / "trace"
     shown = spd_run(*words, "--draft-model", head, "--no-adaptive", "--trace", trace).json
     assert shown["token_ids"] == plain["token_ids"]
     counts = shown["metrics"]["speculative_decoding"]

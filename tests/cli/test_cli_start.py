@@ -38,16 +38,12 @@ OF_MODELS = {
     "HF_HUB_CACHE": "CACHE",
 }
 OF_OPTIONS = {**QUESTION, "COMP_WORDS": "spd generate --spe", "COMP_CWORD": "2"}
-OF_COMMANDS, CACHE = (
-    {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"},
-    {"HF_HUB_CACHE": "CACHE"},
-)
+OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
+CACHE = {"HF_HUB_CACHE": "CACHE"}
 LOADED = [
     ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
-    *(
-        ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
-        ("completions bash", {}, "complete", HEAVY),
-    ),
+    ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
+    ("completions bash", {}, "complete", HEAVY),
     ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
     ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
     ("ls", CACHE, "Qwen/Qwen3-0.6B", LIGHT),
@@ -162,16 +158,18 @@ def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, mon
 
 HELP = "spd generate --help"
 ERRORS = [
-    *((errors.UsageError("x"), HELP), (errors.NotFoundError("x"), "check the name")),
-    *((errors.CheckpointError("x"), "another model folder"), (errors.IncompatibleError("x"), HELP)),
-    *((errors.ResourceError("x"), "ask for less"), (errors.EngineError("x"), "-vv")),
-    *((errors.CheckFailedError("x", fix=["y"]), "fix: y"), (errors.PartialError("x"), "--help")),
-    *(
-        (errors.NetworkError("x"), "--help"),
-        (errors.IncompleteError("x"), "--help"),
-        (errors.SpdError("x"), "-vv"),
-        (ValueError("x"), "-vv"),
-    ),
+    (errors.UsageError("x"), HELP),
+    (errors.NotFoundError("x"), "check the name"),
+    (errors.CheckpointError("x"), "another model folder"),
+    (errors.IncompatibleError("x"), HELP),
+    (errors.ResourceError("x"), "ask for less"),
+    (errors.EngineError("x"), "-vv"),
+    (errors.CheckFailedError("x", fix=["y"]), "fix: y"),
+    (errors.PartialError("x"), "--help"),
+    (errors.NetworkError("x"), "--help"),
+    (errors.IncompleteError("x"), "--help"),
+    (errors.SpdError("x"), "-vv"),
+    (ValueError("x"), "-vv"),
 ]
 
 
@@ -194,7 +192,8 @@ def test_errors_are_written_in_one_place_with_every_exit_code() -> None:
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)
 def test_every_error_has_a_fix_and_keeps_its_status(error, fix, spd_run, model, script) -> None:
-    script.fail, script.pieces = error, ["", "", ""]
+    script.fail = error
+    script.pieces = ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
     refused(ran, getattr(error, "exit_code", 1), fix)
 

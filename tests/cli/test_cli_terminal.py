@@ -82,7 +82,8 @@ PLAIN = {"NO_COLOR": "1"}
 
 
 def test_an_error() -> None:
-    styled, narrow = PLAIN_ERROR, PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
+    styled = PLAIN_ERROR
+    narrow = PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
     for word, shown in STYLED.items():
         styled = styled.replace(word, shown)
     for columns, environment, said in (
@@ -147,12 +148,13 @@ class Terminal(io.StringIO):
 
 def test_colour_order() -> None:
     for environ, on_terminal, off_terminal in (
-        *(({}, True, False), ({"TERM": "dumb"}, False, False), ({"NO_COLOR": "1"}, False, False)),
-        *(({"NO_COLOR": ""}, True, False), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)),
-        *(
-            ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
-            ({"CLICOLOR_FORCE": "0"}, True, False),
-        ),
+        ({}, True, False),
+        ({"TERM": "dumb"}, False, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"NO_COLOR": ""}, True, False),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
+        ({"CLICOLOR_FORCE": "0"}, True, False),
         ({"CLICOLOR_FORCE": "1"}, True, True),
     ):
         assert wants_color(Terminal(), environ) is on_terminal
@@ -174,7 +176,8 @@ def test_control_characters_are_spelled_out_and_json_is_strict() -> None:
 def test_a_slow_non_blocking_reader_gets_everything() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    text, got = "x" * 300_000, []
+    text = "x" * 300_000
+    got = []
 
     def read() -> None:
         time.sleep(0.2)  # the pipe is full by then
@@ -226,7 +229,8 @@ def slow_program(
 
     It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
     """
-    pieces, pause = how.get("pieces", 40), how.get("pause", 0.05)
+    pieces = how.get("pieces", 40)
+    pause = how.get("pause", 0.05)
     typed = ["spd", *how.get("command", ("generate", "Hi")), "-m", str(model), *argv]
     setup = f"""
 import atexit, threading
@@ -299,7 +303,8 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
 @pytest.mark.parametrize(
     ("at", "argv", "broken", "out", "said"),
     [  # nothing has come of the reply yet; it cannot be asked any more
-        *(("load", [], "", "", "stopping…\n"), ("prefill", [], "", "\n", "stopping…\n")),
+        ("load", [], "", "", "stopping…\n"),
+        ("prefill", [], "", "\n", "stopping…\n"),
         ("hang", ["--json", "--stats"], "", "word word ", "stopping…\n4 tok"),
         ("hang", ["--json"], "del FakeEngine.abort", "word word ", ""),
     ],
@@ -401,8 +406,10 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "redirect", "code", "words"),
     [
-        *(([], ">/dev/full", 5, "No space left"), (["--json"], ">/dev/full", 5, "No space left")),
-        *(([], ">&-", 5, "standard output is closed"), ([], "2>&- <&-", 0, "")),
+        ([], ">/dev/full", 5, "No space left"),
+        (["--json"], ">/dev/full", 5, "No space left"),
+        ([], ">&-", 5, "standard output is closed"),
+        ([], "2>&- <&-", 0, ""),
     ],
 )
 def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -> None:
@@ -415,12 +422,15 @@ def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -
     ("words", "code", "said"),
     [
         *((f"{what} >/dev/full", 5, "No space left") for what in ("--help", "completions bash")),
-        *(("nonsense 2>/dev/full", 2, ""), ("--help >/dev/full 2>/dev/full", 5, "")),
+        ("nonsense 2>/dev/full", 2, ""),
+        ("--help >/dev/full 2>/dev/full", 5, ""),
         ("generate -m /nowhere Hi --json 2>/dev/full >/dev/full", 3, ""),
         *((f"{what} >/dev/full", 5, "cannot write") for what in ("--version", "-V", "rm -h")),
         *((f"{what} >/dev/full", 5, "cannot write") for what in ("generate --help", "chat -h", "")),
         *((f"{what} >/dev/full", 5, "cannot write") for what in ("inspect demo", "doctor")),
-        *(("--version >&-", 5, "closed"), ("--version 2>&-", 0, ""), ("generate --help", 141, "")),
+        ("--version >&-", 5, "closed"),
+        ("--version 2>&-", 0, ""),
+        ("generate --help", 141, ""),
         ("--version", 141, ""),
     ],
 )
@@ -429,10 +439,8 @@ def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, 
 
     A full device is told once.
     """
-    shell, (reader, writer) = (
-        f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}",
-        os.pipe(),
-    )
+    shell = f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}"
+    reader, writer = os.pipe()
     os.close(reader)
     process = start(["bash", "-c", shell], stdout=writer if code == 141 else subprocess.PIPE)
     os.close(writer)

@@ -29,21 +29,17 @@ def set_template(folder: Path, template: str) -> None:
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 REPLIES = [
-    *(
-        ("<think>\nhm\n</think>\n\nYes\n", False, "hm", "Yes\n"),
-        ("hm</think>Yes", True, "hm", "Yes"),
-    ),
-    *(("<think>hm</think>Yes", True, "hm", "Yes"), ("No <think>x", False, None, "No <think>x")),
-    *(("<thin", False, None, "<thin"), (" \n<think>a</thin", False, "a</thin", "")),
-    *(
-        ("<think></think>Yes", False, "", "Yes"),
-        ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
-    ),
-    *(
-        (" plain ", False, None, " plain "),
-        ("", False, None, ""),
-        (f"{CHANNELS}Yes", False, "hm", "Yes"),
-    ),
+    ("<think>\nhm\n</think>\n\nYes\n", False, "hm", "Yes\n"),
+    ("hm</think>Yes", True, "hm", "Yes"),
+    ("<think>hm</think>Yes", True, "hm", "Yes"),
+    ("No <think>x", False, None, "No <think>x"),
+    ("<thin", False, None, "<thin"),
+    (" \n<think>a</thin", False, "a</thin", ""),
+    ("<think></think>Yes", False, "", "Yes"),
+    ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
+    (" plain ", False, None, " plain "),
+    ("", False, None, ""),
+    (f"{CHANNELS}Yes", False, "hm", "Yes"),
     ("<|channel>thought\nhm\n<channel|>Yes", False, "hm", "Yes"),
     ("<|channel|>final<|message|>Yes", False, None, "Yes"),
     (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
@@ -71,7 +67,8 @@ def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model,
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
     ran = ask(how)
     if how == "--raw":
-        thinking, answer = None, text
+        thinking = None
+        answer = text
     lost = thinking is not None and not answer
     assert ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == lost, ran
     if how == "--json":
@@ -88,7 +85,8 @@ THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink
 
 def test_a_terminal_gets_thinking_dimmed(model: Path) -> None:
     """Also where the answer goes elsewhere; hidden, none of it."""
-    thought, out = "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\n", model / "out"
+    thought = "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\n"
+    out = model / "out"
     for argv, shown in (
         ([], f"{thought}Yes\n"),
         (["--think", "hide"], "Yes\n"),
@@ -120,7 +118,8 @@ def test_a_chat_without_a_terminal_says_the_answer(
     spd_run("chat", model, "--no-save", stdin=f"/think off\n/model {model}\nHi\n".encode())
     asked = script.engine.tokenizer.decode(script.request.prompt_ids)
     assert asked.startswith("False"), "another model is asked the same"
-    script.pieces, script.finish = ["<think>hm"], "length"
+    script.pieces = ["<think>hm"]
+    script.finish = "length"
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
 
 
@@ -133,7 +132,8 @@ def test_a_chat_says_that_only_thinking_came(spd_run: Callable, model: Path, scr
         (["Yes"], "stop", False),
         (["<think>hm"], "length", False),
     ):
-        script.pieces, script.finish = pieces, finish
+        script.pieces = pieces
+        script.finish = finish
         ran = spd_run("chat", model, "--no-save", stdin=b"Hi\n")
         assert (UNANSWERED in ran.err) == noted, (pieces, ran)
 
@@ -182,7 +182,8 @@ def test_a_budget_ends_thinking_by_the_model_s_own_token(spd_run, model, script)
     pairs = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
     for opening, closing in (*pairs, ("<|START_THINKING|>", "<|END_THINKING|>")):
         write_tokenizer(model, (*SPECIALS, opening, closing))
-        begin, end = len(SPECIALS) + 256, len(SPECIALS) + 257
+        begin = len(SPECIALS) + 256
+        end = len(SPECIALS) + 257
         for template, inside in ((TEMPLATE, False), (OPENED.replace("<think>", opening), True)):
             set_template(model, template)
             script.pieces = ["Yes"]
@@ -245,7 +246,8 @@ def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     shutil.copytree(tiny("qwen3", layers=1), folder)
     path = folder / "tokenizer.json"
     loaded = json.loads(path.read_text())
-    vocabulary, flags = loaded["model"]["vocab"], loaded["added_tokens"][0]
+    vocabulary = loaded["model"]["vocab"]
+    flags = loaded["added_tokens"][0]
     for mark in ("</think>", "<think>"):
         name, number = max(
             vocabulary.items(), key=lambda item: item[1] if item[0][:2] != "</" else -1

@@ -52,15 +52,12 @@ def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, note
 
 
 WRONG = [
-    *(("[{", "is not JSON"), ({"tools": []}, "Invalid 'tools': expected an array")),
-    *(
-        ([3], "'tools[0]': expected an object"),
-        ([{"name": "a"}], "'tools[0].command': it is missing"),
-    ),
-    *(
-        ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
-        ([{**SHOW, "shell": True}], "'tools[0].shell'"),
-    ),
+    ("[{", "is not JSON"),
+    ({"tools": []}, "Invalid 'tools': expected an array"),
+    ([3], "'tools[0]': expected an object"),
+    ([{"name": "a"}], "'tools[0].command': it is missing"),
+    ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
+    ([{**SHOW, "shell": True}], "'tools[0].shell'"),
     ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
     ([SHOW, SHOW], "name': show is given twice"),
     ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
@@ -89,7 +86,9 @@ def test_a_model_without_tools_and_a_pipe_are_refused(
 
 def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words stay words; what a call leaves out is left out; an unknown tool runs nothing."""
-    found, ran, asked = read(model, [SHOW]), list[Any](), list[Any]()
+    found = read(model, [SHOW])
+    ran = list[Any]()
+    asked = list[Any]()
     assert found.shown[0]["function"] == {name: SHOW[name] for name in ("name", "parameters")}
 
     def run_fake(words: object, guard: object) -> str:
@@ -114,7 +113,8 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_command_brings() -> None:
-    shell, cannot = ["bash", "-c"], "(it cannot be run: "
+    shell = ["bash", "-c"]
+    cannot = "(it cannot be run: "
     for words, said in (
         (["echo", "a b"], "a b\n"),
         ([*shell, "echo out; echo err >&2; exit 3"], "out\nerr\n\n(exit status 3)"),
@@ -122,7 +122,8 @@ def test_what_a_command_brings() -> None:
         (["no-such-program"], f"{cannot}[Errno 2] No such file or directory: 'no-such-program')"),
         (["echo", "\0"], f"{cannot}embedded null byte)"),
         (["echo", "x" * 3_000_000], f"{cannot}[Errno 7] Argument list too long: 'echo')"),
-        *((["printf", r"\377"], "\ufffd"), ([*shell, "sleep 60 & echo on"], "on\n")),
+        (["printf", r"\377"], "\ufffd"),
+        ([*shell, "sleep 60 & echo on"], "on\n"),
     ):
         assert run(words, SignalGuard()) == said
 

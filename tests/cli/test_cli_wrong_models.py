@@ -95,7 +95,8 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "mtp/config.json": json.dumps(head),
         **{f"{folder}/adapter_config.json": base for folder in ("lora", adapter)},
         **{f"{folder}/adapter_model.safetensors": "" for folder in ("lora", adapter)},
-        **{"lfs/model.safetensors": POINTER, "pickle/pytorch_model.bin": ""},
+        "lfs/model.safetensors": POINTER,
+        "pickle/pytorch_model.bin": "",
         f"{parts}/model.safetensors.index.json": '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,8 @@ def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)
 SPARSE = replace(DENSE, experts=(4, 2, 32))
-ROPE, IDS = "rope_parameters", ("--prompt-ids", "1,2,3")
+ROPE = "rope_parameters"
+IDS = ("--prompt-ids", "1,2,3")
 Spoil = Callable[[list[Entry]], list[Entry]]
 
 
@@ -159,19 +161,22 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
     ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
     ({ROPE: {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported"),
-    *(({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"), ({ROPE: [0.25]}, "rope_parameters: ")),
+    ({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"),
+    ({ROPE: [0.25]}, "rope_parameters: "),
 ]
 """What of a configuration is wrong, and what is said of it."""
 
 
-EXPERT, FC, IN_FILE = "layers.1.mlp.experts.", "mtp.fc.weight", " in model.safetensors: "
-GATE_UP, TWICE, QUERIES = (
-    f"{EXPERT}gate_up_proj",
-    f"{EXPERT}2.up_proj.weight",
-    "self_attn.q_proj.weight",
-)
-SHARED, MTP_DOWN = "layers.1.mlp.shared_expert_gate.weight", "mtp.layers.0.mlp.experts."
-RECURRENT, EMBEDS = "mtp.layers.0.linear_attn.A_log", "mtp.embed_tokens.weight"
+EXPERT = "layers.1.mlp.experts."
+FC = "mtp.fc.weight"
+IN_FILE = " in model.safetensors: "
+GATE_UP = f"{EXPERT}gate_up_proj"
+TWICE = f"{EXPERT}2.up_proj.weight"
+QUERIES = "self_attn.q_proj.weight"
+SHARED = "layers.1.mlp.shared_expert_gate.weight"
+MTP_DOWN = "mtp.layers.0.mlp.experts."
+RECURRENT = "mtp.layers.0.linear_attn.A_log"
+EMBEDS = "mtp.embed_tokens.weight"
 TENSORS: list[tuple[Release, Spoil, str]] = [
     (DENSE, spoiled("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing"),
     (DENSE, spoiled("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
@@ -196,7 +201,8 @@ TENSORS: list[tuple[Release, Spoil, str]] = [
     (DENSE, spoiled(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
     (DENSE, spoiled("mtp.norm.weight"), "mtp.norm.weight: is missing"),
     (SPARSE, spoiled(f"{MTP_DOWN}down_proj"), f"{MTP_DOWN}0.down_proj.weight: is missing"),
-    *((DENSE, also(RECURRENT, 32), RECURRENT), (DENSE, also(EMBEDS, 512, 64), EMBEDS)),
+    (DENSE, also(RECURRENT, 32), RECURRENT),
+    (DENSE, also(EMBEDS, 512, 64), EMBEDS),
 ]
 """What of the tensors is wrong, and what is said of it."""
 

@@ -26,10 +26,19 @@ from tokenizers import (
 from spd.errors import SpdError
 
 LLAMA = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64},
-    **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512},
-    **{"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "bos_token_id": 1},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
@@ -74,7 +83,8 @@ def write_shard(
     path: Path, shapes: Mapping[str, list[int]], dtype: str = "F32", size: int = 4
 ) -> Path:
     """A valid file; every element of tensor i has all bytes equal to i + 1."""
-    header, data = {}, b""
+    header = {}
+    data = b""
     for number, (name, shape) in enumerate(shapes.items()):
         nbytes = size * math.prod(shape)
         header[name] = entry(shape, len(data), len(data) + nbytes, dtype)

@@ -28,7 +28,8 @@ from tests.formats.formats_helpers import (
 from tests.recipes.mtp_folders import Entry, write_hollow
 
 INDEX = "model.safetensors.index.json"
-ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+ONE = "model-00001-of-00002.safetensors"
+TWO = "model-00002-of-00002.safetensors"
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -88,15 +89,24 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
     *(
         (names_shard(name), (INDEX, "weight_map", "is not the plain name"))
         for name in (
-            *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "..\\a.safetensors"),
-            *(
-                "C:a.safetensors",
-                "\\\\host\\share\\a.safetensors",
-                "a\0.safetensors",
-                "a\n.safetensors",
-            ),
-            *("CON.safetensors", "nul.safetensors", "com1.x.safetensors", ".safetensors", "..", ""),
-            *("a.safetensors ", "a.json", "a?.safetensors", "a\u202e.safetensors"),
+            "../a.safetensors",
+            "/etc/a.safetensors",
+            "sub/a.safetensors",
+            "..\\a.safetensors",
+            "C:a.safetensors",
+            "\\\\host\\share\\a.safetensors",
+            "a\0.safetensors",
+            "a\n.safetensors",
+            "CON.safetensors",
+            "nul.safetensors",
+            "com1.x.safetensors",
+            ".safetensors",
+            "..",
+            "",
+            "a.safetensors ",
+            "a.json",
+            "a?.safetensors",
+            "a\u202e.safetensors",
         )
     ),
     (names_shard(1), (INDEX, "weight_map", "'a'", "string")),

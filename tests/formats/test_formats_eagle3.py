@@ -15,22 +15,33 @@ from tests.helpers import read_model_config
 
 # A Llama-3.1-8B head as its authors published it: no mark but draft_vocab_size.
 FIRST: dict[str, Any] = {
-    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001},
-    **{"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336},
-    **{"max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05},
-    **{"tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 128256},
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 128256,
     "draft_vocab_size": 32000,
 }
 TRAINED = {**FIRST, "architectures": ["LlamaForCausalLMEagle3"]}
 LAYER = {key: value for key, value in FIRST.items() if key != "draft_vocab_size"}
 SPECULATORS: dict[str, Any] = {
-    **{
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": 32000,
-    },
-    **{"target_hidden_size": None, "transformer_layer_config": LAYER, "torch_dtype": "bfloat16"},
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 32000,
+    "target_hidden_size": None,
+    "transformer_layer_config": LAYER,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -71,7 +82,8 @@ def test_trainers_write_their_target_s_ids(
     assert facts(tmp_path, written).draft_vocab_size == 32000
 
 
-IDS, OTHER = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+IDS = "eagle_aux_hidden_state_layer_ids"
+OTHER = "aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(

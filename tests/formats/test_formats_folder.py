@@ -48,7 +48,8 @@ def demo(tmp_path: Path) -> Path:
 def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, str]]:
     """How often each file has been opened by folder and name, and headers read, once `demo` is copied."""
     counts: Counter[tuple[Path, str]] = Counter()
-    of_name, read_header = builtins.open, checkpoint.read_shard_header
+    of_name = builtins.open
+    read_header = checkpoint.read_shard_header
 
     def by_name(path: object, *rest: object, **more: object) -> object:
         if isinstance(path, str | Path) and str(path).endswith(".json"):
@@ -135,7 +136,8 @@ def test_a_whole_file_never_goes_through_a_planted_link(
     mode: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Nor could one be planted: the name cannot be foreseen."""
-    path, victim = tmp_path / "chat", tmp_path / "victim"
+    path = tmp_path / "chat"
+    victim = tmp_path / "victim"
     victim.write_text("precious")
     path.write_text("old")
     monkeypatch.setattr(os, "urandom", lambda count: b"\0" * count)

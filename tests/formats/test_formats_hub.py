@@ -13,7 +13,8 @@ from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.hub import list_cached_models, resolve_model
 from tests.formats.formats_helpers import refused
 
-FIRST, SECOND = "a" * 40, "ab" * 20
+FIRST = "a" * 40
+SECOND = "ab" * 20
 
 
 @pytest.fixture

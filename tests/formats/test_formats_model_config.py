@@ -73,16 +73,20 @@ def test_llama_is_read(tmp_path: Path) -> None:
 def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
     published = {
         **QWEN3,
-        **{
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": True,
-            "use_cache": True,
-        },
-        **{"max_window_layers": 28, "rope_scaling": None, "sliding_window": None},
-        **{"use_sliding_window": False, "rope_theta": 1000000, "num_attention_heads": 3},
-        **{"num_key_value_heads": 1, "eos_token_id": [7, 8, 7]},
-        **{"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "bos_token_id": None},
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_theta": 1000000,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "eos_token_id": [7, 8, 7],
+        "auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"},
+        "bos_token_id": None,
     }
     config = read(tmp_path, published)
     assert (config.head_dim, config.num_kv_heads, config.attention_bias) == (32, 1, True)
@@ -111,7 +115,10 @@ def test_biases_and_alternative_spellings(tmp_path: Path) -> None:
 
 
 LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
 YARN_OWN: dict = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2, "truncate": False}
@@ -422,19 +429,19 @@ def test_what_is_refused(
 
 def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
     foreign = {
-        **{
-            "attn_logit_softcapping": 20.0,
-            "final_logit_softcapping": 10.0,
-            "query_pre_attn_scalar": 64,
-        },
-        **{"no_rope_layers": [0, 1], "no_rope_layer_interval": 2, "embedding_multiplier": 3.0},
-        **{"residual_multiplier": 0.5, "attention_multiplier": 0.5, "logits_scaling": 2.0},
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+        "query_pre_attn_scalar": 64,
+        "no_rope_layers": [0, 1],
+        "no_rope_layer_interval": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.5,
+        "logits_scaling": 2.0,
         "logit_scale": 0.5,
-        **{
-            "sliding_window_pattern": "LG",
-            "max_window_layers": 1,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
+        "sliding_window_pattern": "LG",
+        "max_window_layers": 1,
+        "hidden_activation": "gelu_pytorch_tanh",
     }
     for base in (LLAMA, MISTRAL):
         assert read(tmp_path, {**base, **foreign}) == read(tmp_path, base)
@@ -449,10 +456,8 @@ LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 def test_phi_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
     assert (config.sliding, config.rope.rotated, config.head_dim) == ((64, 64), 12, 16)
-    long, short = (
-        {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128},
-        (1.0,) * 8,
-    )
+    long = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
+    short = (1.0,) * 8
     config = read(tmp_path, long)
     assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotated=16, short_factor=short)
     # Beyond its first context every earlier position would turn anew: the cache ends there.
@@ -500,13 +505,15 @@ def test_auto_map_is_never_executed(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-GOOD, NOT_FINITE = json.dumps(LLAMA).encode(), ("NaN", "Infinity", "-Infinity")
+GOOD = json.dumps(LLAMA).encode()
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        *((b"", ("is not JSON", "line 1")), (b"{", ("is not JSON",))),
+        (b"", ("is not JSON", "line 1")),
+        (b"{", ("is not JSON",)),
         *((data, ("is not a JSON object",)) for data in (b"[1, 2]", b"null")),
         *((GOOD.replace(b"500000.0", word.encode()), ("rope_theta", word)) for word in NOT_FINITE),
         (GOOD.replace(b"500000.0", b"1e999"), ("rope_theta",)),
@@ -559,7 +566,10 @@ def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
         *(("top_p", value) for value in (0, 1.5, -0.1)),
         *(("top_k", value) for value in (-5, 2.0, 2**40)),
         *(("eos_token_id", value) for value in (-1, [1.0], "3")),
-        *(("repetition_penalty", 0), ("repetition_penalty", -1), ("min_p", 2), ("do_sample", 1)),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("min_p", 2),
+        ("do_sample", 1),
     ],
 )
 def test_wishes_for_sampling_that_are_refused(tmp_path: Path, field: str, value: object) -> None:

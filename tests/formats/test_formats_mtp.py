@@ -21,7 +21,9 @@ from spd.runtime.models.mtp_weights import check_source, module_layer
 from tests.formats.formats_helpers import QWEN3, refused, write_json
 from tests.helpers import read_model_config
 
-HIDDEN, VOCAB, LAYERS = 8, 32, 2
+HIDDEN = 8
+VOCAB = 32
+LAYERS = 2
 TARGET = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
 LAYER = module_layer(model_config_of(Fields("config.json", TARGET)), FAMILIES[0]).tensors()
 DEEPSEEK = {

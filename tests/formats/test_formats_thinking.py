@@ -34,7 +34,8 @@ PAIRS = (
 @pytest.mark.parametrize(("opening", "closing"), PAIRS)
 def test_a_pair_is_found_in_the_template_or_the_vocabulary(opening: str, closing: str) -> None:
     others = ("<s>", "<tool_call>", "</tool_call>", "<|think|>", "</thinking_instructions>")
-    words, tokens = MarkPair(opening, closing), MarkPair(opening, closing, are_tokens=True)
+    words = MarkPair(opening, closing)
+    tokens = MarkPair(opening, closing, are_tokens=True)
     for template in (f"a {opening} b", f"{{{{ x.split('{closing}') }}}}"):
         assert thinking_marks(template, (), ()).thinking[0] == words, (
             "one mark in a template says it"

@@ -56,7 +56,8 @@ def changed(folder: Path, change: Any, **config: object) -> Path:
 
 
 def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
-    tokenizer, library = opened["bytes"], byte_level()
+    tokenizer = opened["bytes"]
+    library = byte_level()
     assert tokenizer.special_tokens == {
         name: library.token_to_id(name) for name in (*make.SPECIAL, "※")
     }
@@ -73,17 +74,17 @@ ENDED = {"add_eos_token": True}
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        *(
-            ({}, ([1], [])),
-            ({"add_bos_token": True}, ([1], [])),
-            ({"add_bos_token": False}, ([], [])),
-        ),
-        *((ENDED, ([1], [2])), ({"add_bos_token": False, **ENDED}, ([], [2]))),
+        ({}, ([1], [])),
+        ({"add_bos_token": True}, ([1], [])),
+        ({"add_bos_token": False}, ([], [])),
+        (ENDED, ([1], [2])),
+        ({"add_bos_token": False, **ENDED}, ([], [2])),
     ],
 )
 def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expected: tuple) -> None:
     tokenizer = Tokenizer.open(make.write_sentencepiece(tmp_path, **config))
-    plain, (first, last) = tokenizer.encode("hello"), expected
+    plain = tokenizer.encode("hello")
+    first, last = expected
     assert tokenizer.bos_id == 1 and plain[0] != 1
     assert tokenizer.encode("hello", add_special=True) == [*first, *plain, *last]
     assert tokenizer.encode("", add_special=True) == [*first, *last]
@@ -262,7 +263,11 @@ def test_sentencepiece_decoders(tmp_path: Path, steps: list, expected: str) -> N
 @pytest.mark.parametrize(
     "decoder",
     [
-        *(None, decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Fuse()),
+        None,
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Fuse(),
         decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
         decoders.Sequence([SPACES, decoders.Strip(" ", 1, 0)]),
         decoders.Sequence([SPACES, decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
@@ -294,9 +299,12 @@ def set_merges(*merges: str) -> Any:
     return lambda c: c["model"].update(vocab={"a": 0, "b": 1, "ab": 2}, merges=list(merges))
 
 
-FIRST, TEXT = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+FIRST = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 BOS_TEMPLATE = {
-    **{"type": "TemplateProcessing", "single": [FIRST, TEXT], "pair": []},
+    "type": "TemplateProcessing",
+    "single": [FIRST, TEXT],
+    "pair": [],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [4_000_000_000], "tokens": ["<s>"]}},
 }
 NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
@@ -366,7 +374,8 @@ def test_a_pattern_that_panics_on_some_text(tmp_path: Path) -> None:
 
 
 def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
-    library, name = byte_level(), "<|endoftext|>"
+    library = byte_level()
+    name = "<|endoftext|>"
     end = library.token_to_id(name)
     single = f"{name} $A {name}"
     library.post_processor = processors.TemplateProcessing(single, special_tokens=[(name, end)])

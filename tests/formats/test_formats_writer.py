@@ -106,7 +106,9 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
 
 def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
     """Every call to the disk in turn, then once more to the end; the destination is never a mixture."""
-    call, outcomes, killed = 0, set(), True
+    call = 0
+    outcomes = set()
+    killed = True
     while killed:
         call += 1
         destination = tmp_path / str(call) / "head"

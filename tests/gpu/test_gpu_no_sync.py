@@ -15,7 +15,8 @@ from spd.runtime.round import transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.helpers import outputs, replace_transfers
 
-WARM, WATCHED = 12, 80
+WARM = 12
+WATCHED = 80
 START = 440
 """Tokens of a prompt that takes its second block of 512 positions while watched, whatever is accepted."""
 
@@ -32,7 +33,9 @@ KINDS: list[dict[str, Any]] = [
     ("method", "graphs", "logprobs", "lag"),
     [
         *((method, True, None, lag) for method in ("off", "ngram", "draft") for lag in (1, 2)),
-        *(("draft", True, 2, 1), ("ngram", False, None, 1), ("draft", False, 2, 1)),
+        ("draft", True, 2, 1),
+        ("ngram", False, None, 1),
+        ("draft", False, 2, 1),
     ],
 )
 def test_steady_rounds_wait_for_nothing(

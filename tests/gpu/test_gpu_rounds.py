@@ -68,7 +68,9 @@ class Model:
 def make_model(name: str, place: Path) -> Model:
     """The demo as it is stored, rounded to int8, or its twin in FP8 blocks; a tiny model of another kind."""
     wishes: dict[str, Any] = {"dtype": "bfloat16", "quantize": "int8" if name == "int8" else "none"}
-    folder, draft, prompts = demo_folder(), demo_draft_folder(), lane.demo_prompts()
+    folder = demo_folder()
+    draft = demo_draft_folder()
+    prompts = lane.demo_prompts()
     if name == "fp8":
         folder = write_twin(folder, place / "twin")
     elif name == "hybrid":  # prompts of no whole chunk, of one and of two
@@ -121,7 +123,8 @@ def test_alone(models: dict[str, Model], name: str, method: str, k: int) -> None
 def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) -> None:
     """Sixteen slots: every request twice, beside all the others; acceptance as alone."""
     model = models[name]
-    runs, half = model.check(method, k, times=2, slots=16), len(model.work)
+    runs = model.check(method, k, times=2, slots=16)
+    half = len(model.work)
     with model.engine(method, k) as engine:
         alone = lane.story(lane.run_work(engine, model.work, 1))
     assert lane.story(runs[:half]) == lane.story(runs[half:]) == alone
@@ -129,7 +132,8 @@ def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) ->
 
 def test_lengths_that_change(models: dict[str, Model]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
-    told, model = [], models["bfloat16"]
+    told = []
+    model = models["bfloat16"]
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
         with model.engine("draft", 4, graphs=graphs) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)

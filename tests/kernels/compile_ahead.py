@@ -86,7 +86,8 @@ def usage(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     """Compile all that the modules launch."""
     triton.knobs.language.default_fp_fusion = True  # as `load_kernels` has it
-    arch, without = int(sys.argv[1]), sys.argv[2]
+    arch = int(sys.argv[1])
+    without = sys.argv[2]
     pretend(arch)
     for module in map(importlib.import_module, sys.argv[3:]):
         for name, kernel, program in compiled(module.launches(divmod(arch, 10)), without):

@@ -125,7 +125,8 @@ def acted(x: Tensor, act: Activation) -> Tensor:
 def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines [count, size] of angles that have nothing in common."""
     angles = torch.rand(count, size // 2, generator=torch.Generator().manual_seed(1)) * 6
-    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    cos = angles.cos().repeat(1, 2)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
     return cos.to(device, dtype), sin.to(device, dtype)
 
 

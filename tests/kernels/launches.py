@@ -32,7 +32,11 @@ from spd.runtime.round.state import RoundState
 from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case, stepping
 
 Launches = dict[str, Callable[[], Any]]
-BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
+BF16 = torch.bfloat16
+F16 = torch.float16
+F32 = torch.float32
+I64 = torch.int64
+BOOL = torch.bool
 NAMES = {BF16: "bf16", F16: "fp16", torch.int8: "i8"}
 CODED = ("int4 128", "int4 64", "int4 32", "e2m1 32", "e2m1 16", "int8 128", "e4m3 128")
 """Kinds and groups of codes, those of four-bit integers with zeros."""
@@ -58,7 +62,8 @@ def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False)
         codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
         columns = of(dtype, k) if normed else None
         return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
-    scales, columns = of(F32, *experts, n, 1), of(dtype, k) if normed else None
+    scales = of(F32, *experts, n, 1)
+    columns = of(dtype, k) if normed else None
     return TiledWeight("int8", of(kind, *shape), scales, None, 0, columns, torch.Size(shape))
 
 
@@ -83,7 +88,8 @@ def dense(
         )
 
     squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
-    x, norm = of(dtype, rows, hidden), Norm(squares, 1e-6)
+    x = of(dtype, rows, hidden)
+    norm = Norm(squares, 1e-6)
     code = kind if kind is None or isinstance(kind, str) else NAMES[kind]
     name = "_".join(filter(None, (name, code, NAMES[dtype])))
     return {
@@ -101,7 +107,9 @@ def dense(
 
 def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> Launches:
     """An 8B model's head: its logits, its draw, and the draw of a head that knows some ids only."""
-    x, table, slots = of(dtype, rows, 4096), of(dtype, VOCAB, 4096), of(I64, rows)
+    x = of(dtype, rows, 4096)
+    table = of(dtype, VOCAB, 4096)
+    slots = of(I64, rows)
     draw = (x, table, Draw(slots, slots, 1, of(F32, rows), VOCAB))
     return {
         f"logits_{name}": lambda: ops.head_logits(x, table),
@@ -127,7 +135,8 @@ def products() -> Launches:
     found["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)[
         "step_bf16"
     ]
-    x, norm = of(BF16, 4, 4096), of(BF16, 4096)
+    x = of(BF16, 4, 4096)
+    norm = of(BF16, 4096)
     return found | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
         "norm_8b": lambda: OPS.rms_norm_rows(x, of(F32, 4, 64), norm, 1e-6),
@@ -137,7 +146,8 @@ def products() -> Launches:
 
 def attention() -> Launches:
     """As an 8B model attends, layers that slide and cap as Gemma 2's, Gemma 4's, DeepSeek-V3's latents."""
-    positions, table = of(I64, 16, 5), of(I64, 16, 64)
+    positions = of(I64, 16, 5)
+    table = of(I64, 16, 64)
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
     chunk = Windows(of(I64, 1, 80), of(BOOL, 1, 80), table[:1], (), (), 64)
     found: Launches = {}
@@ -146,10 +156,8 @@ def attention() -> Launches:
         dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False
     ) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
-        scores, plan = (
-            Scores(0.1, heads.sliding[0], softcap, sink),
-            OPS.plan_attention(windows, heads, 64, dtype),
-        )
+        scores = Scores(0.1, heads.sliding[0], softcap, sink)
+        plan = OPS.plan_attention(windows, heads, 64, dtype)
         pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
         OPS.paged_attention(query, (pool, pool), plan, scores)
@@ -157,13 +165,17 @@ def attention() -> Launches:
         OPS.paged_attention(query.flatten(0, 1)[None], (pool, pool), plan, scores)
 
     def store(dtype: torch.dtype, weight: Tensor | None) -> None:
-        pool, turn = of(dtype, 99, 64, 8, 128), of(dtype, 4096, 128)
+        pool = of(dtype, 99, 64, 8, 128)
+        turn = of(dtype, 4096, 128)
         rows = RotatedRows(turn, turn, of(I64, 4), of(I64, 4))
         OPS.rotary_store(of(dtype, 4, 6144), rows, weight, 1e-6, (pool, pool), 32)
 
     def latent(dtype: torch.dtype) -> None:
-        pool, query, turn = of(dtype, 99, 64, 576), of(dtype, 80, 128, 576), of(F32, 4096, 64)
-        turned, kept = of(dtype, 80, 128, 192)[..., 128:], of(dtype, 80, 2112)[:, 1536:]
+        pool = of(dtype, 99, 64, 576)
+        query = of(dtype, 80, 128, 576)
+        turn = of(F32, 4096, 64)
+        turned = of(dtype, 80, 128, 192)[..., 128:]
+        kept = of(dtype, 80, 2112)[:, 1536:]
         rows = RotatedRows(turn, turn, positions.view(-1), positions.view(-1))
         OPS.latent_store(turned, kept, rows, of(dtype, 512), 1e-6, pool)
         plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
@@ -200,7 +212,8 @@ def experts() -> Launches:
         kind: Kind = None,
         act: Activation = SILU,
     ) -> None:
-        x, corrected = of(BF16, 32, hidden), kind is not None
+        x = of(BF16, 32, hidden)
+        corrected = kind is not None
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
         parts = OPS.router_logits(x, of(F32, count, hidden))
         chosen = OPS.route(parts, of(F32, count) if corrected else None, rule)
@@ -216,7 +229,8 @@ def experts() -> Launches:
     found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
     for code in CODED:
         found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
-    swiglu, limited = Activation("swiglu", 7.0, 1.702), Activation("silu", 7.0)
+    swiglu = Activation("swiglu", 7.0, 1.702)
+    limited = Activation("silu", 7.0)
     others = {
         "oss": (32, 2880, 2880, swiglu),
         "gemma": (128, 2816, 704, GELU),
@@ -241,7 +255,9 @@ def draws() -> Launches:
         "usable_vocab": VOCAB,
     }
     tensors = replace(each(case.tensors, lambda tensor: tensor.to("meta")), **other)
-    logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
+    logits = of(F32, 2, 4, VOCAB)
+    draft = of(I64, 2, 3)
+    positions = of(I64, 2, 4)
     verify = (draft, of(I64, 2), of(I64, 2), positions)
     found: Launches = {
         name: partial(OPS.sample_rows, logits, draft, positions, stepping(tensors, steps))
@@ -269,7 +285,9 @@ def rounds() -> Launches:
         """Of four slots."""
         return RoundState(4, width - 32, 31, 64, "meta")
 
-    slots, places, s = of(I64, 4), Places(64, 4096, 64), state()
+    slots = of(I64, 4)
+    places = Places(64, 4096, 64)
+    s = state()
     generated = of(torch.int32, 4, VOCAB)
     found: Launches = {}
 
@@ -280,7 +298,8 @@ def rounds() -> Launches:
 
     def pairs(size: int, kept: bool) -> None:
         norm = of(BF16, size)
-        states, two = HeadStates(of(BF16, 4, 9, size), 8), of(I64, 4, 2)
+        states = HeadStates(of(BF16, 4, 9, size), 8)
+        two = of(I64, 4, 2)
         batch = SimpleNamespace(positions=slots, width=1, states=states)
         OPS.head_input(slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), kept)
         rows = Rows(two, two, of(BOOL, 4, 2), two)
@@ -321,8 +340,10 @@ def recurrent() -> Launches:
     def layer(dtype: torch.dtype, *sizes: int) -> None:
         heads, key_heads, width, size = sizes
         channels = 2 * key_heads * width + heads * size
-        inputs, ring = of(dtype, 20, channels + heads * size), of(dtype, 16, 54, channels)
-        mixed, bias = inputs[:, :channels], of(F32, channels)
+        inputs = of(dtype, 20, channels + heads * size)
+        ring = of(dtype, 16, 54, channels)
+        mixed = inputs[:, :channels]
+        bias = of(F32, channels)
         OPS.short_conv(mixed, of(F32, 4, channels), None, ring, rows)
         OPS.short_conv(of(dtype, 20, channels), of(F32, 3, channels), bias, ring, rows, silu=False)
         read(of(F32, 20, channels), of(dtype, 20, 2 * heads), sizes, True)

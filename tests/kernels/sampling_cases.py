@@ -15,7 +15,8 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 from spd.kernels.sampling.sampling import SamplingTensors, process_rows
 from tests.kernels.forms import Form
 
-INFINITY, NAN = math.inf, math.nan
+INFINITY = math.inf
+NAN = math.nan
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,12 @@ class Operands:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        self.x, self.residual, self.scale = draw(rows, k), draw(rows, n), draw(k)
-        self.tail, self.bias, self.pair_bias = draw(n), draw(n), draw(2 * n)
+        self.x = draw(rows, k)
+        self.residual = draw(rows, n)
+        self.scale = draw(k)
+        self.tail = draw(n)
+        self.bias = draw(n)
+        self.pair_bias = draw(2 * n)
         self.weight: Any
         self.fed: Any
         self.pair: Any

@@ -110,7 +110,8 @@ class Cache:
 
     def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
         """One row's definition, query [H, D], in query's dtype."""
-        heads, groups = self.heads, self.heads.num_heads // self.heads.num_kv_heads
+        groups = self.heads.num_heads // self.heads.num_kv_heads
+        heads = self.heads
         first = max(
             min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)
         )
@@ -185,7 +186,8 @@ def attend(
         [[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows]
     )
     valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
-    bounds, runs = [w.end for w in windows], [None] * len(windows)
+    bounds = [w.end for w in windows]
+    runs = [None] * len(windows)
     rows = Windows(positions.to(query.device), valid.to(query.device), table, bounds, runs)
     return attend_planned(form, cache, rows, query, pools)
 
@@ -266,13 +268,15 @@ alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
 torch_form = pytest.mark.parametrize("form", ["torch"], indirect=True)
 KINDS: list[dict[str, Any]] = [
-    *({"sliding": 1}, {"sliding": 17}, {"sliding": 33, "cap": 3.0}, {"sliding": 100}, {"cap": 3.0}),
-    *(
-        {"first_key": 1},
-        {"first_key": 3},
-        {"sinks": True},
-        {"sliding": 17, "cap": 3.0, "sinks": True},
-    ),
+    {"sliding": 1},
+    {"sliding": 17},
+    {"sliding": 33, "cap": 3.0},
+    {"sliding": 100},
+    {"cap": 3.0},
+    {"first_key": 1},
+    {"first_key": 3},
+    {"sinks": True},
+    {"sliding": 17, "cap": 3.0, "sinks": True},
 ]
 """Layers that slide, cap and have sinks, and models in whose caches the first positions hold nothing."""
 
@@ -281,9 +285,16 @@ KINDS: list[dict[str, Any]] = [
 
 
 HEAD_SIZES = [
-    *((1, 3, 16, 64), (4, 2, 16, 32), (3, 1, 80, 64)),
-    *((7, 2, 96, 64), (16, 1, 32, 16), (2, 1, 256, 128)),
-    *((1, 1, 1, 16), (3, 3, 33, 16), (5, 1, 3, 64), (3, 1, 512, 64)),
+    (1, 3, 16, 64),
+    (4, 2, 16, 32),
+    (3, 1, 80, 64),
+    (7, 2, 96, 64),
+    (16, 1, 32, 16),
+    (2, 1, 256, 128),
+    (1, 1, 1, 16),
+    (3, 3, 33, 16),
+    (5, 1, 3, 64),
+    (3, 1, 512, 64),
 ]
 
 
@@ -309,7 +320,8 @@ def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
 
     Blocks that windows and prompts have left behind hold NaN.
     """
-    dtype, sliding = form.dtypes[len(str(kind)) % len(form.dtypes)], kind.get("sliding")
+    dtype = form.dtypes[len(str(kind)) % len(form.dtypes)]
+    sliding = kind.get("sliding")
 
     def forget(cache: Cache, block: int, *starts: int) -> Cache:
         for slot, start in enumerate(starts if form.name == "triton" and sliding else ()):
@@ -327,14 +339,15 @@ def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
 
 
 PROMPTS = [
-    *(
-        (1, 0, (2, 2), 16, 64),
-        (130, 0, (3, 1), 16, 64),
-        (5, 63, (4, 2), 80, 64),
-        (33, 64, (7, 1), 96, 32),
-    ),
-    *((70, 190, (2, 1), 32, 16), (140, 65, (4, 1), 16, 128), (20, 520, (4, 2), 16, 64)),
-    *((3, 5, (3, 3), 33, 7), (9, 70, (2, 1), 512, 64)),
+    (1, 0, (2, 2), 16, 64),
+    (130, 0, (3, 1), 16, 64),
+    (5, 63, (4, 2), 80, 64),
+    (33, 64, (7, 1), 96, 32),
+    (70, 190, (2, 1), 32, 16),
+    (140, 65, (4, 1), 16, 128),
+    (20, 520, (4, 2), 16, 64),
+    (3, 5, (3, 3), 33, 7),
+    (9, 70, (2, 1), 512, 64),
 ]
 
 
@@ -402,8 +415,10 @@ def test_a_row_alone_is_the_row_among_others(
 ) -> None:
     """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
     for dtype in form.dtypes if len(widths) > 2 else form.types(start):
-        cache, most = case_of(form, dtype, 3, 208, kind), max(widths)
-        query, noise = random_query(cache, most), random_query(cache, 3, most + 1)
+        cache = case_of(form, dtype, 3, 208, kind)
+        most = max(widths)
+        query = random_query(cache, most)
+        noise = random_query(cache, 3, most + 1)
         alone = {
             i: attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0]
             for i in range(most)
@@ -465,16 +480,15 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
 def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive slot."""
     monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
-    ends, counts = [0, 1, 128, 129, 4096, 4097, 4608, 4609], [0, 1, 1, 2, 32, 33, 33, 34]
+    ends = [0, 1, 128, 129, 4096, 4097, 4608, 4609]
+    counts = [0, 1, 1, 2, 32, 33, 33, 34]
     positions = torch.tensor(
         [[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device
     )
     valid = torch.tensor([[end > 1, end > 0, False] for end in ends], device=form.device)
     table = torch.zeros(len(ends), 80, dtype=torch.long, device=form.device)
-    windows, heads = (
-        Windows(positions, valid, table, (), ()),
-        AttentionHeads(2, 1, 16, sliding=(None, 300)),
-    )
+    windows = Windows(positions, valid, table, (), ())
+    heads = AttentionHeads(2, 1, 16, sliding=(None, 300))
     plan = twin.plan_attention(windows, heads, 64, torch.float32)
     assert plan.max_chunks == 34 and set(plan.lists) == {None, 300}
     for sliding, chunks in plan.lists.items():
@@ -525,13 +539,15 @@ def test_which_blocks_are_read_changes_no_bit(
     """
     start = 2 * attention_chunks.KV_BLOCK + 36
     cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
-    query, positions = random_query(cache, 1, 32), torch.arange(start, start + 32)[None]
+    query = random_query(cache, 1, 32)
+    positions = torch.arange(start, start + 32)[None]
     pools, table = cache.paged(form, [Window(0, 2048)], [0])
     in_order = [torch.cat((pool[:2], pool[table[0]])) for pool in pools], torch.arange(2, 34)[None]
 
     def run(first: int, rows: int, bound: int, *places: Any, read_all: bool = False) -> Tensor:
         pages, page_table, begin = places or (pools, table, None)
-        part, valid = positions[:, first : first + rows], torch.ones(1, rows, dtype=torch.bool)
+        part = positions[:, first : first + rows]
+        valid = torch.ones(1, rows, dtype=torch.bool)
         windows = Windows(part, valid, page_table, [bound], [begin])
         plan = form.ops.plan_attention(windows, cache.heads, 64, dtype)
         assert isinstance(plan, plain.MaskPlan)
@@ -556,7 +572,8 @@ def test_which_blocks_are_read_changes_no_bit(
 def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
     """Rows that are not valid may stand behind the pages that are read, where a window shows them nothing."""
     pool = torch.randn(10, 64, 1, 8)
-    table, valid = torch.arange(8)[None], torch.tensor([[True, False]])
+    table = torch.arange(8)[None]
+    valid = torch.tensor([[True, False]])
     for softcap in (None, 2.0):
         windows = Windows(torch.tensor([[3, 400]]), valid, table, [64], [None])
         heads = AttentionHeads(2, 1, 8, sliding=(16,))

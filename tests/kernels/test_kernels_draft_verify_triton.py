@@ -33,7 +33,8 @@ def random_arguments(
     num_drafts = (k - torch.randint(0, 3, (slots,), generator=g)).clamp(min=0)
     seeds = torch.randint(2**62, (slots,), generator=g)
     positions = torch.randint(2**30, (slots, 1), generator=g) + torch.arange(k + 1)
-    target, laws = logits.softmax(dim=-1).to(device), laws.to(device)
+    target = logits.softmax(dim=-1).to(device)
+    laws = laws.to(device)
     integers = (draft.to(device), num_drafts.to(device), seeds.to(device), positions.to(device))
     return target, None if one_hot else laws, *integers
 
@@ -61,7 +62,8 @@ def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[T
 @pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: str) -> None:
-    lengths, (slots, share) = set(), (5, 0.0) if device == "cpu" else (2000, 1e-3)
+    lengths = set()
+    slots, share = (5, 0.0) if device == "cpu" else (2000, 1e-3)
     for vocab in (1, 2, 17, 600):
         arguments = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
         lengths |= set(decided(rule, *arguments, share=share)[1].tolist())
@@ -73,7 +75,8 @@ def test_laws_at_their_edges(rule: str, device: str) -> None:
     """The target's own; above it everywhere, which leaves no residual; of drafts that it could not draw."""
     target, laws, draft, _, *noise = random_arguments(3, 2, 300, 8, False, device)
     assert laws is not None
-    own, real = target[:, :2], torch.full_like(noise[0], 2)
+    own = target[:, :2]
+    real = torch.full_like(noise[0], 2)
     impossible = laws.scatter(-1, draft[..., None], 0.0)
     for law, accepted in ((own, [2] * 3), (own * 4, None), (impossible, [0] * 3)):
         tokens, count = decided(rule, target, law.contiguous(), draft, real, *noise)
@@ -89,7 +92,8 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
     laws = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 0.6]], device=device)
     seed = torch.arange(slots, device=device)
     wide = [law.expand(slots, *law.shape).contiguous() for law in (target, laws)]
-    draft, places = torch.tensor([[0, 2]], device=device), torch.arange(3, device=device)
+    draft = torch.tensor([[0, 2]], device=device)
+    places = torch.arange(3, device=device)
     given = (draft.expand(slots, 2), torch.full_like(seed, 2), seed, places.expand(slots, 3))
     tokens, accepted = decided("block", *wide, *given)
     assert 2 <= int((accepted == 1).sum()) < slots

@@ -49,7 +49,8 @@ def test_rows_of_any_size(native: NativeKernels, kind: str) -> None:
     x = x.to(native.dtype)
     found = native.packed_linear(x, native.pack(weight), None, FLOAT32).double()
     numbers = weight.plain(torch.float64).t()
-    off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
+    off = (found - x.double() @ numbers)[:5].abs()
+    size = (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
     assert not found[5].isfinite().any()
 

@@ -65,7 +65,8 @@ def test_rows_in_any_company(native: NativeKernels, name: str) -> None:
     """The same bits for 1 to 70 rows, wherever a row stands, whatever beside it."""
     weight = grouped(name, drawn_blocks(name, 96, 512), 96)
     packed = native.pack(weight)
-    x, norm = noise(70, 512).to(native.dtype), noise(512).float()
+    x = noise(70, 512).to(native.dtype)
+    norm = noise(512).float()
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         return native.packed_linear(rows, packed, None, FLOAT32, norm=norm, epsilon=1e-6)
@@ -111,7 +112,8 @@ def test_matrices_of_different_types_below_each_other(native: NativeKernels) -> 
     sizes = {"Q4_K": 80, "Q6_K": 48, "Q8_0": 7}
     pieces = [grouped(name, drawn_blocks(name, rows, 512), rows) for name, rows in sizes.items()]
     packed = native.pack(StackedWeight(tuple(pieces)))
-    x, bias = noise(19, 512).to(native.dtype), noise(135).float()
+    x = noise(19, 512).to(native.dtype)
+    bias = noise(135).float()
     residual = noise(19, 135).to(native.dtype)
     whole = native.packed_linear(x, packed, bias, ROUNDED, residual=residual)
     first = 0

@@ -13,7 +13,12 @@ import torch
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.round.window import Rows
 
-PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
+PAGE = 4
+PAGES = 9
+DEPTH = 7
+SIZE = 24
+VOCAB = 11
+EPSILON = 0.05
 STEM = "linear.head_input"
 pytestmark = pytest.mark.parametrize("op", ["torch", "triton"], indirect=True)
 
@@ -38,7 +43,8 @@ def test_pairs_equal_their_definition(
     """A row alone, with a ring of its own slot's, has the same bits, though what others read is NaN."""
     torch.manual_seed(slots)
     for depth, dtype in ((DEPTH, torch.float32), (1, torch.float32), (DEPTH, torch.float16)):
-        table, states = torch.randn(VOCAB, size), torch.randn(slots, depth + 1, size)
+        table = torch.randn(VOCAB, size)
+        states = torch.randn(slots, depth + 1, size)
         norms = torch.rand(2, size) + 0.5
         positions = torch.randint(0, 30, (slots * width + extra,))
         positions[: slots * width : 2] = 5
@@ -59,12 +65,12 @@ def test_pairs_equal_their_definition(
             token = table[tokens[row]].double() * (position != masked)
             state = states[row // width, (position - 1) % depth]
             assert torch.equal(kept[row], state)
-            lonely, ring = (
-                table.new_full(table.shape, math.nan),
-                states.new_full(states.shape, math.nan)[:1],
-            )
-            lonely[tokens[row]], ring[0, (position - 1) % depth] = table[tokens[row]], state
-            one, own = rows.positions[row : row + 1], SimpleNamespace(rings=ring, depth=depth)
+            lonely = table.new_full(table.shape, math.nan)
+            ring = states.new_full(states.shape, math.nan)[:1]
+            lonely[tokens[row]] = table[tokens[row]]
+            ring[0, (position - 1) % depth] = state
+            one = rows.positions[row : row + 1]
+            own = SimpleNamespace(rings=ring, depth=depth)
             alone = SimpleNamespace(positions=one, width=1, states=own)
             assert torch.equal(
                 op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row]
@@ -96,8 +102,10 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
         kv_slots = torch.where(valid, kv_slots, 0)
         whole = torch.randn(slots, width + 2, size)
         rows = whole[:, 1 : width + 1]  # windows with gaps between them
-        states, page_states = torch.randn(slots, DEPTH + 1, size), torch.randn(PAGES, size)
-        expected, expected_pages = states.clone(), page_states.clone()
+        states = torch.randn(slots, DEPTH + 1, size)
+        page_states = torch.randn(PAGES, size)
+        expected = states.clone()
+        expected_pages = page_states.clone()
         for s in range(slots):
             for i in range(width):
                 if valid[s, i]:

@@ -53,7 +53,8 @@ def rule_of(values: tuple[Any, ...]) -> Any:
 
 def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[int], list[float]]:
     """Experts and weights of one row, in plain Python."""
-    values, size = logits.double(), len(logits) // rule.groups
+    values = logits.double()
+    size = len(logits) // rule.groups
     scores = (values.sigmoid() if rule.sigmoid else values.softmax(0)).tolist()
     added = [0.0] * len(scores) if correction is None else correction.tolist()
     choice = [s + c for s, c in zip(scores, added, strict=True)]
@@ -81,7 +82,8 @@ def test_routing(
     form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool
 ) -> None:
     """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
-    given, dtype = rule_of(rule), form.dtypes[-1]
+    given = rule_of(rule)
+    dtype = form.dtypes[-1]
     x = normal(rows, k, seed=rows).to(form.device, dtype)
     weight = (normal(count, k, seed=k) / k**0.5).to(form.device)
     correction = normal(count, seed=count).to(form.device) * 0.4 if corrected else None
@@ -168,12 +170,14 @@ def plain_matrices(matrices: moe.ExpertMatrices, dtype: torch.dtype) -> Tensor:
 
 def by_definition(x: Tensor, ids: Tensor, weights: Tensor, own: moe.ExpertWeights) -> Tensor:
     """In float64, one row and one expert after another."""
-    gate_up, down = own.gate_up, own.down
+    gate_up = own.gate_up
+    down = own.down
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
         expert = ids[row, place]
-        both, made = gate_up[expert].double() @ x[row].double(), down[expert].double()
+        both = gate_up[expert].double() @ x[row].double()
+        made = down[expert].double()
         shifts = [
             0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)
         ]
@@ -191,8 +195,12 @@ def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, 
 
 
 SIZES = [
-    *((5, 48, 32, 1, 2), (4, 144, 80, 23, 3), (2, 1, 1, 1, 1), (3, 33, 7, 3, 2)),
-    *((6, 256, 64, 70, 3), (32, 96, 32, 7, 8)),
+    (5, 48, 32, 1, 2),
+    (4, 144, 80, 23, 3),
+    (2, 1, 1, 1, 1),
+    (3, 33, 7, 3, 2),
+    (6, 256, 64, 70, 3),
+    (32, 96, 32, 7, 8),
 ]
 EXPERTS = [
     *(("plain", SILU, *sizes) for sizes in SIZES),
@@ -231,7 +239,9 @@ def test_experts(
         ids, weights = routed(rows, count, per_token, form.device)
         right = by_definition(x, ids, weights, widened(own, torch.float32))
         onto = right + stream.double()
-        kept, results = prepared(form, own), 2 - form.native  # C's has no squares
+        # C's has no squares
+        kept = prepared(form, own)
+        results = 2 - form.native
 
         def run(*given: Tensor, kept: Any = kept, results: int = results) -> tuple[Tensor, ...]:
             return form.ops.experts(*given[:3], kept, given[3])[:results]
@@ -255,7 +265,8 @@ def test_experts(
             some = run(x[part], ids[part], weights[part], stream[part])
             assert all(torch.equal(a, b[part]) for a, b in zip(some, found, strict=True))
         same = torch.arange(per_token, device=form.device).expand_as(ids).contiguous()
-        crowd, alone = run(x, same, weights, stream), run(x[:1], same[:1], weights[:1], stream[:1])
+        crowd = run(x, same, weights, stream)
+        alone = run(x[:1], same[:1], weights[:1], stream[:1])
         assert torch.equal(crowd[0][:1], alone[0])
 
 
@@ -263,7 +274,8 @@ def test_experts(
 
 
 def case(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
-    x, ids = normal(32, 40, seed=seed), normal(32, 6, seed=seed + 10).argsort(-1)[:, :2]
+    x = normal(32, 40, seed=seed)
+    ids = normal(32, 6, seed=seed + 10).argsort(-1)[:, :2]
     return x.to(dtype), ids, normal(32, 2, seed=seed + 20).abs()
 
 
@@ -297,11 +309,13 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
                 rows,
                 row,
             )
-    wild, keep = x.clone(), torch.arange(32) != 3
+    wild = x.clone()
+    keep = torch.arange(32) != 3
     wild[3] = float("nan")
     found = way(wild, ids, weights)
     assert bool(found[3].isnan().all()) and torch.equal(found[keep], whole[keep])
     gate_up[5] = float("inf")
-    found, chosen = way(x, ids, weights), (ids == 5).any(dim=1)
+    found = way(x, ids, weights)
+    chosen = (ids == 5).any(dim=1)
     assert bool(found[~chosen].isfinite().all()) and not bool(found[chosen].isfinite().any())
     assert 0 < int(chosen.sum()) < 32

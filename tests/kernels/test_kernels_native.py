@@ -49,18 +49,21 @@ def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
 @pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
 def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """Every ending, with and without what may stand before and after."""
-    weight, double = weight_of(native, case), weight_of(native, case, twice=True)
-    (width, depth), wide, wide_double = weight.shape, plain_of(weight), plain_of(double)
-    packed, kept = native.pack(weight), {g: native.pack(double, gated=g) for g in (False, True)}
-    bias, biases, scales = (
-        noise(width).float(),
-        noise(2 * width, seed=1).float(),
-        noise(depth).float(),
-    )
+    weight = weight_of(native, case)
+    double = weight_of(native, case, twice=True)
+    width, depth = weight.shape
+    wide = plain_of(weight)
+    wide_double = plain_of(double)
+    packed = native.pack(weight)
+    kept = {g: native.pack(double, gated=g) for g in (False, True)}
+    bias = noise(width).float()
+    biases = noise(2 * width, seed=1).float()
+    scales = noise(depth).float()
     for rows in (1, 3, 16, 17, 32, 47, 70) if isinstance(weight, Tensor) else (47,):
         x, residual = (noise(rows, size).to(native.dtype) for size in (depth, width))
         plain = x.double() @ wide
-        near, least = 1e-5, 1e-4 if isinstance(weight, Tensor) else 1e-5 * float(plain.abs().max())
+        near = 1e-5
+        least = 1e-4 if isinstance(weight, Tensor) else 1e-5 * float(plain.abs().max())
         scores = native.packed_linear(x, packed, None, FLOAT32)
         torch.testing.assert_close(scores.double(), plain, rtol=near, atol=least)
         assert_rounded(native.packed_linear(x, packed, None), plain)
@@ -92,7 +95,8 @@ def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
 def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """The same bits for 1 to 300 rows, wherever a row stands, whatever beside it."""
     weight = weight_of(native, case, twice=True)
-    x, norm = noise(300, weight.shape[1]).to(native.dtype), noise(weight.shape[1]).float()
+    x = noise(300, weight.shape[1]).to(native.dtype)
+    norm = noise(weight.shape[1]).float()
     endings = (False, FLOAT32, None), (False, ROUNDED, norm), (True, ending_of(ACTS[-1]), norm)
     for gated, ending, scales in endings:
         packed = native.pack(weight, gated=gated)
@@ -337,7 +341,8 @@ def test_every_form_compiles(dtype: str, name: str) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 
 
-WIDTH, DEPTH = 2080, 512
+WIDTH = 2080
+DEPTH = 512
 """Enough work for several threads, in blocks that no number of them divides."""
 
 
@@ -345,7 +350,8 @@ def test_products_by_any_number_of_threads(
     native: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
-    x, packed = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
+    x = noise(33, DEPTH).to(native.dtype)
+    packed = native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 1)
     alone = {rows: native.packed_linear(x[:rows], packed, None, FLOAT32) for rows in (1, 4, 33)}
     for call in range(300):
@@ -357,7 +363,8 @@ def test_products_by_any_number_of_threads(
 
 def test_two_callers_at_once(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has the pool, the other works alone."""
-    x, weight = noise(64, 4096).to(native.dtype), torch.randn(64, 4096)
+    x = noise(64, 4096).to(native.dtype)
+    weight = torch.randn(64, 4096)
     alone = native.router_logits(x, weight)
     monkeypatch.setattr(native, "threads", 3)
     with ThreadPoolExecutor(2) as callers:
@@ -368,7 +375,8 @@ def test_two_callers_at_once(native: NativeKernels, monkeypatch: pytest.MonkeyPa
 @pytest.mark.covers(count=2)
 def test_a_forked_child_computes(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none of its parent's threads, even where they were at work."""
-    x, packed = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
+    x = noise(4, DEPTH).to(native.dtype)
+    packed = native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 3)
     made = native.packed_linear(x, packed, None)
     with ThreadPoolExecutor(1) as caller:

@@ -16,9 +16,12 @@ import torch
 from tests.kernels.forms import form_of, needs_compiled, round_state
 from tests.prompt_lookup import match_length, search
 
-WIDTH, WIDE = 150, 12
+WIDTH = 150
+WIDE = 12
 NAMES = ("tokens", "length", "active", "draft", "num_drafts", "match")
-THERE, COUNT, MATCH = -7, 9, -5
+THERE = -7
+COUNT = 9
+MATCH = -5
 """What stands in drafts, their numbers and matches before."""
 Found = tuple[list[int], int, int]
 """The first k drafts of a slot, their number, and its match."""
@@ -59,11 +62,13 @@ def look_up(
     """
     rows = len(texts) + 1
     tokens = torch.full((rows, width), junk)
-    length, active = torch.full((rows,), width - 3), torch.zeros(rows, dtype=torch.bool)
+    length = torch.full((rows,), width - 3)
+    active = torch.zeros(rows, dtype=torch.bool)
     for s, text in enumerate(texts):
         if text is not None:
             tokens[s, : len(text)] = torch.tensor(text)
-            length[s], active[s] = len(text), True
+            length[s] = len(text)
+            active[s] = True
     bound = min(width, slack + max((len(text) for text in texts if text is not None), default=0))
     made = (torch.full((rows, WIDE), THERE), torch.full((rows,), COUNT), torch.full((rows,), MATCH))
     state = [tensor.to(device) for tensor in (tokens, length, active, *made)]
@@ -106,7 +111,8 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
     rng = random.Random(seed)
     texts = [None if rng.random() < 0.2 else random_text(rng) for _ in range(5 if seed % 4 else 1)]
     for k in (0, 1, 4, WIDE):
-        shortest, over = rng.randint(1, 4), rng.random() < 0.5
+        shortest = rng.randint(1, 4)
+        over = rng.random() < 0.5
         sizes = (shortest, min(64, shortest + rng.choice((0, 1, 4, 5, 8, 60))))
         wanted = [expected(text, k, sizes, over) for text in texts]
         width = rng.choice((WIDTH, max([4, *(len(text) for text in texts if text)])))

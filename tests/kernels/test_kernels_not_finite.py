@@ -14,31 +14,38 @@ from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Window
 from spd.kernels.attention.rotary_store import RotatedRows
 from tests.kernels.forms import Form, normal
 
-ROWS, WINDOW, WILD = 41, 4, 2
+ROWS = 41
+WINDOW = 4
+WILD = 2
 """Positions in all, of which the last ones are a window; the row of it that is not finite."""
-HEADS, KV_HEADS, SIZE, RANK = 4, 2, 16, 32
+HEADS = 4
+KV_HEADS = 2
+SIZE = 16
+RANK = 32
 KINDS: dict[str, Any] = {"plain": (None, None), "sliding": (9, None), "capped": (None, 2.0)}
 KINDS["latent"] = (None, None)
 
 
 def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor]:
     """The last rows, as a window and as a prompt, after all was stored, one key or value not finite."""
-    ops, device, dtype, page = form.ops, form.device, form.dtypes[0], 64 if form.native else 16
-    latent, (sliding, softcap) = kind == "latent", KINDS[kind]
+    ops = form.ops
+    device = form.device
+    dtype = form.dtypes[0]
+    page = 64 if form.native else 16
+    latent = kind == "latent"
+    sliding, softcap = KINDS[kind]
     turn = torch.rand(ROWS, SIZE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    positions, slots = (
-        torch.arange(ROWS, device=device),
-        torch.arange(page, page + ROWS, device=device),
-    )
-    table, turning = (
-        torch.arange(1, 4, device=device)[None],
-        RotatedRows(turn, turn, positions, slots),
-    )
+    positions = torch.arange(ROWS, device=device)
+    slots = torch.arange(page, page + ROWS, device=device)
+    table = torch.arange(1, 4, device=device)[None]
+    turning = RotatedRows(turn, turn, positions, slots)
     shapes: list[tuple[int, ...]]
     if latent:
-        kept, query = normal(ROWS, RANK + SIZE, seed=1), normal(ROWS, HEADS, RANK + SIZE, seed=2)
+        kept = normal(ROWS, RANK + SIZE, seed=1)
+        query = normal(ROWS, HEADS, RANK + SIZE, seed=2)
         where = kept[:, 5:6] if side == "value" else kept[:, RANK + 3 : RANK + 4]
-        own, shapes = AttentionHeads(HEADS, 1, RANK + SIZE), [(4, page, RANK + SIZE)]
+        own = AttentionHeads(HEADS, 1, RANK + SIZE)
+        shapes = [(4, page, RANK + SIZE)]
     else:
         kept = normal(ROWS, HEADS + 2 * KV_HEADS, SIZE, seed=1)
         where = kept[:, HEADS + KV_HEADS * (side == "value") :, 3][:, :KV_HEADS]
@@ -47,13 +54,16 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     pools = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
     if bad is not None:
         where[ROWS - WINDOW + WILD] = bad
-    kept, start = kept.flatten(1).to(device, dtype), ROWS - WINDOW
+    kept = kept.flatten(1).to(device, dtype)
+    start = ROWS - WINDOW
     seen = torch.ones(1, WINDOW, dtype=torch.bool, device=device)
     windows = Windows(positions[None, start:], seen, table, (48,), (None,))
-    plan, scores = ops.plan_attention(windows, own, page, dtype), Scores(0.2, sliding, softcap)
+    plan = ops.plan_attention(windows, own, page, dtype)
+    scores = Scores(0.2, sliding, softcap)
     prompt = ops.plan_attention(replace(windows, chunk_start=start), own, page, dtype)
     if latent:
-        query, norm = query.to(device, dtype), torch.ones(RANK, device=device, dtype=dtype)
+        query = query.to(device, dtype)
+        norm = torch.ones(RANK, device=device, dtype=dtype)
         turned = ops.latent_store(query[..., RANK:].contiguous(), kept, turning, norm, 1e-5, *pools)
         query = torch.cat((query[..., :RANK], turned), -1)[start:]
         window = ops.mla_attention(query[None], *pools, plan, RANK, 0.2)[0]

@@ -36,7 +36,8 @@ def words_of(*given: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_counter_is_group_position_stream_and_lane() -> None:
     assert all(words_of(counter, key) == words for counter, key, words in PUBLISHED)
-    seed, position = (0x12345678 << 32) | 0x9ABCDEF0, 77
+    seed = (0x12345678 << 32) | 0x9ABCDEF0
+    position = 77
     bits = philox.random_bits(torch.tensor(seed), torch.tensor(position), 3, 10)
     for token in range(10):
         words = words_of((token >> 2, position, 3, 0), (seed & 0xFFFFFFFF, seed >> 32))
@@ -85,25 +86,21 @@ def rank_kernel(score, ids, rank, token, finite, size, SIZE: tl.constexpr):
 def test_ranks_order_scores_then_ids(device: str) -> None:
     """From the least drawn to the first drawn; equal scores come with falling ids."""
     ordered = [
-        *[
-            (-math.inf, 7),
-            (-math.inf, 0),
-            (-3e38, 1),
-            (-1.0, 3),
-            (-1.0, 2),
-            (-1e-45, 0),
-            (0.0, 9),
-            (-0.0, 8),
-        ],
-        *[
-            (0.0, 4),
-            (1e-45, 5),
-            (2.5, 262143),
-            (2.5, 6),
-            (3e38, 2**31 - 1),
-            (math.inf, 3),
-            (math.nan, 5),
-        ],
+        (-math.inf, 7),
+        (-math.inf, 0),
+        (-3e38, 1),
+        (-1.0, 3),
+        (-1.0, 2),
+        (-1e-45, 0),
+        (0.0, 9),
+        (-0.0, 8),
+        (0.0, 4),
+        (1e-45, 5),
+        (2.5, 262143),
+        (2.5, 6),
+        (3e38, 2**31 - 1),
+        (math.inf, 3),
+        (math.nan, 5),
         (math.nan, 1),
     ]
     score = torch.tensor([s for s, _ in ordered], device=device)

@@ -15,7 +15,8 @@ from tests.kernels.forms import HERE, needs_compiled
 
 pytestmark = needs_compiled
 
-K, N = 40, 48
+K = 40
+N = 48
 
 
 @pytest.fixture
@@ -33,10 +34,12 @@ class Machine:
 
     def __init__(self, library: NativeKernels) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.library, self.dtype = library, library.dtype
+        self.library = library
+        self.dtype = library.dtype
         self.x = torch.randn(3, K, generator=generator).to(self.dtype)
         self.weight = library.pack(torch.randn(N, K, generator=generator))
-        self.table, self.sums = torch.randn(9, N, generator=generator), torch.zeros(3, N)
+        self.table = torch.randn(9, N, generator=generator)
+        self.sums = torch.zeros(3, N)
         self.count = torch.zeros(3, dtype=torch.int64)
 
     def program(self) -> tuple[Tensor, Tensor]:
@@ -63,7 +66,8 @@ def state(machine: Machine) -> list[Tensor]:
 def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Tensor) -> None:
     """A product's room is no part of the pool: it grows while the first is recorded, and again behind it."""
     library.rooms[:] = [torch.UntypedStorage(0)]
-    written, machine = Machine(library), Machine(library)
+    written = Machine(library)
+    machine = Machine(library)
     other, made = record(
         lambda: library.packed_linear(machine.x, machine.weight, None), library, pool
     )

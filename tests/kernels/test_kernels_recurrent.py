@@ -61,7 +61,8 @@ class Layer:
     def __init__(
         self, shape: Shape, form: Form, dtype: torch.dtype, slots: int, bias: bool = False
     ) -> None:
-        s, device = shape, form.device
+        s = shape
+        device = form.device
         generator = torch.Generator().manual_seed(7)
 
         def draw(*sizes: int) -> Tensor:
@@ -70,8 +71,12 @@ class Layer:
         def nothing(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((slots, *sizes), float("nan"), dtype=dtype, device=device)
 
-        self.shape, self.kernels, self.dtype, self.device = shape, form.ops, dtype, device
-        self.weight, self.norm = draw(s.taps, s.channels), draw(s.size)
+        self.shape = shape
+        self.kernels = form.ops
+        self.dtype = dtype
+        self.device = device
+        self.weight = draw(s.taps, s.channels)
+        self.norm = draw(s.size)
         if not s.corrects:
             self.norm = draw(s.key_heads, s.heads // s.key_heads * s.size)
         self.bias = draw(s.channels) if bias else None
@@ -94,7 +99,8 @@ class Layer:
 
     def run(self, x: Tensor, *runs: tuple[int, int, int, int, int]) -> Tensor:
         """The layer's output [T, heads * size] of rows x [T, ...] in (slot, first, count, start, keep)."""
-        rows, s = self.rows(*runs), self.shape
+        rows = self.rows(*runs)
+        s = self.shape
         values = s.heads * s.size
         mixed = self.kernels.short_conv(x[:, : s.channels], self.weight, self.bias, self.ring, rows)
         gates = x[:, s.channels + values :]
@@ -112,7 +118,8 @@ ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]]:
     """The outputs of rows fed one by one, each kept at once, and the states behind it."""
-    outputs, states = [], []
+    outputs = []
+    states = []
     for t in range(len(x)):
         outputs.append(layer.run(x[t : t + 1], (slot, 0, 1, t, t + 1)))
         states.append(layer.memory.state[slot].clone())
@@ -124,7 +131,9 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
     single, layer = (Layer(shape, form, dtype, 2) for _ in range(2))
     x = layer.inputs(length)
     wanted, states = walked(single, x)
-    chance, position, seen = random.Random(3), 0, []
+    chance = random.Random(3)
+    position = 0
+    seen = []
     while position < len(x):
         rows = chance.randint(1, min(9, len(x) - position))
         accepted = chance.choice([1, rows, chance.randint(1, rows)])
@@ -144,7 +153,8 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
 def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
     """One pass: a prompt that is kept, another's window, a run without rows; rows between them are zeros."""
     layer, single = (Layer(shape, form, dtype, 4, bias=True) for _ in range(2))
-    first, second = layer.inputs(33, seed=1), layer.inputs(17, seed=2)
+    first = layer.inputs(33, seed=1)
+    second = layer.inputs(17, seed=2)
     wanted, states = walked(single, first)
     others, _ = walked(single, second, 3)
     made = [layer.run(first[:5], (2, 0, 5, 0, 5))]
@@ -173,7 +183,8 @@ def test_passes_are_single_steps(form: Form, shape: Shape) -> None:
 
 def naive(x: Tensor, layer: Layer) -> Tensor:
     """The published recurrence of a whole text at once, in float64."""
-    s, x = layer.shape, x.double()
+    s = layer.shape
+    x = x.double()
     before = torch.cat((x.new_zeros(s.taps - 1, s.channels), x[:, : s.channels]))
     taps = (before[t : t + len(x)] * layer.weight[t].double() for t in range(s.taps))
     mixed = sum(taps, x.new_zeros(()))
@@ -184,11 +195,13 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
         query, key = (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() for a in (query, key))
     query, key = (a.repeat_interleave(s.heads // s.key_heads, 1) for a in (query, key))
     gate, raw = x[:, s.channels :].split([s.heads * s.size, s.gates], -1)
-    value, step = value.view(-1, s.heads, s.size), raw[:, -s.heads :] + layer.rule.bias.double()
+    value = value.view(-1, s.heads, s.size)
+    step = raw[:, -s.heads :] + layer.rule.bias.double()
     step = torch.nn.functional.softplus(step)
     decay = (-layer.rule.rate.double().exp() * step).exp()
     correct = raw[:, : s.heads].sigmoid() if s.corrects else step
-    state, out = x.new_zeros(s.heads, s.width, s.size), []
+    state = x.new_zeros(s.heads, s.width, s.size)
+    out = []
     for t in range(len(x)):
         state = state * decay[t, :, None, None]
         error = value[t] - torch.einsum("hij,hi->hj", state, key[t]) * s.corrects
@@ -196,7 +209,8 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
         out.append(
             torch.einsum("hij,hi->hj", state, query[t]) * (s.width**-0.5 if s.corrects else 1)
         )
-    normed, opened = torch.stack(out), (gate * gate.sigmoid()).view(len(x), s.heads, s.size)
+    normed = torch.stack(out)
+    opened = (gate * gate.sigmoid()).view(len(x), s.heads, s.size)
     if not s.corrects:  # Mamba-2 gates before the norm, which is a group's
         normed = (normed * opened).view(len(x), *layer.norm.shape)
     normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
@@ -222,7 +236,8 @@ def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
 def test_a_convolution_may_stand_alone(form: Form) -> None:
     """Without its silu, as LFM2's; a row of no run is zeros."""
     layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form, form.dtypes[0], 1, True)
-    x, rows = layer.inputs(9)[:, : layer.shape.channels], layer.rows((0, 1, 8, 0, 0))
+    x = layer.inputs(9)[:, : layer.shape.channels]
+    rows = layer.rows((0, 1, 8, 0, 0))
     made = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
     before = torch.cat((x.new_zeros(2, x.shape[1]), x[1:])).double()
     wanted = layer.bias + sum(before[t : t + 8] * layer.weight[t] for t in range(3))
@@ -231,7 +246,8 @@ def test_a_convolution_may_stand_alone(form: Form) -> None:
 
 @pytest.mark.parametrize("form", COMPILED, indirect=True)
 def test_threads_change_no_bit(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, made = Shape(6, 2, 64, 64), []
+    shape = Shape(6, 2, 64, 64)
+    made = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(form.ops, "threads", threads)
         layer = Layer(shape, form, form.dtypes[0], 2)
@@ -264,7 +280,8 @@ class Prompt:
         """usual: as projections say; slow: next to no decay and keys much alike, so that a row's correction
         rests on all before it; mixed: some rows forget nearly everything.
         """
-        layer, device = Layer(shape, form, torch.float32, 3), form.device
+        layer = Layer(shape, form, torch.float32, 3)
+        device = form.device
         x = layer.inputs(rows)
         mixed = torch.randn(rows, shape.channels, generator=torch.Generator()).to(device)
         gates = x[:, -shape.gates :].clone()
@@ -282,7 +299,8 @@ class Prompt:
 
     def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
         """What rows from cut to cut read, and the state behind them, by calls of an operation in turn."""
-        made, layer = [], self.layer
+        made = []
+        layer = self.layer
         layer.applied[slot] = 0
         for begin, end in zip((0, *cuts), (*cuts, len(self.mixed)), strict=True):
             rows = layer.rows((slot, 0, end - begin, begin, end))
@@ -318,7 +336,8 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -
     for cuts in ((CHUNK,), (2 * CHUNK,), (CHUNK, 2 * CHUNK)):
         made, final = prompt.run("delta_chunks", *cuts, slot=0)
         assert torch.equal(made, whole) and torch.equal(final, state)
-    other, layer = Prompt.of(shape, CHUNK + 3, form, "slow"), Prompt.of(shape, 1, form).layer
+    other = Prompt.of(shape, CHUNK + 3, form, "slow")
+    layer = Prompt.of(shape, 1, form).layer
     wanted, behind = other.run("delta_chunks")
     count = len(other.mixed)
     runs = (2, 1, count, 0, count), (1, count + 1, 0, 7, 7), (0, count + 2, 40, 0, 40)

@@ -15,7 +15,10 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import load_kernels
 from tests.kernels.forms import Form, assert_rounded, near, normal, turning_tables
 
-PAGES, PAGE, TABLE, UNTOUCHED = 5, 64, 40, 7.0
+PAGES = 5
+PAGE = 64
+TABLE = 40
+UNTOUCHED = 7.0
 EPSILON = 0.05
 """Large, so that its absence would be seen."""
 
@@ -72,7 +75,8 @@ class Inputs:
 
     def _define(self, pools: list[Tensor]) -> Tensor:
         """Written out."""
-        half, places = self.size // 2, self.turning.kv_slots
+        half = self.size // 2
+        places = self.turning.kv_slots
 
         def normed(x: Tensor) -> Tensor:
             return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
@@ -80,7 +84,8 @@ class Inputs:
         def rotated(x: Tensor) -> Tensor:
             cos = self.turning.cos[self.turning.positions][:, None, :half]
             sin = self.turning.sin[self.turning.positions][:, None, half:]
-            first, second = x[..., :half], x[..., half:]
+            first = x[..., :half]
+            second = x[..., half:]
             return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
         if self.rank:
@@ -118,11 +123,20 @@ def make(
 
 CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
     # rows, heads of queries and of keys, size that is rotated, whether heads are normed, rank of latents
-    *((1, (4, 2), 16, True, None), (5, (3, 1), 80, True, None), (3, (7, 7), 96, False, None)),
-    *((5, (2, 2), 24, True, None), (5, (4, 2), 64, False, None), (4, (6, 2), 6, True, None)),
-    *((1, (1, 1), 2, True, None), (2, (3, 3), 2, False, None), (1, (3, 1), 34, True, None)),
-    *((6, (5, 1), 8, True, 24), (9, (4, 1), 32, True, 128), (9, (3, 1), 8, True, 40)),
-    *((5, (1, 1), 2, True, 1), (3, (3, 1), 6, True, 33)),
+    (1, (4, 2), 16, True, None),
+    (5, (3, 1), 80, True, None),
+    (3, (7, 7), 96, False, None),
+    (5, (2, 2), 24, True, None),
+    (5, (4, 2), 64, False, None),
+    (4, (6, 2), 6, True, None),
+    (1, (1, 1), 2, True, None),
+    (2, (3, 3), 2, False, None),
+    (1, (3, 1), 34, True, None),
+    (6, (5, 1), 8, True, 24),
+    (9, (4, 1), 32, True, 128),
+    (9, (3, 1), 8, True, 40),
+    (5, (1, 1), 2, True, 1),
+    (3, (3, 1), 6, True, 33),
 ]
 
 
@@ -136,7 +150,8 @@ def test_against_its_definition(
     torch_form = Form("torch", load_kernels("torch"), form.device, form.dtypes)
     for dtype in form.types(rows):
         inputs = make(form, rows, heads, size, normed, rank).cast(dtype)
-        found, right = inputs.run(form), inputs.cast(torch.float64).run(None)
+        found = inputs.run(form)
+        right = inputs.cast(torch.float64).run(None)
         for ours, plain, exact in zip(found, inputs.run(torch_form), right, strict=True):
             if form.native:
                 assert_rounded(ours, exact)
@@ -150,6 +165,7 @@ def test_against_its_definition(
         others[inputs.turning.kv_slots] = False
         assert all((pool[others] == UNTOUCHED).all() for pool in found[1:])
         for i in {0, rows - 1} if form.name != "torch" else ():
-            alone, place = inputs.of(slice(i, i + 1)).run(form), int(inputs.turning.kv_slots[i])
+            alone = inputs.of(slice(i, i + 1)).run(form)
+            place = int(inputs.turning.kv_slots[i])
             assert torch.equal(alone[0][0], found[0][i])
             assert all(torch.equal(alone[p][place], found[p][place]) for p in range(1, len(found)))

@@ -14,20 +14,25 @@ from spd.kernels.round.window import NUM_TIMES
 from tests.kernels.forms import round_state
 
 STEM = "round.commit"
-MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
+MAX_LEN = 24
+VOCAB = 6
+DEPTH = 3
+SPARE = 2
 State = dict[str, torch.Tensor]
 
 
 def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> State:
     """Whole state tensors of SPARE more slots than are run; the tokens are few, so that drafts are right."""
     rng = random.Random(seed)
-    rows, max_k = slots + SPARE, k + 2
+    rows = slots + SPARE
+    max_k = k + 2
 
     def integers(*shape: int, below: int = VOCAB) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rng.getrandbits(30))
         return torch.randint(below, shape, generator=generator)
 
-    sampled, draft = integers(rows, max_k + 1), integers(rows, max_k)
+    sampled = integers(rows, max_k + 1)
+    draft = integers(rows, max_k)
     length = torch.tensor([rng.randint(1, MAX_LEN - 1) for _ in range(rows)])
     stop_ids = torch.full((rows, stops), -1)
     for s in range(rows):
@@ -66,14 +71,17 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
     met = set()
     place = int(state["counter"]) % DEPTH
     for s in range(slots):
-        draft, sampled = state["draft"][s, :k].tolist(), state["sampled"][s, : k + 1].tolist()
-        before, real = int(state["length"][s]), int(state["num_drafts"][s])
+        draft = state["draft"][s, :k].tolist()
+        sampled = state["sampled"][s, : k + 1].tolist()
+        before = int(state["length"][s])
+        real = int(state["num_drafts"][s])
         accepted = 0
         while accepted < min(k, real) and draft[accepted] == sampled[accepted]:
             accepted += 1
         if given is not None:
             accepted = given[s]
-        stops, finite = set(state["stop_ids"][s].tolist()), state["finite"][s].tolist()
+        stops = set(state["stop_ids"][s].tolist())
+        finite = state["finite"][s].tolist()
         stop = next((i for i in range(accepted + 1) if sampled[i] in stops), None)
         bad = next((i for i in range(accepted + 1) if not finite[i]), None)
         ends = [
@@ -81,7 +89,8 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
             *([] if stop is None else [stop + 1]),
             *([] if bad is None else [bad]),
         ]
-        count, reason = min(ends), GOING_ON
+        count = min(ends)
+        reason = GOING_ON
         if before + count >= int(state["length_limit"][s]):
             reason = FULL
         if stop is not None and (bad is None or stop < bad):
@@ -89,7 +98,8 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
         if bad is not None and (stop is None or bad <= stop):
             reason = FAILED
         if not state["active"][s]:
-            count, reason = 0, GOING_ON
+            count = 0
+            reason = GOING_ON
             met.add("silent")
         for i in range(count):
             state["tokens"][s, before + i] = sampled[i]
@@ -117,14 +127,16 @@ def check(
     met = expect(expected, slots, k, given)
     if not counted:
         expected["generated"] = state["generated"].cpu().clone()
-    whole, widths = ("ring", "counter", "times"), {"draft": k, "sampled": k + 1, "finite": k + 1}
+    whole = ("ring", "counter", "times")
+    widths = {"draft": k, "sampled": k + 1, "finite": k + 1}
     cut = {
         name: t if name in whole else t[:slots][..., : widths.get(name)]
         for name, t in state.items()
     }
     window = SimpleNamespace(draft=cut.pop("draft"), num_drafts=cut.pop("num_drafts"))
     accepted = None if given is None else torch.tensor(given, device=state["draft"].device)
-    rows, counts = (cut.pop("sampled"), cut.pop("finite"), accepted), cut.pop("generated")
+    rows = (cut.pop("sampled"), cut.pop("finite"), accepted)
+    counts = cut.pop("generated")
     op.round_commit(round_state(**cut), window, *rows, counts if counted else None)
     for name, tensor in expected.items():
         assert name == "times" or torch.equal(state[name].cpu(), tensor), name

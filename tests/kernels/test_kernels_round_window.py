@@ -14,7 +14,12 @@ from spd.kernels.round.window import BEGAN, ENDED, NUM_TIMES, Places, RoundWindo
 from tests.kernels.forms import round_state
 
 STEM = "round.window"
-PAGE, PAGES, MAX_LEN, VOCAB, TRASH, WIDE = 4, 7, 30, 50, 3, 9
+PAGE = 4
+PAGES = 7
+MAX_LEN = 30
+VOCAB = 50
+TRASH = 3
+WIDE = 9
 BAD = (-1, VOCAB, VOCAB + 9, -(2**40), 2**40)
 """Drafts that no head knows."""
 State = dict[str, torch.Tensor]
@@ -22,7 +27,9 @@ State = dict[str, torch.Tensor]
 
 def make_state(seed: int, slots: int, k: int, device: str) -> State:
     """Tensors of more slots than are run, wider than they are read; every kind of slot among them."""
-    rng, generator, rows = random.Random(seed), torch.Generator().manual_seed(seed), slots + 2
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = slots + 2
 
     def draft() -> int:
         return rng.choice(BAD) if rng.random() < 0.1 else rng.randrange(VOCAB)
@@ -66,7 +73,8 @@ def placed(table: list[int], positions: list[int], valid: list[bool]) -> list[in
 
 def expected_window(lists: dict[str, Any], s: int, k: int) -> tuple[Any, ...]:
     """One slot's fields of a `RoundWindow`, one row after another."""
-    draft, n = lists["draft"][s][:k], lists["length"][s]
+    draft = lists["draft"][s][:k]
+    n = lists["length"][s]
     known = [0 <= token < VOCAB for token in draft]
     leading = known.index(False) if False in known else k
     count = max(0, min(lists["num_drafts"][s], lists["draft_cap"][s], k))
@@ -94,7 +102,8 @@ def test_window_equals_its_definition(op: Any, device: str, slots: int, k: int) 
     """Nothing that it reads is written; the beginning is marked in the round's row."""
     for seed in range(4 if slots < 19 else 2):
         state = make_state(seed, slots, k, device)
-        lists, times = lists_of(state), torch.full((3, NUM_TIMES), -5, device=device)
+        lists = lists_of(state)
+        times = torch.full((3, NUM_TIMES), -5, device=device)
         given = first_slots(state, slots, k, times=times, counter=torch.tensor([4], device=device))
         window: RoundWindow = op.round_window(given, k, Places(PAGE, MAX_LEN, TRASH), VOCAB)
         assert_window(window, [expected_window(lists, s, k) for s in range(slots)])
@@ -158,15 +167,14 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
     seen = 0
     for seed in range(4):
         state = make_state(seed, 5, WIDE, device)
-        lists, rows, places = (
-            lists_of(state),
-            first_slots(state, 5, WIDE),
-            Places(PAGE, MAX_LEN - 2, TRASH),
-        )
+        lists = lists_of(state)
+        rows = first_slots(state, 5, WIDE)
+        places = Places(PAGE, MAX_LEN - 2, TRASH)
         first = (
             (rows.length - 3 + torch.arange(5, device=device) % 4).clamp(min=0) if seed else None
         )
-        window, expected = op.committed_window(rows, width, rows.active, places, first, ahead), []
+        window = op.committed_window(rows, width, rows.active, places, first, ahead)
+        expected = []
         for s, length in enumerate(lists["length"][:5]):
             at = [length - width + i for i in range(width + ahead)]
             tokens = [*lists["tokens"][s][:length], *lists["draft"][s]]
@@ -191,11 +199,13 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
             device
         )
         for step in range(k):
-            sampled, expected = (drawn + step)[:, :1], []
+            sampled = (drawn + step)[:, :1]
+            expected = []
             given = first_slots(state, slots, WIDE)
             window = op.draft_step(given, sampled, step, k, Places(PAGE, limit, TRASH))
             for s, (token,) in enumerate(sampled.tolist()):
-                length, lists["draft"][s][step] = lists["length"][s], token
+                length = lists["length"][s]
+                lists["draft"][s][step] = token
                 if step == k - 1:
                     room = min(max(lists["draft_limit"][s] - length + 1, 0), k)
                     lists["num_drafts"][s] = room if lists["active"][s] else 0

@@ -55,7 +55,8 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
     case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
     drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
-    zeros, held = torch.zeros_like(case.tensors.temperature), case.tensors.generated
+    zeros = torch.zeros_like(case.tensors.temperature)
+    held = case.tensors.generated
     strong = replace(
         case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held
     )
@@ -116,7 +117,8 @@ def test_a_row_is_the_same_alone_and_among_others(
     form: Form, truncation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its draw and its law, by any number of threads."""
-    case, order = random_case(5, 0, 1000, 17, form.device), [3, 1, 4, 0, 2]
+    case = random_case(5, 0, 1000, 17, form.device)
+    order = [3, 1, 4, 0, 2]
     steps = replace(EVERY_STEP, truncation=truncation)
     interpreted = form.name == "triton" and form.device == "cpu"
 
@@ -156,7 +158,8 @@ def test_nothing_that_varies_chooses_the_program() -> None:
 def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
     logits, given = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
-    found, expected = form.ops.row_laws(*given), sampling.row_laws(*given)
+    found = form.ops.row_laws(*given)
+    expected = sampling.row_laws(*given)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
     assert found.dtype == torch.float32 and found.shape == case.logits.shape
     assert torch.equal(found == 0, expected == 0)
@@ -187,8 +190,10 @@ def test_every_step_has_the_samplings_law(
 def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> None:
     """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows it."""
     logits, top_k, top_p = EXTREMES[name]
-    case, count = random_case(1, 0, len(logits), 5, form.device), 400 if form.native else 2
-    rows, places = torch.tensor(logits).expand(1, count, -1).contiguous(), torch.arange(count)[None]
+    case = random_case(1, 0, len(logits), 5, form.device)
+    count = 400 if form.native else 2
+    rows = torch.tensor(logits).expand(1, count, -1).contiguous()
+    places = torch.arange(count)[None]
     tensors = replace(
         case.tensors,
         top_k=torch.tensor([top_k], device=form.device),
@@ -216,7 +221,8 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
     logits[3, 0] = -1.0
     logits[3, 0, [140, 260]] = torch.tensor([-0.0, 0.0], device=form.device)
     heat = torch.tensor([0.0, 0.0, 0.7 * noise, 0.0], device=form.device)
-    tensors, steps = replace(case.tensors, temperature=heat), replace(PLAIN, noise=noise)
+    tensors = replace(case.tensors, temperature=heat)
+    steps = replace(PLAIN, noise=noise)
     case = replace(case, logits=logits, tensors=tensors, usable_vocab=300)
     drawn, finite = form.ops.sample_rows(*case.arguments(steps))
     assert drawn[[0, 1, 3], [0, 1, 0]].tolist() == [63, 75, 140] and finite.all()
@@ -231,7 +237,8 @@ def test_draws_of_a_drafters_own_stream(device: str) -> None:
     """Both forms draw with the noise of the stream that is asked for, and another stream draws others."""
     case = random_case(4, 0, 60, 23, device)
     hot = replace(case.tensors, temperature=torch.full_like(case.tensors.temperature, 3.0))
-    case, seen = replace(case, tensors=hot), []
+    case = replace(case, tensors=hot)
+    seen = []
     for stream in (0, row_stream(STREAM_DRAFT, 0), row_stream(STREAM_DRAFT, 1)):
         for steps in (PLAIN, TRUNCATED):
             found, _ = sampling_triton.sample_rows(*case.arguments(steps), stream)

@@ -47,28 +47,26 @@ EPSILON = 1e-5
 SPLIT = replace(SMALL, split_k=3)
 FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
 SHAPES = [
-    *(
-        (1, 16, 1),
-        (40, 72, 5),
-        (33, 130, 17),
-        (96, 96, 16),
-        (71, 64, 3),
-        (1, 1, 1),
-        (2, 3, 2),
-        (35, 67, 1),
-    )
+    (1, 16, 1),
+    (40, 72, 5),
+    (33, 130, 17),
+    (96, 96, 16),
+    (71, 64, 3),
+    (1, 1, 1),
+    (2, 3, 2),
+    (35, 67, 1),
 ]
 """(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
 EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
 """Less than a block of scales, partial last blocks both ways, one row and column, odd sizes."""
 CODED = [
-    *(("int4 64", 70, 256, 17), ("int4 128", 34, 320, 17), ("int4 136", 40, 136, 17)),
-    *(
-        ("int8 64", 32, 128, 17),
-        ("e2m1 16", 48, 80, 17),
-        ("e2m1 32", 33, 160, 17),
-        ("e4m3 128", 40, 200, 17),
-    ),
+    ("int4 64", 70, 256, 17),
+    ("int4 128", 34, 320, 17),
+    ("int4 136", 40, 136, 17),
+    ("int8 64", 32, 128, 17),
+    ("e2m1 16", 48, 80, 17),
+    ("e2m1 32", 33, 160, 17),
+    ("e4m3 128", 40, 200, 17),
 ]
 """Every kind and group, with halves of a step beyond K, parts of K, and a last group that is partial."""
 EVERY_CASE: list[Any] = [
@@ -105,7 +103,9 @@ def test_products(
         if config is not None:
             own = replace(config, block_k=step_of(o.weight) or config.block_k)
             monkeypatch.setattr(twin, "_config", choice(own))
-        x, residual, (weight, fed, pair) = o.x.double(), o.residual.double(), map(exact, o.weights)
+        x = o.x.double()
+        residual = o.residual.double()
+        weight, fed, pair = map(exact, o.weights)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
         biases = [(None, None), (o.bias, o.pair_bias)]
         if device == "cpu":  # the interpreter is slow
@@ -113,7 +113,8 @@ def test_products(
         for bias, pair_bias in biases:
             shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
             opened = normed @ pair.T + pair_shift
-            norm, after = Norm(o.squares, EPSILON), {"act": GATED[(n + k + rows) % len(GATED)]}
+            norm = Norm(o.squares, EPSILON)
+            after = {"act": GATED[(n + k + rows) % len(GATED)]}
             onto = {"residual": o.residual}
             table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
                 ("linear", (o.x, o.fed, bias), {"norm": norm}, normed @ fed.T + shift),
@@ -136,7 +137,8 @@ def test_products(
                     given = (o.x.float(), o.weight)
                 plain = getattr(reference, name)(*given, **more)
                 if name == "linear":
-                    (found, squares), (plain, _) = found, plain
+                    found, squares = found
+                    plain, _ = plain
                 if more is onto:
                     assert squares.dtype == torch.float32 and squares.shape[0] == rows
                     sums = found.float().square().sum(1)
@@ -168,7 +170,8 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
             squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0
         )
         normed = o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + EPSILON)
-        given, right = (o.x, o.squares, o.scale, EPSILON), normed * o.scale.double()
+        given = (o.x, o.squares, o.scale, EPSILON)
+        right = normed * o.scale.double()
         near(
             rows_twin.rms_norm_rows(*given),
             right,
@@ -192,7 +195,8 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
 def test_norms_of_the_native_form(form: Form, size: int) -> None:
     """Rows of any size, one or many, alone and onto a stream."""
     x, scales, residual = (normal(rows, size, seed=rows).to(form.dtypes[0]) for rows in (9, 1, 10))
-    weight, wide = scales[0].float(), x.double()
+    weight = scales[0].float()
+    wide = x.double()
     exact_norm = wide / (wide.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
     got = form.ops.norm(x, weight, EPSILON)
     assert_rounded(got, exact_norm)
@@ -214,10 +218,8 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
         x = normal(rows, heads, a + 3, seed=1).to(form.device, dtype)[..., 3:]
         weight = normal(heads, a, b, seed=2).to(form.device, dtype)
         kept = form.ops.pack(weight.mT) if form.native else weight
-        found, right = (
-            form.ops.head_linear(x, kept),
-            torch.einsum("tha,hab->thb", x.double(), weight.double()),
-        )
+        found = form.ops.head_linear(x, kept)
+        right = torch.einsum("tha,hab->thb", x.double(), weight.double())
         if form.native:
             assert_rounded(found, right)
         else:
@@ -251,7 +253,8 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
         given = (weight, bias, workspace)
         return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON))
 
-    bias, pair_bias = o.bias, o.pair_bias
+    bias = o.bias
+    pair_bias = o.pair_bias
     found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
         "normed linear": lambda x, _: normed(twin.linear, o.fed, bias)(x, _)[:1],
         "norm_gate_up": lambda x, _: (normed(twin.norm_gate_up, o.pair, pair_bias)(x, _),),
@@ -297,8 +300,10 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
                     assert torch.equal(part, whole[:rows]), (name, dtype, rows)
             for place in places:
                 other = (300.0, float("nan"), float("inf"), 0.001, 1.0)[place % 5]
-                x, residual = o.x * other, o.residual * other
-                x[place], residual[place] = o.x[3], o.residual[3]
+                x = o.x * other
+                residual = o.residual * other
+                x[place] = o.x[3]
+                residual[place] = o.residual[3]
                 for one, among in zip(every, run(x, residual), strict=True):
                     assert torch.equal(one[3], among[place]), (name, dtype, place, other)
 
@@ -306,7 +311,8 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
 @pytest.mark.covers(count=2)
 @pytest.mark.parametrize(("n", "k"), [(64, 1024), (16, 2048), (48, 1024), (300, 40)])
 def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: str) -> None:
-    weight, x = torch.randn(n, k, device=device), torch.randn(17, k, device=device)
+    weight = torch.randn(n, k, device=device)
+    x = torch.randn(17, k, device=device)
     config = config_for(n, k, weight.element_size(), device_facts(weight.device))
     partials, counters = workspace_sizes(n, 17, config)
     assert (counters > 0) == (k > 40)
@@ -372,14 +378,16 @@ def test_a_row_may_begin_beyond_32_bits(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs gigabytes of a GPU")
 def test_offsets_beyond_32_bits() -> None:
-    n, k = (1 << 17) + 3, 1 << 14
+    n = (1 << 17) + 3
+    k = 1 << 14
     weight = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda")
     weight[-1, -1] = 2.0
     x = torch.ones(2, k, dtype=torch.bfloat16, device="cuda")
     logits = twin.head_logits(x, weight)
     assert logits[:, -1].tolist() == [2.0, 2.0] and logits.sum().item() == 4.0
     del logits, weight
-    rows, ids = 8200, 1 << 18
+    rows = 8200
+    ids = 1 << 18
     if torch.cuda.mem_get_info()[0] > 16 << 30:
         x, table = (
             torch.ones(count, 16, dtype=torch.bfloat16, device="cuda") for count in (rows, ids)
@@ -399,7 +407,8 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     widest = ask(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
     print(torch.cuda.get_device_name(), widest)
     assert (held, kind) != ((9, 0), "bfloat16") or widest == SHOWN["9.0"]
-    ops, dtype = load_kernels("triton", None, widest), torch.bfloat16
+    ops = load_kernels("triton", None, widest)
+    dtype = torch.bfloat16
     torch.manual_seed(n)
     plain = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
     weight: AnyWeight = tiled(int8_rows(plain)) if kind == "int8" else plain
@@ -408,7 +417,8 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
 
     def products(rows: slice) -> list[torch.Tensor]:
-        part, norms = x[rows].contiguous(), [Norm(s[rows].contiguous(), EPSILON) for s in squares]
+        part = x[rows].contiguous()
+        norms = [Norm(s[rows].contiguous(), EPSILON) for s in squares]
         found = [
             *(ops.linear(part, weight, None, None, norm)[0] for norm in norms),
             *ops.linear(part, weight, None, residual=residual[rows].contiguous()),
@@ -429,21 +439,17 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
 @pytest.mark.parametrize(
     ("vocab", "k", "usable", "every"),
     [
-        *[
-            (77, 64, 77, 0),
-            (77, 64, 61, 0),
-            (77, 64, 1, 0),
-            (1, 1, 1, 0),
-            (2, 33, 2, 0),
-            (3, 5, 3, 0),
-        ],
-        *[
-            (17, 3, 17, 0),
-            (77, 64, 500, 500),
-            (77, 64, 300, 500),
-            (17, 64, 40, 500),
-            (1, 64, 500, 500),
-        ],
+        (77, 64, 77, 0),
+        (77, 64, 61, 0),
+        (77, 64, 1, 0),
+        (1, 1, 1, 0),
+        (2, 33, 2, 0),
+        (3, 5, 3, 0),
+        (17, 3, 17, 0),
+        (77, 64, 500, 500),
+        (77, 64, 300, 500),
+        (17, 64, 40, 500),
+        (1, 64, 500, 500),
         (3, 64, 9, 500),
     ],
 )
@@ -478,8 +484,10 @@ def drawn(
         logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, known, logits)
     with mock.patch.object(twin, "_config", choice(SMALL)):
         token, finite = twin.head_sample(x, weight, draw, known)
-    slots, zeros = len(draw.seed), torch.zeros_like(draw.temperature)
-    none, logits = torch.zeros_like(draw.seed), logits.view(slots, -1, logits.shape[-1])
+    slots = len(draw.seed)
+    zeros = torch.zeros_like(draw.temperature)
+    none = torch.zeros_like(draw.seed)
+    logits = logits.view(slots, -1, logits.shape[-1])
     numbers = (draw.temperature, zeros + 1, zeros, zeros + 1, zeros, zeros, none, draw.seed)
     history = (None, None, None, none[:, None], none, None)
     tensors = SamplingTensors(*numbers, *history, True, False, draw.usable_vocab)
@@ -511,7 +519,8 @@ def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
 def test_rows_without_finite_logits_are_told(device: str) -> None:
     """NaN anywhere below `usable_vocab`, infinities that win or that are everywhere; never beyond it."""
     o, (seed, first, step, heat) = sample_operands(6, 1, device, torch.float32)
-    weight, x = torch.zeros_like(o.weight), torch.zeros_like(o.x)
+    weight = torch.zeros_like(o.weight)
+    x = torch.zeros_like(o.x)
     weight[:, 0] = 1.0
     weight[40, :2] = torch.tensor([0.0, 1.0], device=device)
     weight[70, 2] = math.nan

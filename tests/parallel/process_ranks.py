@@ -69,7 +69,8 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
     numbers = count()
 
     def ask(engine: Engine) -> dict[int, Any]:
-        number, ranks = next(numbers), engine.plan.shape.tp
+        number = next(numbers)
+        ranks = engine.plan.shape.tp
         engine._device.order(engine._device.queue.tell, number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(
@@ -107,7 +108,8 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def nothing_is_left(engine: Engine) -> Iterator[None]:
-    started, shared = pids(engine), shared_memory(pids(engine))
+    started = pids(engine)
+    shared = shared_memory(pids(engine))
     yield
     assert wait_until(lambda: all(map(gone, started)), ENDS_WITHIN)
     assert not any(map(Path.exists, shared))

@@ -86,7 +86,8 @@ def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
 def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     """Each rank rounds its part of a row as one rank rounds the row: the text is the same."""
-    folder, wishes = tiny(name), {"slots": 2, "quantize": "int8"}
+    folder = tiny(name)
+    wishes = {"slots": 2, "quantize": "int8"}
     plain = outputs(texts(quick_engine(folder, **wishes)))
     assert outputs(texts(quick_engine(folder, tp=4, **wishes))) == plain
     short = {**wishes, "tp": 2, "dtype": "bfloat16"}
@@ -105,7 +106,8 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
 def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
     wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2, "ngram_min": 2}
     if method in EAGLES:
-        target, shape = tmp_path / "target", {"layers": 3, "kv_heads": 4}
+        target = tmp_path / "target"
+        shape = {"layers": 3, "kv_heads": 4}
         options = {"aux": (1, 2, 3), "target_options": shape, **EAGLES[method]}
         wishes["draft_model"] = write_tiny_pair(target, tmp_path / "head", **options)
         if method.endswith("without a head"):  # it shares what makes logits of the target's states
@@ -146,7 +148,8 @@ def test_the_other_rules(rule: str, tiny: Tiny) -> None:
 
 def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> None:
     """A head whose every row is another one's twin, in another rank's part."""
-    folder, half = tmp_path / "twins", VARIANTS["llama2"].get("vocab", 320) // 2
+    folder = tmp_path / "twins"
+    half = VARIANTS["llama2"].get("vocab", 320) // 2
     shutil.copytree(tiny("llama2"), folder)
     edit_weights(folder, lambda t: t["lm_head.weight"][half:].copy_(t["lm_head.weight"][:half]))
     one, two = (texts(quick_engine(folder, tp=ranks)) for ranks in (1, 2))
@@ -171,7 +174,8 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
                 parts = [read_part(checkpoint, tensor, each[tensor]) for each in cuts]
                 dim = cuts[0][tensor].dim
                 copies = 2 if "k_proj" in tensor or "v_proj" in tensor else 1
-                size, parts = sum(part.shape[dim] for part in parts), parts[::copies]
+                size = sum(part.shape[dim] for part in parts)
+                parts = parts[::copies]
                 if "qkv_proj" not in tensor:
                     assert size == copies * whole.shape[dim], tensor
                 if len(cuts[0][tensor].ranges) == 1:

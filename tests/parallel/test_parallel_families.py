@@ -24,7 +24,9 @@ LONG = SamplingParams(max_tokens=14, ignore_eos=True)
 PARAMS = [replace(LONG, temperature=t, seed=i) for i, t in enumerate((0.0, 0.8, 1.2))]
 HEADS = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_air", "glm4_moe_lite"), "glm4"),
-    **{"mimo": "mimo", "ernie4_5": "ernie", "qwen3_moe": "mtp"},
+    "mimo": "mimo",
+    "ernie4_5": "ernie",
+    "qwen3_moe": "mtp",
 }  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
 loud, silent = (
     Damped(loud=1),
@@ -69,12 +71,14 @@ def runs_of(folder: Path, **wishes: Any) -> list[Run]:
 
 def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
-    plain, rounded = dict[Path, Any](), dict[Path, Any]()
+    plain = dict[Path, Any]()
+    rounded = dict[Path, Any]()
     for target, wishes in drafters(name, folder):
         if target not in plain:
             plain[target] = outputs(runs_of(target))
             rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
-        neural, accepted = wishes["spec"] in ("draft", "mtp", "eagle3"), None
+        neural = wishes["spec"] in ("draft", "mtp", "eagle3")
+        accepted = None
         for group in groups if neural else [1]:
             if wishes["spec"] == "eagle3" and group > OWN_SHAPE["num_attention_heads"]:
                 continue
@@ -105,7 +109,8 @@ def test_an_assistant_s_ranks_are_its_target_s(
         "draft_max": 3,
         "kernels": "auto",
     }
-    alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)
+    alone = runs_of(target, **wishes)
+    runs = runs_of(target, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(runs_of(target, kernels="auto"))
     assert drafts(runs) == drafts(alone)
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
@@ -128,7 +133,8 @@ def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
 def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> None:
     folder = write_tiny_mtp(tmp_path, kind="copy", **MTP_OF[name])
     wishes: dict[str, Any] = {"spec": "mtp", "draft_max": 3}
-    alone, runs = runs_of(folder, **wishes), runs_of(folder, tp=2, lag=1, **wishes)
+    alone = runs_of(folder, **wishes)
+    runs = runs_of(folder, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(alone) == outputs(runs_of(folder))
     assert drafts(runs) == drafts(alone)
 

@@ -53,13 +53,14 @@ SPD = [
     "4000",
 ]
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        for line in file:"
-KILLED, HELD = (
-    "os.kill(os.getpid(), 9)",
-    "ctypes.PyDLL(None).sleep(600)",
-)  # HELD: no thread can act.
-ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
+# HELD: no thread can act.
+KILLED = "os.kill(os.getpid(), 9)"
+HELD = "ctypes.PyDLL(None).sleep(600)"
+ASLEEP = "time.sleep(600)"
+STOPPED = "os.kill(os.getpid(), 19)"
 RAISES = "raise ValueError('no such page')"
-WAITING, SILENT = "has kept the others waiting", "has not answered for"
+WAITING = "has kept the others waiting"
+SILENT = "has not answered for"
 PLACES = {
     "loading": ("spd.runtime.models.attention", "LatentAttention.__call__", 1),  # a probe's
     "prefill": ("spd.runtime.round.local_queue", "LocalRoundQueue.flush", 1),
@@ -107,7 +108,8 @@ time.sleep(60)
 
 def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int, str, list[int]]:
     """`spd` with a fault in one rank: how it ended, what it said, and the processes that it had started."""
-    mark, said = folder / "harmed", folder / "said"
+    mark = folder / "harmed"
+    said = folder / "said"
     fault = FAULT.format(place=PLACES[place], act=act, mark=str(mark))
     command = [sys.executable, "-c", STARTED.format(rank=rank, fault=fault, argv=[*SPD, PROMPT])]
     with said.open("wb") as stderr:
@@ -130,12 +132,13 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
 @pytest.mark.parametrize(
     ("rank", "act", "places", "said"),
     [
-        *(
-            (1, KILLED, PLACES, "was ended by SIGKILL"),
-            (1, RAISES, PLACES, "ValueError: no such page"),
-        ),
-        *((1, ASLEEP, PLACES, WAITING), (0, ASLEEP, PLACES, WAITING), (0, STOPPED, PLACES, SILENT)),
-        *((1, STOPPED, ["decoding"], SILENT), (1, HELD, ["decoding"], SILENT)),
+        (1, KILLED, PLACES, "was ended by SIGKILL"),
+        (1, RAISES, PLACES, "ValueError: no such page"),
+        (1, ASLEEP, PLACES, WAITING),
+        (0, ASLEEP, PLACES, WAITING),
+        (0, STOPPED, PLACES, SILENT),
+        (1, STOPPED, ["decoding"], SILENT),
+        (1, HELD, ["decoding"], SILENT),
         (0, HELD, ["loading", "decoding"], SILENT),
     ],
     ids=[
@@ -210,7 +213,8 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
     """Strangers come first to the port that rank 0 announces; then rank 1 and one that knows no key."""
 
     def come() -> None:
-        place, silent = (told["host"], told["port"]), []
+        place = (told["host"], told["port"])
+        silent = []
         silent += [socket.create_connection(place) for _ in range(40)]
         with suppress(AuthenticationError):
             connect(*place, b"another key")

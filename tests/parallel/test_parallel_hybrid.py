@@ -58,7 +58,8 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
-    told, folder = [replace(each, logprobs=0) for each in SEEDED], agreeing
+    told = [replace(each, logprobs=0) for each in SEEDED]
+    folder = agreeing
     alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, 2))
     assert outputs(divided) == outputs(alone)
     for one, other in zip(alone, divided, strict=True):
@@ -117,8 +118,10 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     form = "torch" if obstacle() else "native"
     wishes = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
     made = [make_engine(agreeing, prefix_sharing=each, **wishes) for each in (False, True)]
-    prompt, params = PROMPTS[0], replace(SEEDED[1], logprobs=0)
-    told, cached = list[Any](), list[int]()
+    prompt = PROMPTS[0]
+    params = replace(SEEDED[1], logprobs=0)
+    told = list[Any]()
+    cached = list[int]()
     for engine in made:
         runs = run_all(engine, [prompt], [params])
         turn = helpers.next_turn(prompt, runs[0].tokens, params)
@@ -134,7 +137,8 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
 def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
     """Where every rank takes the first one's part of a tensor."""
     folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
-    said, honest = outputs(runs_of(folder, kernels="auto")), weights.parts_of
+    said = outputs(runs_of(folder, kernels="auto"))
+    honest = weights.parts_of
     for name in SPLIT:
 
         def parts(config: ModelConfig, layout: ModelLayout, name: str = name) -> Any:
@@ -152,7 +156,8 @@ def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
     states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
     assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
-    held, need = sum(pool.nbytes for pool in kept), engine.plan.need
+    held = sum(pool.nbytes for pool in kept)
+    need = engine.plan.need
     assert held == need.cache + need.states
     engine.close()
 

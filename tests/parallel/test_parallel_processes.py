@@ -48,13 +48,16 @@ def test_tokens_traffic_and_sockets(
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = outputs(run_all(make_engine(target), PROMPTS, PARAMS))
-    before_all, traffic = listening([]), count_traffic(monkeypatch, tmp_path)
+    before_all = listening([])
+    traffic = count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **wishes)
     with nothing_is_left(engine):
         assert outputs(run_all(engine, PROMPTS, PARAMS)) == plain
-        before, rounds = traffic(engine), engine.rounds
+        before = traffic(engine)
+        rounds = engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
-        after, rounds = traffic(engine), engine.rounds - rounds
+        after = traffic(engine)
+        rounds = engine.rounds - rounds
         delta = {
             r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)
         }
@@ -66,10 +69,8 @@ def test_tokens_traffic_and_sockets(
 
 def listening(processes: list[int]) -> set[str]:
     """Where processes, this one too, listen: IPv4 addresses and ports, as the kernel shows them."""
-    links, inodes = (
-        [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()],
-        set(),
-    )
+    links = [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = set()
     for link in links:
         with suppress(OSError):
             inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
@@ -94,7 +95,8 @@ def check_traffic(
     proposer = leading.queue.proposer
     assert isinstance(proposer, DraftModelProposer)
     narrow = proposer.runners[0].buckets
-    first, later = bucket_for(2, narrow), bucket_for(1, narrow)
+    first = bucket_for(2, narrow)
+    later = bucket_for(1, narrow)
     drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4)
     drafting += logits_exchange(later, small.vocab_size, 2) * k
     drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)
@@ -117,7 +119,8 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
         "head_dim": 64,
         "vocab": 8192,
     }
-    large, whole = tiny("llama2", kv_heads=2, **shape), 0
+    large = tiny("llama2", kv_heads=2, **shape)
+    whole = 0
     for ranks in (1, 2, 4):
         held = {}
         for name, folder in (("tiny", tiny("llama2")), ("large", large)):
@@ -160,8 +163,10 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     """With so few positions no row counts are tried, which would be most of what eight ranks do here."""
     monkeypatch.setattr(crew, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}
-    target, draft = tiny("gqa1", layers=3, **shape), tiny("gqa1", layers=2, **shape)
-    prompts, expected = [tuple(range(4, 13)), (7, 7, 9)], None
+    target = tiny("gqa1", layers=3, **shape)
+    draft = tiny("gqa1", layers=2, **shape)
+    prompts = [tuple(range(4, 13)), (7, 7, 9)]
+    expected = None
     params = [
         SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)
     ]
@@ -239,7 +244,8 @@ def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: P
 
 def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
     """Modules and programs lie there under the names that ranks and the template's process look for."""
-    here, mark = tmp_path / "here", tmp_path / "mark"
+    here = tmp_path / "here"
+    mark = tmp_path / "mark"
     here.mkdir()
     others = {"jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"}
     for name in sys.stdlib_module_names | others:

@@ -17,7 +17,9 @@ class ThreadCrew:
     """Stands in for `Crew`: every other rank is a thread, and they exchange through gloo, as processes do."""
 
     def __init__(self, plan: Any) -> None:
-        self.plan, self.pulse, self.broken = plan, Pulse(), False
+        self.plan = plan
+        self.pulse = Pulse()
+        self.broken = False
         self.failures: list[BaseException] = []
         # Documented, but imported by torch without a name of its own.
         self._store = torch.distributed.HashStore()  # type: ignore[attr-defined]

@@ -25,21 +25,24 @@ SUMMED = (
 )
 MTP_NAMES = {"mtp.norm.": "shared_head.norm.", "mtp.block.": "", "mtp.": ""}
 HYBRID_MTP_NAMES = {
-    **{"mtp.enorm.": "mtp.pre_fc_norm_embedding.", "mtp.hnorm.": "mtp.pre_fc_norm_hidden."},
-    **{"mtp.eh_proj.": "mtp.fc.", "mtp.block.": "mtp.layers.0.", "mtp.norm.": "mtp.norm."},
+    "mtp.enorm.": "mtp.pre_fc_norm_embedding.",
+    "mtp.hnorm.": "mtp.pre_fc_norm_hidden.",
+    "mtp.eh_proj.": "mtp.fc.",
+    "mtp.block.": "mtp.layers.0.",
+    "mtp.norm.": "mtp.norm.",
 }
 
 
 def qwen3_config(shape: Shape) -> dict[str, Any]:
     """The architecture's part of a Qwen3 config.json."""
     return {
-        **{
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": shape.hidden,
-        },
-        **{"intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
-        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
     }
 
@@ -47,36 +50,32 @@ def qwen3_config(shape: Shape) -> dict[str, Any]:
 def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
     """The architecture's part of a DeepSeek-V3 config.json."""
     return {
-        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
-        **{"hidden_size": shape.hidden, "intermediate_size": shape.dense},
-        **{"moe_intermediate_size": shape.expert, "num_hidden_layers": shape.layers},
-        **{"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1},
-        **{
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads,
-            "q_lora_rank": None,
-        },
-        **{
-            "kv_lora_rank": shape.kv_rank,
-            "qk_nope_head_dim": shape.nope,
-            "qk_rope_head_dim": shape.rope,
-        },
-        **{
-            "v_head_dim": shape.value,
-            "n_routed_experts": shape.routed,
-            "n_shared_experts": shape.shared,
-        },
-        **{
-            "num_experts_per_tok": shape.top_experts,
-            "n_group": shape.groups,
-            "topk_group": shape.top_groups,
-        },
-        **{
-            "norm_topk_prob": True,
-            "routed_scaling_factor": shape.routed_scaling,
-            "scoring_func": "sigmoid",
-        },
-        **{"topk_method": "noaux_tc", "rope_scaling": None},
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.dense,
+        "moe_intermediate_size": shape.expert,
+        "num_hidden_layers": shape.layers,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": shape.kv_rank,
+        "qk_nope_head_dim": shape.nope,
+        "qk_rope_head_dim": shape.rope,
+        "v_head_dim": shape.value,
+        "n_routed_experts": shape.routed,
+        "n_shared_experts": shape.shared,
+        "num_experts_per_tok": shape.top_experts,
+        "n_group": shape.groups,
+        "topk_group": shape.top_groups,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": shape.routed_scaling,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_scaling": None,
     }
 
 
@@ -85,25 +84,30 @@ def hybrid_config(shape: HybridShape) -> dict[str, Any]:
     kinds = ("linear" if i % shape.interval else "full" for i in range(1, shape.layers + 1))
     frequencies = shape.rope // 2
     return {
-        **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
-        **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate},
-        **{"num_hidden_layers": shape.layers, "full_attention_interval": shape.interval},
-        **{
-            "layer_types": [f"{kind}_attention" for kind in kinds],
-            "num_attention_heads": shape.heads,
-        },
-        **{
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "attn_output_gate": True,
-        },
-        **{"linear_conv_kernel_dim": shape.kernel, "linear_key_head_dim": shape.key_dim},
-        **{"linear_value_head_dim": shape.value_dim, "linear_num_key_heads": shape.key_heads},
-        **{"linear_num_value_heads": shape.value_heads, "mamba_ssm_dtype": "float32"},
-        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "full_attention_interval": shape.interval,
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": shape.kernel,
+        "linear_key_head_dim": shape.key_dim,
+        "linear_value_head_dim": shape.value_dim,
+        "linear_num_key_heads": shape.key_heads,
+        "linear_num_value_heads": shape.value_heads,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
         "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": shape.rope_theta},
-            **{"partial_rotary_factor": shape.rope / shape.head_dim, "mrope_interleaved": True},
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.rope / shape.head_dim,
+            "mrope_interleaved": True,
             "mrope_section": [(frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3],
         },
     }
@@ -119,11 +123,17 @@ OWN: dict[type[Sizes], Callable[..., dict[str, Any]]] = {
 def config_of(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
     """config.json: the architecture's part and what the families write alike."""
     return {
-        **{**OWN[type(shape)](shape), "hidden_act": "silu", "rms_norm_eps": 1e-6},
+        **OWN[type(shape)](shape),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
         **({} if isinstance(shape, HybridShape) else {"rope_theta": shape.rope_theta}),
-        **{"max_position_embeddings": shape.max_positions, "vocab_size": shape.vocab},
-        **{"attention_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
-        **{"bos_token_id": None, "eos_token_id": end_of_turn},
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": end_of_turn,
     }
 
 
@@ -156,7 +166,8 @@ def _published(inner: str, shape: Sizes) -> str:
 
 def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
     """Every tensor under its published name, bfloat16 but for the correction biases."""
-    state, tensors = model.state_dict(), {}
+    state = model.state_dict()
+    tensors = {}
     for inner, names, dim, sizes in _names(model):
         dtype = torch.float32 if inner.endswith("e_score_correction_bias") else torch.bfloat16
         for name, part in zip(names, state[inner].split(sizes, dim), strict=True):
@@ -170,7 +181,8 @@ def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
 
 def load_decoder(folder: Path, shape: Sizes) -> Decoder:
     """A saved model, read back in float32."""
-    model, weights = new_decoder(shape), load_file(folder / "model.safetensors")
+    model = new_decoder(shape)
+    weights = load_file(folder / "model.safetensors")
     parts = {
         inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)
     }

@@ -36,8 +36,15 @@ VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 6
 WINDOW = 512
 SKIPPED_FOLDERS = {
-    *("test", "tests", "idle_test", "site-packages", "__pycache__", "_bundled", "lib-dynload"),
-    *("turtledemo", "lib2to3"),
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "__pycache__",
+    "_bundled",
+    "lib-dynload",
+    "turtledemo",
+    "lib2to3",
     "config-3",  # build configuration, named by version and platform
 }
 PATCHED_BY_TORCH = {"inspect.getfile"}  # loses its docstring where torch was imported first
@@ -65,8 +72,12 @@ QUESTION_TYPES = (
     range,
 )
 QUESTIONS = (
-    *("What does {name} do?", "what does {name} do", "What is {name} for?", "Explain {name}."),
-    *("Describe {name} in one sentence.", "What does {name} do in Python?"),
+    "What does {name} do?",
+    "what does {name} do",
+    "What is {name} for?",
+    "Explain {name}.",
+    "Describe {name} in one sentence.",
+    "What does {name} do in Python?",
 )
 
 
@@ -258,7 +269,9 @@ class Batches:
     """Windows of tokens: source text, and questions with their answers packed end to end."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer, self.corpus, self.random = tokenizer, corpus, random.Random(seed)
+        self.tokenizer = tokenizer
+        self.corpus = corpus
+        self.random = random.Random(seed)
         end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
         stream = []
         for encoding in tokenizer.encode_batch(list(corpus.training)):
@@ -320,7 +333,10 @@ def held_out(
     stream = Batches(corpus, tokenizer, 0).source
     pairs = torch.bincount(stream[:-1] * VOCAB_SIZE + stream[1:], minlength=VOCAB_SIZE**2)
     successor = pairs.view(VOCAB_SIZE, VOCAB_SIZE).argmax(-1)
-    nats, tokens, guessed, depths = 0.0, 0, 0.0, 4
+    nats = 0.0
+    tokens = 0
+    guessed = 0.0
+    depths = 4
     agreed = torch.zeros(depths)
     for window in windows_of(corpus, tokenizer):
         with target.precision():

@@ -69,7 +69,8 @@ class HybridShape(Shape):
 
 
 DRAFT = Shape(96, layers=4, heads=3, rope_theta=100000.0, intermediate=256, kv_heads=1, head_dim=32)
-TARGET, HYBRID = DeepseekShape(), HybridShape()
+TARGET = DeepseekShape()
+HYBRID = HybridShape()
 TARGETS = {"deepseek": TARGET, "hybrid": HYBRID}
 Memory = list[tuple[Tensor, Tensor]]
 
@@ -114,7 +115,8 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Interleaved rotary embedding: dimensions 2i and 2i + 1 turn together."""
-    even, odd = x[..., 0::2], x[..., 1::2]
+    even = x[..., 0::2]
+    odd = x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
 
@@ -143,9 +145,12 @@ class GroupedAttention(Attention):
         """shape: has heads, kv_heads, head_dim and hidden, the width of the output."""
         super().__init__()
         self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = linear(inputs, wide), linear(wide, shape.hidden)
-        self.k_proj, self.v_proj = linear(inputs, narrow), linear(inputs, narrow)
+        wide = shape.heads * shape.head_dim
+        narrow = shape.kv_heads * shape.head_dim
+        self.q_proj = linear(inputs, wide)
+        self.o_proj = linear(wide, shape.hidden)
+        self.k_proj = linear(inputs, narrow)
+        self.v_proj = linear(inputs, narrow)
         self.q_norm, self.k_norm = (
             RMSNorm(shape.head_dim) if norms else nn.Identity() for _ in range(2)
         )
@@ -156,7 +161,8 @@ class GroupedAttention(Attention):
         q, k, v = (
             part(h).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in parts
         )
-        q, k = rotate_halves(self.q_norm(q), cos, sin), rotate_halves(self.k_norm(k), cos, sin)
+        q = rotate_halves(self.q_norm(q), cos, sin)
+        k = rotate_halves(self.k_norm(k), cos, sin)
         group = self.shape.heads // self.shape.kv_heads
         return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
@@ -175,7 +181,8 @@ class LatentAttention(Attention):
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention`."""
-        s, (batch, length, _) = self.shape, h.shape
+        s = self.shape
+        batch, length, _ = h.shape
         q = self.q_proj(h).view(batch, length, s.heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([s.nope, s.rope], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(h).split([s.kv_rank, s.rope], dim=-1)
@@ -195,7 +202,8 @@ def attend_own(q: Tensor, memory: Memory) -> Tensor:
     (keys, values), *later = memory
     if not later:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    length, q = q.shape[2], q * q.shape[-1] ** -0.5
+    length = q.shape[2]
+    q = q * q.shape[-1] ** -0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(future, float("-inf"))
     own = torch.stack([(q * k).float().sum(-1) for k, _ in later], dim=-1)
@@ -211,7 +219,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = linear(hidden, width), linear(hidden, width)
+        self.gate_proj = linear(hidden, width)
+        self.up_proj = linear(hidden, width)
         self.down_proj = linear(width, hidden)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -262,7 +271,8 @@ class MoE(nn.Module):
         self.experts = MLP(shape.hidden, (shape.shared + shape.routed) * shape.expert)
 
     def forward(self, h: Tensor) -> Tensor:
-        s, mlp = self.shape, self.experts
+        s = self.shape
+        mlp = self.experts
         weights = self.gate(h).to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else h.dtype)
         inner = F.silu(mlp.gate_proj(h)) * mlp.up_proj(h)
         shared, routed = inner.split([s.shared * s.expert, s.routed * s.expert], dim=-1)
@@ -277,8 +287,10 @@ class Layer(nn.Module):
         self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type = RMSNorm
     ) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = norm(hidden), norm(hidden)
-        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm = norm(hidden)
+        self.post_attention_layernorm = norm(hidden)
+        self.self_attn = attention
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *memory: Memory) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, *memory)
@@ -347,7 +359,8 @@ class Decoder(nn.Module):
         P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
         """
         assert self.mtp is not None
-        length, steps = hidden.shape[1], []
+        length = hidden.shape[1]
+        steps = []
         memory: Memory = []
         for step in range(depth):
             embedded = self.embed(following[:, step : step + length])
@@ -364,7 +377,8 @@ class MtpLayer(nn.Module):
     def __init__(self, block: Layer, norm: type[nn.Module]) -> None:
         super().__init__()
         hidden = block.input_layernorm.weight.shape[0]
-        self.enorm, self.hnorm = norm(hidden), norm(hidden)
+        self.enorm = norm(hidden)
+        self.hnorm = norm(hidden)
         self.eh_proj = linear(2 * hidden, hidden)
         self.block = block
         self.norm = norm(hidden)
@@ -398,14 +412,17 @@ class GatedAttention(Attention):
         self.k_proj = linear(s.hidden, s.kv_heads * s.head_dim)
         self.v_proj = linear(s.hidden, s.kv_heads * s.head_dim)
         self.o_proj = linear(s.heads * s.head_dim, s.hidden)
-        self.q_norm, self.k_norm = CentredNorm(s.head_dim), CentredNorm(s.head_dim)
+        self.q_norm = CentredNorm(s.head_dim)
+        self.k_norm = CentredNorm(s.head_dim)
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """See `Attention`."""
-        s, (batch, length, _) = self.shape, h.shape
+        s = self.shape
+        batch, length, _ = h.shape
         q, gate = self.q_proj(h).view(batch, length, s.heads, -1).chunk(2, dim=-1)
         k, v = (part(h).view(batch, length, s.kv_heads, -1) for part in (self.k_proj, self.v_proj))
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
         q, k = (
             torch.cat((rotate_halves(x[..., : s.rope], cos, sin), x[..., s.rope :]), -1)
             for x in (q, k)
@@ -437,11 +454,13 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     q and k [B, Hk, T, dk], normed, q scaled; v [B, Hv, T, dv]; g, the decay's logarithm, and beta [B, Hv, T].
     Returns [B, Hv, T, dv]. Value head j reads key head j // (Hv / Hk).
     """
-    (batch, heads, length, width), groups = k.shape, v.shape[1] // k.shape[1]
+    batch, heads, length, width = k.shape
+    groups = v.shape[1] // k.shape[1]
     pad = -length % chunk
     q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (q, k, v))
     g, beta = (F.pad(x, (0, pad)).unflatten(2, (-1, chunk)) for x in (g, beta))
-    q, k = q[:, :, None], k[:, :, None]
+    q = q[:, :, None]
+    k = k[:, :, None]
     v, g, beta = (x.unflatten(1, (heads, groups)) for x in (v, g, beta))
     past = g.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)
@@ -453,7 +472,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     writes = (k * (past[..., -1:] - past).exp()[..., None]).transpose(-1, -2)
     kept = past[..., -1].exp()[..., None, None]
     state = torch.zeros(batch, heads, groups, width, v.shape[-1])
-    states, written = [], []
+    states = []
+    written = []
     for value, read, write, keep in zip(
         *(x.unbind(3) for x in (values, reads, writes, kept)), strict=True
     ):
@@ -471,13 +491,12 @@ class DeltaNet(nn.Module):
     def __init__(self, shape: HybridShape) -> None:
         super().__init__()
         self.shape = s = shape
-        self.keys, self.values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
+        self.keys = s.key_heads * s.key_dim
+        self.values = s.value_heads * s.value_dim
         wide = 2 * self.keys + self.values
         self.in_proj_qkv, self.in_proj_z = linear(s.hidden, wide), linear(s.hidden, self.values)
-        self.in_proj_a, self.in_proj_b = (
-            linear(s.hidden, s.value_heads),
-            linear(s.hidden, s.value_heads),
-        )
+        self.in_proj_a = linear(s.hidden, s.value_heads)
+        self.in_proj_b = linear(s.hidden, s.value_heads)
         self.conv1d = nn.Conv1d(wide, wide, s.kernel, groups=wide, bias=False)
         # Time constants of some tokens up to a thousand, as Mamba starts.
         steps = torch.empty(s.value_heads).uniform_(-6.9, -2.3).exp()
@@ -488,8 +507,10 @@ class DeltaNet(nn.Module):
         self.out_proj = linear(self.values, s.hidden)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        s, length = self.shape, h.shape[1]
-        before, weight = F.pad(self.in_proj_qkv(h), (0, 0, s.kernel - 1, 0)), self.conv1d.weight
+        s = self.shape
+        length = h.shape[1]
+        before = F.pad(self.in_proj_qkv(h), (0, 0, s.kernel - 1, 0))
+        weight = self.conv1d.weight
         taps = (before[:, i : i + length] * weight[:, 0, i] for i in range(s.kernel))
         mixed = F.silu(sum(taps, before.new_zeros(())))
         parts = mixed.split([self.keys, self.keys, self.values], dim=-1)

@@ -28,26 +28,29 @@ DRAFT_LAYERS = 2
 HYBRID_DRAFT_LAYERS = 4  # three of gated DeltaNet and one of attention
 DAMPING = 0.03
 SHAPE: dict[str, Any] = {
-    **{
-        "hidden": 1024,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "intermediate": 3072,
-    },
-    **{"vocab": 8192, "max_positions": 4096},
+    "hidden": 1024,
+    "layers": 28,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "intermediate": 3072,
+    "vocab": 8192,
+    "max_positions": 4096,
 }
 HYBRID: dict[str, Any] = {
-    **{"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16},
-    **{
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-    },
-    **{"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    **{"max_position_embeddings": 4096, "tie_word_embeddings": False},
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
 }
 """As Qwen3.5-0.8B, with fewer layers and ids."""
 

@@ -53,7 +53,8 @@ def integers(
     """Codes [N, K], scales and zeros [N, K / group] of a matrix."""
     grouped = torch.unflatten(weight.float(), 1, (-1, group))
     most = (1 << bits) - 1
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    low = grouped.amin(-1).clamp(max=0)
+    high = grouped.amax(-1).clamp(min=0)
     if sym:
         scales = (torch.maximum(-low, high) / (most // 2 + 0.5)).clamp(min=1e-6).to(scale)
         zeros = torch.full_like(low, 1 << (bits - 1))
@@ -153,7 +154,8 @@ def floats(weight: Tensor, layout: str) -> Stored:
     most = grouped.abs().amax(-1)
     if layout == "mxfp4":
         exponent = (most / 6).clamp(min=1e-30).log2().ceil().clamp(-127, 127)
-        scales, kept = exponent.exp2(), {"weight_scale": (exponent + 127).to(torch.uint8)}
+        scales = exponent.exp2()
+        kept = {"weight_scale": (exponent + 127).to(torch.uint8)}
     else:
         whole = (448 * 6 / most.max()).float()
         stored = (most / 6 * whole).clamp(min=2**-9).to(torch.float8_e4m3fn)
@@ -161,7 +163,8 @@ def floats(weight: Tensor, layout: str) -> Stored:
         if layout == "nvfp4":
             kept["weight_global_scale"], scales = whole.view(1), stored.float() / whole
         else:
-            kept["weight_scale_2"], scales = 1 / whole, stored.float() * (1 / whole)
+            scales = stored.float() * (1 / whole)
+            kept["weight_scale_2"] = 1 / whole
     nearest = ((grouped / scales[..., None]).abs()[..., None] - E2M1).abs().argmin(-1)
     codes = (nearest + 8 * (grouped < 0)).flatten(1)
     signs = torch.where(codes >= 8, -1.0, 1.0)
@@ -177,11 +180,9 @@ def compressed(kept: str, **weights: Any) -> dict[str, Any]:
         "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights},
     }
     return {
-        **{
-            "quant_method": "compressed-tensors",
-            "format": kept,
-            "quantization_status": "compressed",
-        },
+        "quant_method": "compressed-tensors",
+        "format": kept,
+        "quantization_status": "compressed",
         "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": {**group, "input_activations": None}},
     }
@@ -205,10 +206,19 @@ def of_gptq(bits: int = 4, group: int = 32, **more: Any) -> dict[str, Any]:
 
 Way = tuple[dict[str, Any], Callable[[Tensor], Stored]]
 GROUPED = (
-    *((4, 32, True), (4, 32, False), (4, 64, True), (4, -1, True), (4, -1, False)),
-    *((8, 32, True), (8, -1, True), (8, 64, False), (3, 32, True), (5, 32, False)),
+    (4, 32, True),
+    (4, 32, False),
+    (4, 64, True),
+    (4, -1, True),
+    (4, -1, False),
+    (8, 32, True),
+    (8, -1, True),
+    (8, 64, False),
+    (3, 32, True),
+    (5, 32, False),
 )
-MODELOPT, FOUR_BITS = {"quant_method": "modelopt"}, {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt"}
+FOUR_BITS = {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
 def grouped(bits: int, group: int, sym: bool) -> Way:
@@ -260,14 +270,17 @@ def write_twins(
 ) -> tuple[Path, Path]:
     """The twin of an unsharded checkpoint in a layout, and the checkpoint of the values that it means."""
     config, store = WAYS[way]
-    twin, plain = folder / f"{source.name}-{way}", folder / f"{source.name}-{way}-plain"
+    twin = folder / f"{source.name}-{way}"
+    plain = folder / f"{source.name}-{way}-plain"
     for each in (twin, plain):
         shutil.copytree(source, each)
-    tensors, whole = Tensors(), Tensors()
+    tensors = Tensors()
+    whole = Tensors()
     for name, tensor in load_file(source / "model.safetensors").items():
         matrix = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0
         if not matrix or any(part in name for part in keep):
-            tensors[name], whole[name] = tensor, tensor.float()
+            whole[name] = tensor.float()
+            tensors[name] = tensor
             continue
         stored = store(tensor) if tensor.dim() == 2 else stacked([store(each) for each in tensor])
         tensors |= {

@@ -18,7 +18,8 @@ from typing import Any
 
 from tests.recipes.mtp_folders import Entry, entries, gated, weights, write_hollow
 
-VOCAB, NEXT_VOCAB = 248320, 151936
+VOCAB = 248320
+NEXT_VOCAB = 151936
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ RELEASES = {
 }
 COUNTED = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
 """Tensors of the text model, its MTP layer and the vision tower, as readers of the headers counted them."""
-KEY_HEADS, HEAD, DELTA_HEAD, TAPS = 16, 256, 128, 4
+KEY_HEADS = 16
+HEAD = 256
+DELTA_HEAD = 128
+TAPS = 4
 BLOCK = 128
 
 
@@ -73,33 +77,31 @@ def config_of(row: Release) -> dict[str, Any]:
     """The release's `config.json`."""
     count, taken, width = row.experts
     text: dict[str, Any] = {
-        **{
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": None,
-            "dtype": "bfloat16",
-        },
-        **{
-            "eos_token_id": 248044,
-            "full_attention_interval": 4,
-            "head_dim": HEAD,
-            "hidden_act": "silu",
-        },
-        **{"hidden_size": row.hidden, "initializer_range": 0.02, "intermediate_size": row.inner},
-        **{"linear_conv_kernel_dim": TAPS, "linear_key_head_dim": DELTA_HEAD},
-        **{"linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": row.value_heads},
-        **{"linear_value_head_dim": DELTA_HEAD, "max_position_embeddings": 262144},
-        **{"num_attention_heads": row.heads, "num_hidden_layers": row.layers},
-        **{
-            "num_key_value_heads": row.key_value_heads,
-            "partial_rotary_factor": 0.25,
-            "rms_norm_eps": 1e-06,
-        },
-        **{
-            "tie_word_embeddings": row.tied,
-            "use_cache": True,
-            "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
-        },
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": HEAD,
+        "hidden_act": "silu",
+        "hidden_size": row.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": row.inner,
+        "linear_conv_kernel_dim": TAPS,
+        "linear_key_head_dim": DELTA_HEAD,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": row.value_heads,
+        "linear_value_head_dim": DELTA_HEAD,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": row.heads,
+        "num_hidden_layers": row.layers,
+        "num_key_value_heads": row.key_value_heads,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": row.tied,
+        "use_cache": True,
+        "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
     }
     if count:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": width}
@@ -130,9 +132,15 @@ def config_of(row: Release) -> dict[str, Any]:
     seen = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
     return {
         "architectures": [f"Qwen3_5{'Moe' if count else ''}ForConditionalGeneration"],
-        **{"image_token_id": 248056, "model_type": kind, "text_config": text},
-        **{"tie_word_embeddings": row.tied, "video_token_id": 248057, "vision_config": seen},
-        **{"vision_end_token_id": 248054, "vision_start_token_id": 248053, **_quantization(row)},
+        "image_token_id": 248056,
+        "model_type": kind,
+        "text_config": text,
+        "tie_word_embeddings": row.tied,
+        "video_token_id": 248057,
+        "vision_config": seen,
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+        **_quantization(row),
     }
 
 
@@ -172,7 +180,9 @@ def mtp_tensors(row: Release) -> Iterator[Entry]:
 
 def vision_tensors(row: Release) -> Iterator[Entry]:
     """The tower of the 27B."""
-    wide, inner, merged = 1152, 4304, 4608
+    wide = 1152
+    inner = 4304
+    merged = 4608
     pairs: dict[str, tuple[int, ...]] = {
         "attn__qkv": (3 * wide, wide),
         "attn__proj": (wide, wide),
@@ -208,10 +218,12 @@ def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[En
 
 
 def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
-    hidden, own = row.hidden, f"{prefix}self_attn."
+    hidden = row.hidden
+    own = f"{prefix}self_attn."
     yield from weights(prefix, input_layernorm=hidden, post_attention_layernorm=hidden)
     if attends:
-        query, key = row.heads * HEAD, row.key_value_heads * HEAD
+        query = row.heads * HEAD
+        key = row.key_value_heads * HEAD
         shapes = {"k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
         yield from _matrices(row, own, q_proj=(2 * query, hidden), **shapes)
         yield from weights(own, q_norm=HEAD, k_norm=HEAD)
@@ -223,15 +235,16 @@ def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
 
 
 def _delta(row: Release, prefix: str) -> Iterator[Entry]:
-    hidden, heads, exact = row.hidden, row.value_heads, "F32" if row.float32 else "BF16"
-    values, channels = heads * DELTA_HEAD, (2 * KEY_HEADS + heads) * DELTA_HEAD
+    hidden = row.hidden
+    heads = row.value_heads
+    exact = "F32" if row.float32 else "BF16"
+    values = heads * DELTA_HEAD
+    channels = (2 * KEY_HEADS + heads) * DELTA_HEAD
     matrices = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden)}
     small = {"in_proj_a": (heads, hidden), "in_proj_b": (heads, hidden)}
     if row.fused:
-        matrices, small = (
-            {"in_proj_qkvz": (channels + values, hidden)},
-            {"in_proj_ba": (2 * heads, hidden)},
-        )
+        matrices = {"in_proj_qkvz": (channels + values, hidden)}
+        small = {"in_proj_ba": (2 * heads, hidden)}
     yield from _matrices(row, prefix, **matrices, out_proj=(hidden, values))
     yield from weights(prefix, conv1d=(channels, 1, TAPS))
     yield from entries(prefix, small)

@@ -51,7 +51,8 @@ def mamba(
     stem: str, hidden: int, heads: int, size: int, groups: int, state: int
 ) -> Iterator[Entry]:
     """One Mamba-2 layer."""
-    inner, channels = heads * size, heads * size + 2 * groups * state
+    inner = heads * size
+    channels = heads * size + 2 * groups * state
     yield from weights(
         stem, in_proj=(inner + channels + heads, hidden), out_proj=(hidden, inner), norm=inner
     )
@@ -61,7 +62,8 @@ def mamba(
 
 def nemotron(c: Config) -> Iterator[Entry]:
     """Below `backbone.`, one block a layer; the MTP module is two more of them."""
-    hidden, table = c["hidden_size"], (c["vocab_size"], c["hidden_size"])
+    hidden = c["hidden_size"]
+    table = (c["vocab_size"], c["hidden_size"])
     yield from weights("", backbone__embeddings=table, lm_head=table, backbone__norm_f=hidden)
     for layer, kind in enumerate(c["hybrid_override_pattern"]):
         yield from nemotron_block(c, f"backbone.layers.{layer}.", kind)
@@ -88,7 +90,8 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     else:
         blocks: dict[str, tuple[int, int]] = {"": (c["intermediate_size"], hidden)}
         if kind == "E":
-            count, latent = c["n_routed_experts"], c.get("moe_latent_size")
+            count = c["n_routed_experts"]
+            latent = c.get("moe_latent_size")
             yield from weights(own, gate=(count, hidden))
             yield f"{own}gate.e_score_correction_bias", "F32", (count,)
             expert = c["moe_intermediate_size"], latent or hidden
@@ -103,48 +106,48 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
 
 
 NEMOTRON_SUPER: Config = {
-    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096},
-    **{
-        "hybrid_override_pattern": "MEM*E",
-        "num_hidden_layers": 5,
-        "vocab_size": 131072,
-        "head_dim": 128,
-    },
-    **{
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-    },
-    **{"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_group": 1},
-    **{
-        "n_routed_experts": 512,
-        "num_experts_per_tok": 22,
-        "moe_intermediate_size": 2688,
-        "topk_group": 1,
-    },
-    **{"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1},
-    **{
-        "routed_scaling_factor": 5.0,
-        "norm_topk_prob": True,
-        "mlp_hidden_act": "relu2",
-        "use_bias": False,
-    },
-    **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144, "tie_word_embeddings": False},
-    **{
-        "num_nextn_predict_layers": 1,
-        "mtp_hybrid_override_pattern": "*E",
-        "intermediate_size": 2688,
-    },
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEM*E",
+    "num_hidden_layers": 5,
+    "vocab_size": 131072,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "n_group": 1,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "topk_group": 1,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 5.0,
+    "norm_topk_prob": True,
+    "mlp_hidden_act": "relu2",
+    "use_bias": False,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+    "intermediate_size": 2688,
 }
 """NVIDIA-Nemotron-3-Super-120B-A12B's, as readers of several public loaders check it; of 88 layers five."""
 NEMOTRON_ULTRA: Config = {
-    **{
-        **NEMOTRON_SUPER,
-        "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48,
-        "num_hidden_layers": 108,
-    },
-    **{"hidden_size": 8192, "moe_latent_size": 2048, "moe_intermediate_size": 5120},
+    **NEMOTRON_SUPER,
+    "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48,
+    "num_hidden_layers": 108,
+    "hidden_size": 8192,
+    "moe_latent_size": 2048,
+    "moe_intermediate_size": 5120,
     "moe_shared_expert_intermediate_size": 10240,
 }
 """Nemotron-3-Ultra's numbers of layers of each kind, in another order."""
@@ -161,7 +164,8 @@ def routed(
 
 def minimax_m2(c: Config) -> Iterator[Entry]:
     """The layers for MTP that its configuration speaks of were never published."""
-    (hidden, heads, keys, size), count = heads_of(c), c["num_local_experts"]
+    hidden, heads, keys, size = heads_of(c)
+    count = c["num_local_experts"]
     yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
@@ -175,7 +179,9 @@ def minimax_m2(c: Config) -> Iterator[Entry]:
 
 def mimo_v2(c: Config) -> Iterator[Entry]:
     """With three layers for MTP; what makes attention's outputs is in bfloat16."""
-    (hidden, heads, _, size), layers, value = heads_of(c), c["num_hidden_layers"], c["v_head_dim"]
+    hidden, heads, _, size = heads_of(c)
+    layers = c["num_hidden_layers"]
+    value = c["v_head_dim"]
     yield from outside(c)
     for layer in range(layers + 3):
         drafts = layer - layers
@@ -204,21 +210,24 @@ def step3(config: Config) -> Iterator[Entry]:
 
     Experts are packed by layers, their scales too, where they are in few bits.
     """
-    c, method = config["text_config"], config.get("quantization_config", {}).get("quant_method")
-    hidden, layers, size = c["hidden_size"], c["num_hidden_layers"], c["head_dim"]
+    c = config["text_config"]
+    method = config.get("quantization_config", {}).get("quant_method")
+    hidden = c["hidden_size"]
+    layers = c["num_hidden_layers"]
+    size = c["head_dim"]
     yield from outside(c)
     yield from weights("vision_model.", conv1=(1536, 3, 14, 14))
     for layer in range(layers + 3):
-        stem, full = f"model.layers.{layer}.", c["layer_types"][layer] == "full_attention"
-        heads, own = (
-            (c if full else c["attention_other_setting"])["num_attention_heads"],
-            f"{stem}self_attn.",
-        )
+        stem = f"model.layers.{layer}."
+        full = c["layer_types"][layer] == "full_attention"
+        heads = (c if full else c["attention_other_setting"])["num_attention_heads"]
+        own = f"{stem}self_attn."
         yield from norms(stem, hidden)
         yield from attention(own, hidden, heads, c["num_attention_groups"], size)
         yield from weights(own, q_norm=size, k_norm=size, g_proj=(heads, hidden))
         if str(layer) in c["moe_layers_enum"].split(","):
-            count, block = c["moe_num_experts"], f"{stem}moe."
+            count = c["moe_num_experts"]
+            block = f"{stem}moe."
             yield from weights(block, gate=(count, hidden))
             for name, _, shape in gated(block, hidden, c["moe_intermediate_size"]):
                 yield from packed(name, (count, *shape), method)
@@ -248,50 +257,41 @@ def packed(name: str, shape: tuple[int, int, int], method: str | None) -> Iterat
 
 
 STEP3: Config = {
-    **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
+    "architectures": ["Step3p7ForConditionalGeneration"],
+    "model_type": "step3p7",
     "text_config": {
-        **{
-            "model_type": "step3p5",
-            "hidden_size": 4096,
-            "intermediate_size": 11264,
-            "vocab_size": 128896,
-        },
-        **{
-            "num_hidden_layers": 5,
-            "num_attention_heads": 64,
-            "num_attention_groups": 8,
-            "head_dim": 128,
-        },
-        **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
-        **{"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(8)]},
-        **{"moe_layers_enum": "3,4", "moe_num_experts": 288, "moe_top_k": 8, "sliding_window": 512},
-        **{
-            "moe_intermediate_size": 1280,
-            "share_expert_dim": 1280,
-            "moe_router_scaling_factor": 3.0,
-        },
-        **{
-            "rope_theta": [(5e6, 1e4, 1e4, 1e4)[i % 4] for i in range(8)],
-            "num_nextn_predict_layers": 3,
-        },
-        **{"partial_rotary_factors": [(0.5, 1.0, 1.0, 1.0)[i % 4] for i in range(8)]},
-        **{"swiglu_limits": [0.0] * 4 + [7.0] + [0.0] * 3, "rms_norm_eps": 1e-5},
-        **{
-            "swiglu_limits_shared": [0.0] * 4 + [16.0] + [0.0] * 3,
-            "max_position_embeddings": 262144,
-        },
-        **{
-            "use_head_wise_attn_gate": True,
-            "use_moe_router_bias": True,
-            "tie_word_embeddings": False,
-        },
+        "model_type": "step3p5",
+        "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "vocab_size": 128896,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+        "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+        "layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(8)],
+        "moe_layers_enum": "3,4",
+        "moe_num_experts": 288,
+        "moe_top_k": 8,
+        "sliding_window": 512,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "moe_router_scaling_factor": 3.0,
+        "rope_theta": [(5e6, 1e4, 1e4, 1e4)[i % 4] for i in range(8)],
+        "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [(0.5, 1.0, 1.0, 1.0)[i % 4] for i in range(8)],
+        "swiglu_limits": [0.0] * 4 + [7.0] + [0.0] * 3,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limits_shared": [0.0] * 4 + [16.0] + [0.0] * 3,
+        "max_position_embeddings": 262144,
+        "use_head_wise_attn_gate": True,
+        "use_moe_router_bias": True,
+        "tie_word_embeddings": False,
         "rope_scaling": {
-            **{
-                "rope_type": "llama3",
-                "factor": 2.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 32.0,
-            },
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
             "original_max_position_embeddings": 131072,
         },
     },
@@ -311,75 +311,71 @@ STEP3_WHOLE: Config = {
 }
 """Step-3.7-Flash-FP8 at b3d7916, of whose headers the numbers of tensors were reported."""
 MINIMAX_M2: Config = {
-    **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072},
-    **{
-        "head_dim": 128,
-        "intermediate_size": 1536,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-    },
-    **{
-        "num_hidden_layers": 2,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "vocab_size": 200064,
-    },
-    **{
-        "rotary_dim": 64,
-        "rope_theta": 5000000,
-        "max_position_embeddings": 196608,
-        "rms_norm_eps": 1e-6,
-    },
-    **{
-        "scoring_func": "sigmoid",
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "use_mtp": True,
-    },
-    **{"num_mtp_modules": 3, "use_routing_bias": True, "shared_intermediate_size": 0},
-    **{"attn_type_list": [1, 1], "tie_word_embeddings": False, "quantization_config": BLOCKS},
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "hidden_size": 3072,
+    "head_dim": 128,
+    "intermediate_size": 1536,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 200064,
+    "rotary_dim": 64,
+    "rope_theta": 5000000,
+    "max_position_embeddings": 196608,
+    "rms_norm_eps": 1e-6,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "attn_type_list": [1, 1],
+    "tie_word_embeddings": False,
+    "quantization_config": BLOCKS,
 }
 """Of 62 layers the first two."""
 MIMO_V2: Config = {
-    **{
-        "architectures": ["MiMoV2FlashForCausalLM"],
-        "model_type": "mimo_v2_flash",
-        "hidden_size": 4096,
-    },
-    **{
-        "num_hidden_layers": 3,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "vocab_size": 152576,
-    },
-    **{
-        "head_dim": 192,
-        "v_head_dim": 128,
-        "swa_num_attention_heads": 64,
-        "swa_num_key_value_heads": 8,
-    },
-    **{
-        "swa_head_dim": 192,
-        "swa_v_head_dim": 128,
-        "partial_rotary_factor": 0.334,
-        "rope_theta": 5000000,
-    },
-    **{"swa_rope_theta": 10000, "sliding_window": 128, "sliding_window_size": 128},
-    **{"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "intermediate_size": 16384},
-    **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_group": 1},
-    **{
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "topk_group": 1,
-    },
-    **{"routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    **{"norm_topk_prob": True, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707},
-    **{
-        "max_position_embeddings": 262144,
-        "tie_word_embeddings": False,
-        "quantization_config": BLOCKS,
-    },
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "hidden_size": 4096,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "vocab_size": 152576,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "partial_rotary_factor": 0.334,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "intermediate_size": 16384,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "topk_group": 1,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "layernorm_epsilon": 1e-5,
+    "attention_value_scale": 0.707,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "quantization_config": BLOCKS,
 }
 """Of 48 layers the first three."""
 
@@ -387,10 +383,12 @@ MIMO_V2: Config = {
 def gpt_oss(c: Config) -> Iterator[Entry]:
     """Experts in MXFP4, everything else in bfloat16."""
     hidden, heads, keys, size = heads_of(c)
-    inner, count = c["intermediate_size"], c["num_local_experts"]
+    inner = c["intermediate_size"]
+    count = c["num_local_experts"]
     yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
-        stem, experts = f"model.layers.{layer}.", f"model.layers.{layer}.mlp.experts."
+        stem = f"model.layers.{layer}."
+        experts = f"model.layers.{layer}.mlp.experts."
         yield from norms(stem, hidden)
         yield from weights(stem, mlp__router=(count, hidden))
         yield from weights(stem, last="", self_attn__sinks=heads, mlp__router__bias=count)
@@ -405,25 +403,31 @@ def gpt_oss(c: Config) -> Iterator[Entry]:
 
 
 GPT_OSS: Config = {
-    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True},
-    **{"head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64},
-    **{
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "num_local_experts": 32,
-    },
-    **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0},
-    **{"max_position_embeddings": 131072, "tie_word_embeddings": False, "vocab_size": 201088},
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
     "rope_scaling": {
-        **{
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "rope_type": "yarn",
+        "truncate": False,
         "original_max_position_embeddings": 4096,
     },
     "quantization_config": {
@@ -441,20 +445,21 @@ GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 
 def gemma4(c: Config) -> Iterator[Entry]:
     """Layers that share another's cache are published with keys and values of their own."""
-    hidden, per, inside = (
-        c["hidden_size"],
-        c["hidden_size_per_layer_input"],
-        "model.language_model.",
-    )
-    layers, table = c["num_hidden_layers"], (c["vocab_size"], c["hidden_size"])
+    hidden = c["hidden_size"]
+    per = c["hidden_size_per_layer_input"]
+    inside = "model.language_model."
+    layers = c["num_hidden_layers"]
+    table = (c["vocab_size"], c["hidden_size"])
     yield from weights(inside, embed_tokens=table, norm=hidden)
     if per:
         yield from weights(inside, embed_tokens_per_layer=(c["vocab_size"], layers * per))
         yield from weights(inside, per_layer_model_projection=(layers * per, hidden))
         yield from weights(inside, per_layer_projection_norm=per)
     for layer in range(layers):
-        stem, wide = f"{inside}layers.{layer}.", c["layer_types"][layer] == "full_attention"
-        size, keys = c["global_head_dim" if wide else "head_dim"], c["num_key_value_heads"]
+        stem = f"{inside}layers.{layer}."
+        wide = c["layer_types"][layer] == "full_attention"
+        size = c["global_head_dim" if wide else "head_dim"]
+        keys = c["num_key_value_heads"]
         keys = c["num_global_key_value_heads"] or keys if wide else keys
         for entry in attention(f"{stem}self_attn.", hidden, c["num_attention_heads"], keys, size):
             if not (wide and c["attention_k_eq_v"] and "v_proj" in entry[0]):
@@ -465,7 +470,8 @@ def gemma4(c: Config) -> Iterator[Entry]:
         yield from norms(stem, hidden, FOUR)
         yield f"{stem}layer_scalar", "BF16", (1,)
         if c["enable_moe_block"]:
-            count, width = c["num_experts"], c["moe_intermediate_size"]
+            count = c["num_experts"]
+            width = c["moe_intermediate_size"]
             yield from norms(stem, hidden, (f"{FOUR[2]}_2", f"{FOUR[3]}_1", f"{FOUR[3]}_2"))
             yield from weights(stem, router__proj=(count, hidden))
             yield from weights(stem, last="", router__scale=hidden, router__per_expert_scale=count)

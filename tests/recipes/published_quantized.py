@@ -20,10 +20,12 @@ from tests.recipes.published_hybrids import RELEASES, Release
 
 Json = dict[str, Any]
 SHARDS = 10
-TEXT, LAYER = r"model\.(language_model\.)?", r"model\.(language_model\.)?layers\.\d+\."
+TEXT = r"model\.(language_model\.)?"
+LAYER = r"model\.(language_model\.)?layers\.\d+\."
 EXPERTS = LAYER + r"mlp\.experts\.\d+\.\w+"
 SHARED = LAYER + r"mlp\.shared_expert\.\w+"
-ATTENTION, DELTA = LAYER + r"self_attn\.[qkvo]_proj", LAYER + r"linear_attn\."
+ATTENTION = LAYER + r"self_attn\.[qkvo]_proj"
+DELTA = LAYER + r"linear_attn\."
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def _by_layer(how: Json, layers: int, delta: str, attending: str) -> dict[str, J
     return {f"model.language_model.layers.{i}.{name}": how for i in own for name in own[i].split()}
 
 
-NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
+NEXT = RELEASES["Qwen3-Next-80B-A3B-Instruct"]
+BIG = RELEASES["Qwen3.5-122B-A10B"]
 FLOAT4: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 BOTH = {"input_activations": FLOAT4, "weights": FLOAT4, "targets": ["Linear"]}
 SPARSE = (
@@ -112,7 +115,9 @@ QUANTIZED = {
 def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]:
     """What stores a matrix of a shape [out, in] in a layout."""
     rows, columns = shape
-    codes, scalar, one = ("U8", (rows, columns // 2)), ("F32", ()), ("F32", (1,))
+    codes = ("U8", (rows, columns // 2))
+    scalar = ("F32", ())
+    one = ("F32", (1,))
     scales = "F8_E4M3", (rows, columns // 16)
     input_scale = {"weight_scale": scalar, "input_scale": scalar}
     found: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -123,12 +128,15 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
             "weight_scale_2": scalar,
         },
         "nvfp4": {
-            **{"weight_packed": codes, "weight_scale": scales},
-            **{"weight_global_scale": one, "input_global_scale": one},
+            "weight_packed": codes,
+            "weight_scale": scales,
+            "weight_global_scale": one,
+            "input_global_scale": one,
         },
         "modelopt-fp8": {"weight": ("F8_E4M3", shape), **input_scale},
         "w4a16": {
-            **{"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,))},
+            "weight_packed": ("I32", (rows, columns // 8)),
+            "weight_shape": ("I64", (2,)),
             "weight_scale": ("BF16", (rows, columns // 128)),
         },
         "k_scale": {"weight": ("BF16", shape), "k_scale": scalar},
@@ -140,7 +148,8 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
 
 def parts_of(release: Packed) -> list[list[Entry]]:
     """The tensors of the text model, the MTP layer and the vision tower, which may have none."""
-    row, patterns = release.base, {re.compile(key): value for key, value in release.stored.items()}
+    row = release.base
+    patterns = {re.compile(key): value for key, value in release.stored.items()}
     seen = [] if row.fused else list(hybrids.vision_tensors(row))
     whole = [list(hybrids.text_tensors(row)), list(hybrids.mtp_tensors(row)), seen]
 

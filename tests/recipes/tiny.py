@@ -39,7 +39,9 @@ SCORE_STD = 2.0
 LOGIT_STD = 3.0
 EMBEDDING_STD = 0.05
 
-LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+LLAMA = "LlamaForCausalLM"
+QWEN3 = "Qwen3ForCausalLM"
+QWEN3_MOE = "Qwen3MoeForCausalLM"
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -48,24 +50,26 @@ YARN = {
 }
 BOUND_YARN = {**YARN, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
-    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {
-    **{
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
-    },
-    **{
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 4,
-    },
-    **{"topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
 }
 DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4, "layers": 3}
 V3 = {**LATENT, **EXPERTS, "q_lora_rank": 24}
@@ -98,30 +102,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3_lite": {**DEEPSEEK, "extra": {**V3, "q_lora_rank": None}},
     "deepseek_v3_groups": {**DEEPSEEK, "extra": {**V3, "norm_topk_prob": False, "topk_group": 4}},
     "deepseek_v2": {
-        **{**DEEPSEEK_V2, "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        **DEEPSEEK_V2,
+        "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         "extra": {**V2, "topk_method": "group_limited_greedy"},
     },
     "deepseek_v2_lite": {
-        **{**DEEPSEEK_V2, "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
+        **DEEPSEEK_V2,
+        "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
         "extra": {**V2, "q_lora_rank": None, "n_shared_experts": 2},
     },
     "glm4_moe": {
-        **{**GLM4, "tie": False},
+        **GLM4,
+        "tie": False,
         "extra": {**EXPERTS, "use_qk_norm": True, "partial_rotary_factor": 0.5, **ONE_GROUP},
     },
     "glm4_moe_air": {
-        **{**GLM4, "rope_style": "parameters"},
+        **GLM4,
+        "rope_style": "parameters",
         "extra": {**EXPERTS, "use_qk_norm": False, "partial_rotary_factor": 0.5},
     },
     "glm4_moe_lite": {
-        **{**DEEPSEEK, "architecture": "Glm4MoeLiteForCausalLM"},
+        **DEEPSEEK,
+        "architecture": "Glm4MoeLiteForCausalLM",
         "extra": {**V3, **ONE_GROUP},
     },
     "qwen3_moe": {
-        **{"architecture": QWEN3_MOE, "tie": False},
+        "architecture": QWEN3_MOE,
+        "tie": False,
         "extra": {
-            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-            **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
         },
     },
     "mimo": {"architecture": "MiMoForCausalLM", "tie": False, "attention_bias": True},
@@ -129,8 +143,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {
         "architecture": "Ernie4_5_MoeForCausalLM",
         "extra": {
-            **{"use_bias": False, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2},
-            **{"moe_intermediate_size": 32, "moe_layer_start_index": 1, "moe_layer_end_index": -1},
+            "use_bias": False,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         },
     },
@@ -145,17 +164,27 @@ def model_type(architecture: str) -> str:
 
 
 DEFAULTS: dict[str, Any] = {
-    **{"architecture": LLAMA, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16},
-    **{"intermediate": 128, "vocab": 320, "rope": None, "tie": True, "attention_bias": False},
-    **{
-        "mlp_bias": False,
-        "dtype": "float32",
-        "shards": 1,
-        "seed": 0,
-        "max_positions": 512,
-        "eos": None,
-    },
-    **{"tokenizer": True, "rope_style": "legacy", "residual_gain": None, "extra": None},
+    "architecture": LLAMA,
+    "hidden": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate": 128,
+    "vocab": 320,
+    "rope": None,
+    "tie": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "float32",
+    "shards": 1,
+    "seed": 0,
+    "max_positions": 512,
+    "eos": None,
+    "tokenizer": True,
+    "rope_style": "legacy",
+    "residual_gain": None,
+    "extra": None,
 }
 
 
@@ -176,27 +205,25 @@ def write_tiny(folder: Path, **options: Any) -> Path:
     o = chosen(DEFAULTS, options)
     eos = ((FIRST_SPECIAL + 2, FIRST_SPECIAL) if o.tokenizer else ()) if o.eos is None else o.eos
     config: dict[str, Any] = {
-        **{"architectures": [o.architecture], "model_type": model_type(o.architecture)},
-        **{
-            "hidden_size": o.hidden,
-            "intermediate_size": o.intermediate,
-            "num_hidden_layers": o.layers,
-        },
-        **{
-            "num_attention_heads": o.heads,
-            "num_key_value_heads": o.kv_heads,
-            "head_dim": o.head_dim,
-        },
-        **{"vocab_size": o.vocab, "max_position_embeddings": o.max_positions},
-        **{"rms_norm_eps": 1e-6 if o.architecture == QWEN3 else 1e-5, "hidden_act": "silu"},
-        **{
-            "tie_word_embeddings": o.tie,
-            "attention_bias": o.attention_bias,
-            "torch_dtype": o.dtype,
-        },
+        "architectures": [o.architecture],
+        "model_type": model_type(o.architecture),
+        "hidden_size": o.hidden,
+        "intermediate_size": o.intermediate,
+        "num_hidden_layers": o.layers,
+        "num_attention_heads": o.heads,
+        "num_key_value_heads": o.kv_heads,
+        "head_dim": o.head_dim,
+        "vocab_size": o.vocab,
+        "max_position_embeddings": o.max_positions,
+        "rms_norm_eps": 1e-6 if o.architecture == QWEN3 else 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": o.tie,
+        "attention_bias": o.attention_bias,
+        "torch_dtype": o.dtype,
         "bos_token_id": FIRST_SPECIAL if o.tokenizer else None,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
-        **{"use_cache": True, **({"mlp_bias": o.mlp_bias} if o.architecture == LLAMA else {})},
+        "use_cache": True,
+        **({"mlp_bias": o.mlp_bias} if o.architecture == LLAMA else {}),
         **(o.extra or {}),
     }
     if "kv_lora_rank" in config:
@@ -248,12 +275,14 @@ ROUTER_GAIN = 1.5
 
 def attention_matrices(config: Json, sharpness: float, gain: float) -> Iterator[Matrix]:
     """Latent attention where there is a rank, else queries, keys and values."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     if "kv_lora_rank" in config:
         rank, rope, nope = (
             config[k] for k in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
         )
-        value, query = config["v_head_dim"], heads * (nope + rope)
+        value = config["v_head_dim"]
+        query = heads * (nope + rope)
         if config["q_lora_rank"] is None:
             yield "self_attn.q_proj", query, hidden, sharpness
         else:
@@ -263,7 +292,8 @@ def attention_matrices(config: Json, sharpness: float, gain: float) -> Iterator[
         yield "self_attn.kv_b_proj", heads * (nope + value), rank, sharpness
         yield "self_attn.o_proj", hidden, heads * value, 1.5 * gain
         return
-    query, key = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    query = heads * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
     projection = 1.0 if normalises_heads(config) else sharpness
     yield "self_attn.q_proj", query, hidden, projection
     yield "self_attn.k_proj", key, hidden, projection
@@ -356,7 +386,8 @@ def random_tensors(config: Json, seed: int, residual_gain: Callable[[int], float
     # (where heads are normalised their norms carry it, since they undo any scale of the projections).
     sharpness = math.sqrt(SCORE_STD)
     for layer in range(config["num_hidden_layers"]):
-        prefix, gain = f"model.layers.{layer}.", residual_gain(layer)
+        prefix = f"model.layers.{layer}."
+        gain = residual_gain(layer)
         matrices = (
             *attention_matrices(config, sharpness, gain),
             *mlp_matrices(config, layer, gain),
@@ -409,7 +440,8 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     # The specials stand in the vocabulary too, or the library would number them after its last entry.
     ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
     common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
-    last, wanted = len(common) - 1, vocab - SMALLEST_TOKENIZER
+    last = len(common) - 1
+    wanted = vocab - SMALLEST_TOKENIZER
     merges = [
         [common[first], common[total - first]]
         for total in range(2 * last + 1)
@@ -435,38 +467,40 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
         "use_regex": True,
     }
     whole = {
-        **{"version": "1.0", "truncation": None, "padding": None},
-        **{
-            "added_tokens": [{"id": number, **token} for number, token in added.items()],
-            "normalizer": None,
-        },
-        **{"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, **token} for number, token in added.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
         "model": {
-            **{
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-            },
-            **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False},
-            **{"ignore_merges": False, "vocab": ids, "merges": merges},
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": ids,
+            "merges": merges,
         },
     }
     write_json(folder / "tokenizer.json", whole)
     config = {
-        **{"add_bos_token": False, "add_prefix_space": False},
-        **{"added_tokens_decoder": {str(number): token for number, token in added.items()}},
-        **{
-            "bos_token": None,
-            "chat_template": CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-        },
-        **{
-            "eos_token": SPECIAL_TOKENS[2],
-            "model_max_length": max_positions,
-            "pad_token": SPECIAL_TOKENS[0],
-        },
-        **{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None},
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": {str(number): token for number, token in added.items()},
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": SPECIAL_TOKENS[2],
+        "model_max_length": max_positions,
+        "pad_token": SPECIAL_TOKENS[0],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
     }
     write_json(folder / "tokenizer_config.json", config)
 

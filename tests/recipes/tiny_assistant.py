@@ -20,8 +20,11 @@ NORMS = (
 
 def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     """Shapes of the floating-point tensors by their published names, but for clusters."""
-    text, wide = config["text_config"], config["backbone_hidden_size"]
-    hidden, inner, vocab = text["hidden_size"], text["intermediate_size"], text["vocab_size"]
+    text = config["text_config"]
+    wide = config["backbone_hidden_size"]
+    hidden = text["hidden_size"]
+    inner = text["intermediate_size"]
+    vocab = text["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "pre_projection.weight": (hidden, 2 * wide),
         "post_projection.weight": (wide, hidden),
@@ -30,7 +33,8 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     }
     for number, kind in enumerate(text["layer_types"]):
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
-        width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
+        width = text["num_attention_heads"] * size
+        at = f"model.layers.{number}."
         inside: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (width, hidden),
             "self_attn.o_proj": (hidden, width),
@@ -45,7 +49,8 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-HEADS, HIDDEN = 4, 32
+HEADS = 4
+HIDDEN = 32
 LAYERS = ("sliding_attention", "sliding_attention", "full_attention")
 
 
@@ -56,28 +61,23 @@ def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int 
     """
     outer: dict[str, Any] = json.loads((target / "config.json").read_text())
     of = outer.get("text_config", outer)
-    wide, vocab = of["hidden_size"], of["vocab_size"]
+    wide = of["hidden_size"]
+    vocab = of["vocab_size"]
     text = {
         **{
             key: value
             for key, value in of.items()
             if key not in ("architectures", "quantization_config")
         },
-        **{
-            "hidden_size": HIDDEN,
-            "intermediate_size": 3 * HIDDEN,
-            "num_hidden_layers": len(LAYERS),
-        },
-        **{
-            "num_attention_heads": HEADS,
-            "layer_types": list(LAYERS),
-            "num_kv_shared_layers": len(LAYERS),
-        },
-        **{
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "use_double_wide_mlp": False,
-        },
+        "hidden_size": HIDDEN,
+        "intermediate_size": 3 * HIDDEN,
+        "num_hidden_layers": len(LAYERS),
+        "num_attention_heads": HEADS,
+        "layer_types": list(LAYERS),
+        "num_kv_shared_layers": len(LAYERS),
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
     config: dict[str, Any] = {

@@ -12,7 +12,8 @@ import torch
 
 from tests.recipes.tiny import Tensors, drawn
 
-GATES, QUERIES = "mlp.gate_up_proj", "self_attn.qkv_proj"
+GATES = "mlp.gate_up_proj"
+QUERIES = "self_attn.qkv_proj"
 FUSED = {
     GATES: ("mlp.gate_proj", "mlp.up_proj"),
     QUERIES: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -188,7 +189,8 @@ def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -
     for stem in stems(found, "k_proj.weight"):
         rows, hidden = found[f"{stem}k_proj.weight"].shape
         slides = kinds[layer_of(stem)] == "S"
-        keys, heads = rows // 16 * (1 + slides), found[f"{stem}q_proj.weight"].shape[0] // 16
+        keys = rows // 16 * (1 + slides)
+        heads = found[f"{stem}q_proj.weight"].shape[0] // 16
         gain = float(found[f"{stem}o_proj.weight"].std()) * (16 / value) ** 0.5
         draw(found, f"{stem}k_proj.weight", (keys * 16, hidden), 1.4 / hidden**0.5)
         draw(found, f"{stem}v_proj.weight", (keys * value, hidden), 1 / hidden**0.5)
@@ -205,10 +207,8 @@ def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
     """Step-3.7: a gate a head; sliding layers have six heads in place of four; norms stored around 0."""
     found = with_centred_norms(tensors)
     for stem in stems(found, "q_proj.weight"):
-        hidden, heads = (
-            found[f"{stem}q_proj.weight"].shape[1],
-            6 if kinds[layer_of(stem)] == "S" else 4,
-        )
+        hidden = found[f"{stem}q_proj.weight"].shape[1]
+        heads = 6 if kinds[layer_of(stem)] == "S" else 4
         gain = float(found[f"{stem}o_proj.weight"].std()) * (4 / heads) ** 0.5
         draw(found, f"{stem}q_proj.weight", (heads * 16, hidden), hidden**-0.5)
         draw(found, f"{stem}o_proj.weight", (hidden, heads * 16), gain)
@@ -231,7 +231,8 @@ def packed_experts(tensors: Tensors) -> Tensors:
     """Every expert in two tensors, under Granite's names."""
     found = without_head_norms(tensors)
     for stem in stems(found, "mlp.gate.weight"):
-        each, block = take_experts(found, stem), f"{stem}block_sparse_moe."
+        each = take_experts(found, stem)
+        block = f"{stem}block_sparse_moe."
         found[f"{block}router.layer.weight"] = found.pop(f"{stem}mlp.gate.weight")
         found[f"{block}input_linear.weight"] = torch.cat((each["gate"], each["up"]), 1)
         found[f"{block}output_linear.weight"] = each["down"]
@@ -242,11 +243,9 @@ def with_sinks(tensors: Tensors) -> Tensors:
     """gpt-oss: sinks, biases everywhere, experts packed with inputs before outputs, gate and up in turn."""
     found = without_head_norms(tensors)
     for stem in stems(found, "mlp.gate.weight"):
-        each, router, block = (
-            take_experts(found, stem),
-            found.pop(f"{stem}mlp.gate.weight"),
-            f"{stem}mlp.",
-        )
+        each = take_experts(found, stem)
+        router = found.pop(f"{stem}mlp.gate.weight")
+        block = f"{stem}mlp."
         both = torch.stack((each["gate"] * 2, each["up"] * 2), 2).flatten(1, 2)
         found[f"{block}router.weight"] = router
         found[f"{block}router.bias"] = drawn(f"{stem}router.bias", (len(router),), 0.5)
@@ -264,10 +263,16 @@ def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
     found = {
         n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()
     }
-    width, hidden, experts, put = 12, 64, 8, partial(draw, found)
+    width = 12
+    hidden = 64
+    experts = 8
+    put = partial(draw, found)
     for layer in range(4):
-        stem, wide, shares = f"model.layers.{layer}.", bool(layer % 2), layer > 1
-        size, own = 32 if wide else 16, f"{stem}self_attn."
+        stem = f"model.layers.{layer}."
+        wide = bool(layer % 2)
+        shares = layer > 1
+        size = 32 if wide else 16
+        own = f"{stem}self_attn."
         if wide:
             for name, rows in (("q", 4), ("k", 1), ("v", 1)):
                 put(f"{own}{name}_proj.weight", (rows * size, hidden), hidden**-0.5)
@@ -354,17 +359,19 @@ def with_mamba(tensors: Tensors, groups: int = 4) -> Tensors:
 
 def mamba(stem: str, groups: int, out: torch.Tensor) -> Tensors:
     """A Mamba-2 layer's tensors, every one of which matters, as loud as the attention with that output."""
-    hidden, heads, inner, gain = 64, 8, 128, float(out.std()) * len(out) ** 0.5
+    hidden = 64
+    heads = 8
+    inner = 128
+    gain = float(out.std()) * len(out) ** 0.5
     channels = inner + 2 * groups * 24
     shapes: dict[str, tuple[tuple[int, ...], float, float]] = {
         "in_proj.weight": ((inner + channels + heads, hidden), 1.2 / hidden**0.5, 0.0),
         "out_proj.weight": ((hidden, inner), gain / inner**0.5, 0.0),
-        **{"conv1d.weight": ((channels, 1, 4), 0.5, 0.0), "conv1d.bias": ((channels,), 0.2, 0.0)},
-        **{
-            "A_log": ((heads,), 0.7, 0.3),
-            "dt_bias": ((heads,), 1.0, -1.0),
-            "D": ((heads,), 0.5, 1.0),
-        },
+        "conv1d.weight": ((channels, 1, 4), 0.5, 0.0),
+        "conv1d.bias": ((channels,), 0.2, 0.0),
+        "A_log": ((heads,), 0.7, 0.3),
+        "dt_bias": ((heads,), 1.0, -1.0),
+        "D": ((heads,), 0.5, 1.0),
         "norm.weight": ((inner,), 0.2, 1.0),
     }
     return {stem + name: drawn(stem + name, *how) for name, how in shapes.items()}
@@ -379,8 +386,11 @@ def with_single_blocks(tensors: Tensors, kinds: str, latent: int = 0) -> Tensors
     names |= {"model.norm.weight": "backbone.norm_f.weight", "lm_head.weight": "lm_head.weight"}
     found = {new: tensors[old] for old, new in names.items()}
     for name in tensors.keys() - names:
-        tensor, layer, inside = tensors[name], layer_of(name), name.split(".", 3)[3]
-        kind, to = kinds[layer], f"backbone.layers.{layer}."
+        tensor = tensors[name]
+        layer = layer_of(name)
+        inside = name.split(".", 3)[3]
+        kind = kinds[layer]
+        to = f"backbone.layers.{layer}."
         if inside == "input_layernorm.weight":
             found[f"{to}norm.weight"] = tensor
         elif kind == "M" and inside == "self_attn.o_proj.weight":

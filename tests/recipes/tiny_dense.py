@@ -30,10 +30,14 @@ from tests.recipes.tiny import (
 WINDOW = 24
 SLIDES: dict[str, Any] = {"sliding_window": WINDOW}
 PADS: dict[str, Any] = {"pad_token_id": 0}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 GEMMA: dict[str, Any] = {
-    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, **SLIDES},
-    **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    **SLIDES,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
 GEMMA3: dict[str, Any] = {**GEMMA, "model_type": "gemma3_text"}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -53,41 +57,66 @@ DENSE_FIRST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers":
 SPARSE_LAST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
 LOCAL: dict[str, Any] = {"num_local_experts": 8, "intermediate_size": 32}
 NEMOTRON: dict[str, Any] = {
-    **{"layer_norm_epsilon": 1e-5, "hybrid_override_pattern": "M*-M"},
-    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4},
-    **{"ssm_state_size": 24, "conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2"},
-    **{"time_step_min": 0.0, "use_bias": False, "mlp_bias": False, "attention_bias": False},
+    "layer_norm_epsilon": 1e-5,
+    "hybrid_override_pattern": "M*-M",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 24,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "mlp_hidden_act": "relu2",
+    "time_step_min": 0.0,
+    "use_bias": False,
+    "mlp_bias": False,
+    "attention_bias": False,
 }
 """With `time_step_min` the library bounds steps of prompts, and of no other tokens: see that it does not."""
 NEMOTRON_MOE: dict[str, Any] = {
-    **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
-    **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 1.5},
+    **NEMOTRON,
+    "hybrid_override_pattern": "M*-E",
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "moe_shared_expert_intermediate_size": 48,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
 }
 GRANITE: dict[str, Any] = {
-    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
-    **{"attention_multiplier": 0.2, "attention_bias": False},
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+    "attention_bias": False,
 }
 LOUD: dict[str, Any] = {"residual_multiplier": 0.7}
 GRANITE_HYBRID: dict[str, Any] = {
-    **{**GRANITE, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_d_head": 16},
-    **{"mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
-    **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
-    **{"position_embedding_type": "nope", "num_local_experts": 0, "shared_intermediate_size": 128},
+    **GRANITE,
+    "model_type": "granitemoehybrid",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "position_embedding_type": "nope",
+    "num_local_experts": 0,
+    "shared_intermediate_size": 128,
     "layer_types": ["mamba", "attention", "mamba", "mamba"],
 }
 GEMMA4: dict[str, Any] = {
-    **{"model_type": "gemma4_text", **SLIDES},
-    **{
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": 8.0,
-        "global_head_dim": 32,
-    },
-    **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2},
-    **{
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 12,
-        "vocab_size_per_layer_input": 320,
-    },
+    "model_type": "gemma4_text",
+    **SLIDES,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 8.0,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 320,
     "layer_types": [SLIDING, FULL] * 2,
     "rope_parameters": {
         FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
@@ -133,7 +162,8 @@ FAMILIES: dict[str, Family] = {
         **PADS,
         original_max_position_embeddings=LONG_ORIGINAL,
         rope_scaling={
-            **{"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0]},
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0],
             "long_factor": [float(2 + i) for i in range(6)],
         },
     ),
@@ -179,8 +209,12 @@ FAMILIES: dict[str, Family] = {
         PLAIN,
         rope_theta=None,
         rope_parameters={
-            **{**YARN, "original_max_position_embeddings": 64, "rope_theta": 1e4},
-            **{"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **YARN,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
         },
     ),
     "glm4": family("Glm4", BIASED, to.with_glm4_norms, **BIAS, partial_rotary_factor=0.5, **PADS),
@@ -316,12 +350,10 @@ FAMILIES: dict[str, Family] = {
         attention_other_setting={"num_attention_heads": 6},
         layer_types=[FULL, SLIDING, SLIDING, FULL],
         rope_scaling={
-            **{
-                "rope_type": "llama3",
-                "factor": 2.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 32.0,
-            },
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
             "original_max_position_embeddings": 64,
         },
     ),

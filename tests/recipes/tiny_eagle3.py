@@ -35,7 +35,8 @@ OWN_SHAPE = {
     "intermediate_size": 96,
 }
 """A random head's, none of them the tiny target's."""
-OWN_ROPE, OWN_EPSILON = 5000.0, 1e-3
+OWN_ROPE = 5000.0
+OWN_EPSILON = 1e-3
 """The rotary base of a random head, and what its norms add: enough to be seen beside a quiet embedding."""
 SHARPEST = 60.0
 """About the score of a row with itself in the heads that look nowhere else."""
@@ -81,20 +82,20 @@ def write_tiny_pair(
 
 
 DEFAULTS: dict[str, Any] = {
-    **{"layout": "research", "kind": "random", "draft_vocab": 96, "hidden_size": None, "aux": None},
-    **{
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-    },
-    **{
-        "own_embedding": False,
-        "own_head": True,
-        "hidden_share": 0.05,
-        "seed": 0,
-        "dtype": "float32",
-    },
+    "layout": "research",
+    "kind": "random",
+    "draft_vocab": 96,
+    "hidden_size": None,
+    "aux": None,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "own_embedding": False,
+    "own_head": True,
+    "hidden_share": 0.05,
+    "seed": 0,
+    "dtype": "float32",
 }
 
 
@@ -107,13 +108,13 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     draft_vocab: how many of the target's ids the head can say; None for all, which the target's own output
     can say too where own_head is false. hidden_share: how much of the old state a copy keeps.
     """
-    o, verifier = tiny.chosen(DEFAULTS, options), json.loads((target / "config.json").read_text())
-    wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
-    hidden, copies, parts = (
-        o.hidden_size or wide,
-        o.kind == "copy",
-        3 if o.aux is None else len(o.aux),
-    )
+    o = tiny.chosen(DEFAULTS, options)
+    verifier = json.loads((target / "config.json").read_text())
+    wide = verifier["hidden_size"]
+    vocab = verifier["vocab_size"]
+    hidden = o.hidden_size or wide
+    copies = o.kind == "copy"
+    parts = 3 if o.aux is None else len(o.aux)
     flags = {name: getattr(o, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
     layer = _layer_config(verifier, copies, hidden)
     if o.layout == "speculators":
@@ -185,17 +186,28 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
 
 def _layer_config(verifier: tiny.Json, copies: bool, hidden: int) -> dict[str, Any]:
     """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
-    shape, rope, epsilon = OWN_SHAPE, OWN_ROPE, OWN_EPSILON
+    shape = OWN_SHAPE
+    rope = OWN_ROPE
+    epsilon = OWN_EPSILON
     if copies:
         heads = 2 * verifier["num_attention_heads"]
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
         shape["intermediate_size"] = verifier["intermediate_size"]
-        rope, epsilon = verifier["rope_theta"], verifier["rms_norm_eps"]
+        rope = verifier["rope_theta"]
+        epsilon = verifier["rms_norm_eps"]
     return {
-        **{"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": 1, **shape},
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": 1,
+        **shape,
         **{key: verifier[key] for key in ("vocab_size", "max_position_embeddings")},
-        **{"rms_norm_eps": epsilon, "rope_theta": rope, "rope_scaling": None, "hidden_act": "silu"},
-        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        "rms_norm_eps": epsilon,
+        "rope_theta": rope,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
     }
 
 
@@ -222,7 +234,8 @@ def _speculators(
 
 def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
     """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
-    hidden, inner = layer["hidden_size"], layer["intermediate_size"]
+    hidden = layer["hidden_size"]
+    inner = layer["intermediate_size"]
     query, key = (
         layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value")
     )
@@ -278,16 +291,15 @@ def _copied(
         return torch.cat((seeing, torch.cat((token, state), 1).repeat(copied, 1)))
 
     embedding = target["model.embed_tokens.weight"].float()
-    token_norm, hidden_norm = (
-        source["input_layernorm.weight"],
-        draw("hidden_norm", (hidden,), 0.1, 1.0),
-    )
+    token_norm = source["input_layernorm.weight"]
+    hidden_norm = draw("hidden_norm", (hidden,), 0.1, 1.0)
     bare = (1.0 / token_norm).diag()
     own = bare * math.sqrt(SHARPEST / math.sqrt(hidden))
     out = source["self_attn.o_proj.weight"].view(hidden, copied, size) / QUIET
     out = torch.zeros(hidden, copied, hidden).index_copy(2, places, out).flatten(1)
     final = target["model.norm.weight"].float()
-    nothing, token = torch.zeros(hidden, hidden), embedding.square().mean().sqrt() / QUIET * bare
+    nothing = torch.zeros(hidden, hidden)
+    token = embedding.square().mean().sqrt() / QUIET * bare
     state = (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag())
     return {
         "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), own, nothing),

@@ -24,21 +24,32 @@ from tests.recipes.tiny import (
 )
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-    },
-    **{"linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
-    **{"linear_conv_kernel_dim": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
-    **{"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False},
-    **{"eos_token_id": 258, "bos_token_id": 256},
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 258,
+    "bos_token_id": 256,
 }
 ROPE = {
-    **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    **{"mrope_section": [1, 1, 2], "mrope_interleaved": True},
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 2],
+    "mrope_interleaved": True,
 }
 VALUES = ("num_value_heads", "value_head_dim")
 SOFT = 0.12
@@ -74,7 +85,8 @@ def write_tiny_hybrid(
         "model_type": "qwen3_5_text",
     }
     config |= {"rope_parameters": ROPE, "dtype": dtype}
-    text, tensors = config, _tensors(config, kinds, seed, gain if agreeing else None)
+    text = config
+    tensors = _tensors(config, kinds, seed, gain if agreeing else None)
     if mtp:
         tensors |= _mtp_tensors(config, seed, gain if agreeing else None)
     if wrapped:
@@ -103,8 +115,10 @@ def _draw(
 
 
 def _attention(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, size = config["hidden_size"], config["head_dim"]
-    heads, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    hidden = config["hidden_size"]
+    size = config["head_dim"]
+    heads = config["num_attention_heads"] * size
+    keys = config["num_key_value_heads"] * size
     shapes: dict[str, tuple[int, ...]] = {
         "q_proj": (2 * heads, hidden),
         "k_proj": (keys, hidden),
@@ -134,7 +148,8 @@ def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> Tensors:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     shapes = (_delta if linear else _attention)(config, prefix)
     for name in ("input_layernorm", "post_attention_layernorm"):
         shapes[f"{prefix}{name}.weight"] = (hidden,)
@@ -143,7 +158,8 @@ def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> T
     made = {}
     for name, shape in shapes.items():
         last = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
-        std, mean = (gain if last else 1.2) / math.sqrt(shape[-1]), 0.0
+        std = (gain if last else 1.2) / math.sqrt(shape[-1])
+        mean = 0.0
         if name.endswith("conv1d.weight"):
             std = 0.5
         elif len(shape) == 1:
@@ -155,7 +171,8 @@ def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> T
 
 
 def _tensors(config: Json, kinds: list[str], seed: int, agreeing: float | None) -> Tensors:
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    vocab = config["vocab_size"]
+    hidden = config["hidden_size"]
     made = {
         "model.embed_tokens.weight": _draw(seed, "embedding", (vocab, hidden), EMBEDDING_STD),
         "model.norm.weight": _draw(seed, "norm", (hidden,), 0.1),
@@ -170,7 +187,8 @@ def _tensors(config: Json, kinds: list[str], seed: int, agreeing: float | None) 
 
 def _mtp_tensors(config: Json, seed: int, agreeing: float | None) -> Tensors:
     hidden = config["hidden_size"]
-    square, loud = (hidden, hidden), 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
+    square = (hidden, hidden)
+    loud = 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
     token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", square, 0.1)
     state = _draw(seed, "state", square, loud / math.sqrt(hidden))
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")

@@ -101,7 +101,8 @@ def module_tensors(
     target: Tensors, config: dict[str, Any], family: str, module: int, kind: str, share: float
 ) -> Tensors:
     """One module's tensors under their full names."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     token_norm, hidden_norm, projection, final_norm, layer, hidden_first = NAMES[family]
     place = {"i": module, "l": layers + module}
 

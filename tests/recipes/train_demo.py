@@ -50,7 +50,9 @@ class Recorder:
     """The loss curve, the tokens seen and the time taken."""
 
     def __init__(self, stage: str) -> None:
-        self.stage, self.tokens, self.began = stage, 0, time.monotonic()
+        self.stage = stage
+        self.tokens = 0
+        self.began = time.monotonic()
         self.curve: list[dict[str, float]] = []
 
     def point(self, step: int, **figures: Tensor) -> None:
@@ -167,8 +169,10 @@ def mtp_losses(
         own = F.cross_entropy(
             logits.flatten(0, 1), ids[:, 1 : length + 1].flatten(), reduction="none"
         )
-        teacher, rows = logits.detach(), slice(0, None, min(depths, 2))
-        missed, agreed = [], []
+        teacher = logits.detach()
+        rows = slice(0, None, min(depths, 2))
+        missed = []
+        agreed = []
         states = target.mtp_hidden(hidden[rows], ids[rows, 1 : length + depths], depths)
         for depth, state in enumerate(states, 1):
             guess = target.logits(state[:, :-depth]).flatten(0, 1)
@@ -186,7 +190,8 @@ def measure(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
 def train_draft(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
     """Train the draft from the saved target's distributions and save it; returns its record."""
     target = load_decoder(arguments.out, TARGETS[arguments.model]).eval()
-    recorder, draft = Recorder("draft"), Decoder(DRAFT)
+    recorder = Recorder("draft")
+    draft = Decoder(DRAFT)
     batches = Batches(corpus, tokenizer, arguments.seed + 1)
     if arguments.compile:
         compile_parts(target, draft)
@@ -234,7 +239,8 @@ def main(arguments: Namespace) -> None:
     corpus = build_corpus()
     saved = (arguments.tokenizer or arguments.out) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(saved)) if saved.exists() else train_tokenizer(corpus)
-    record, path = begin_record(arguments.out, corpus), arguments.out / "training.json"
+    record = begin_record(arguments.out, corpus)
+    path = arguments.out / "training.json"
     record["runs"].append(" ".join(sys.argv[1:]))
     for stage in arguments.stages.split(","):
         if arguments.go_on and stage in record:

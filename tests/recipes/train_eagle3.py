@@ -59,7 +59,8 @@ class MidLayer(nn.Module):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.input_layernorm, self.hidden_norm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
+        self.input_layernorm = RMSNorm(shape.hidden)
+        self.hidden_norm = RMSNorm(shape.hidden)
         self.post_attention_layernorm = RMSNorm(shape.hidden)
         self.self_attn = model.GroupedAttention(shape, 2 * shape.hidden, norms=False)
         self.mlp = model.MLP(shape.hidden, shape.intermediate)
@@ -102,7 +103,8 @@ class Eagle3Head(nn.Module):
         positions 1 on. Row P of step j has seen (streams P, token P + 1) and its own j states, at position
         P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
         """
-        length, steps = streams.shape[1], []
+        length = streams.shape[1]
+        steps = []
         memory: Memory = []
         state = self.fc(streams)
         for step in range(depth):
@@ -119,7 +121,8 @@ class Eagle3Head(nn.Module):
 
 def read_target(target: Decoder, ids: Tensor, read: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The residual streams that enter the layers read, side by side, and the logits [B, T, vocab]."""
-    x, streams = target.embed(ids), []
+    x = target.embed(ids)
+    streams = []
     turns = target.turns(ids.shape[1], x.dtype)
     for index, layer in enumerate(target.layers):
         if index in read:
@@ -133,12 +136,15 @@ def soft_losses(head: Eagle3Head, states: list[Tensor], logits: Tensor) -> tuple
 
     A position counts in the loss where the target's own choice is kept; in the agreement every one does.
     """
-    teacher, best = logits[..., head.kept].softmax(-1), logits.argmax(-1)
+    teacher = logits[..., head.kept].softmax(-1)
+    best = logits.argmax(-1)
     within = torch.isin(best, head.kept)
-    losses, agreed = [], []
+    losses = []
+    agreed = []
     for depth, state in enumerate(states, 1):
         guess = head.logits(state[:, :-depth])
-        log_chances, counts = F.log_softmax(guess, dim=-1), within[:, depth:].float()
+        log_chances = F.log_softmax(guess, dim=-1)
+        counts = within[:, depth:].float()
         missed = -(teacher[:, depth:] * log_chances).sum(-1)
         losses.append((missed * counts).sum() / counts.sum().clamp(min=1))
         agreed.append((head.kept[guess.argmax(-1)] == best[:, depth:]).float().mean())
@@ -149,21 +155,23 @@ def head_config(shape: Eagle3Shape) -> dict[str, Any]:
     """config.json; the layer ids name those whose output is read."""
     read = [index - 1 for index in shape.read]
     return {
-        **{
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": shape.hidden,
-        },
-        **{"intermediate_size": shape.intermediate, "num_hidden_layers": 1},
-        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads},
-        **{"head_dim": shape.head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6},
-        **{"rope_theta": shape.rope_theta, "max_position_embeddings": shape.max_positions},
-        **{
-            "vocab_size": shape.vocab,
-            "draft_vocab_size": shape.draft_vocab,
-            "attention_bias": False,
-        },
-        **{"tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.draft_vocab,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
     }
 
@@ -221,7 +229,8 @@ def losses_of(head: Eagle3Head, target: Decoder, ids: Tensor, depths: int) -> tu
 
 def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -> dict[str, Any]:
     """Train and save the head; returns the record."""
-    recorder, optimizers = Recorder("eagle3"), make_optimizers(head, arguments.scale)
+    recorder = Recorder("eagle3")
+    optimizers = make_optimizers(head, arguments.scale)
     for step, _, ids in steps_of(optimizers, batches, arguments.steps, recorder, DEPTHS):
         # Two steps a batch: half the rows ask for the first draft only, the other half for every depth.
         losses_of(head, target, ids[1::2, : 1 - DEPTHS], 1)[0].sum().backward()
@@ -248,7 +257,9 @@ def measure(
 
     The windows and positions are those of `demo_corpus.held_out`.
     """
-    agreed, kept, tokens = torch.zeros(MEASURED), 0, 0
+    agreed = torch.zeros(MEASURED)
+    kept = 0
+    tokens = 0
     for window in windows_of(corpus, tokenizer):
         length = window.shape[1] - 1 - MEASURED
         if length < 1:
@@ -274,12 +285,11 @@ def main(arguments: argparse.Namespace) -> None:
     """Train the head; `training.json` beside it keeps the record."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
-    corpus, tokenizer = (
-        build_corpus(),
-        Tokenizer.from_file(str(arguments.target / "tokenizer.json")),
-    )
+    corpus = build_corpus()
+    tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     target = load_decoder(arguments.target, TARGET).eval().requires_grad_(False)
-    batches, path = Batches(corpus, tokenizer, arguments.seed + 4), arguments.out / "training.json"
+    batches = Batches(corpus, tokenizer, arguments.seed + 4)
+    path = arguments.out / "training.json"
     if arguments.go_on:
         head = load_head(arguments.out, HEAD)
     else:

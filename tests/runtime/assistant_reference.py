@@ -32,8 +32,11 @@ class LibraryAssistant:
         """The k greedy drafts after `tokens`, and how near the nearest second choice came."""
         wanted = {"output_hidden_states": True, "return_shared_kv_states": True}
         seen = self.target(torch.tensor([tokens[:-1]]), **wanted)
-        state, last = seen.hidden_states[-1][:, -1:], tokens[-1]
-        drafts, gap, position = list[int](), float("inf"), torch.tensor([[len(tokens) - 1]])
+        state = seen.hidden_states[-1][:, -1:]
+        last = tokens[-1]
+        drafts = list[int]()
+        gap = float("inf")
+        position = torch.tensor([[len(tokens) - 1]])
         for _ in range(k):
             token = self.target.get_input_embeddings()(torch.tensor([[last]]))
             given = {
@@ -44,6 +47,8 @@ class LibraryAssistant:
             made = self.assistant(inputs_embeds=torch.cat((token, state), -1), **given)
             for token_id, bias in self.bias.items():
                 made.logits[0, -1, token_id] += bias
-            (last, near), state = chosen(made.logits[0, -1]), made.last_hidden_state
-            drafts, gap = [*drafts, last], min(gap, near)
+            last, near = chosen(made.logits[0, -1])
+            state = made.last_hidden_state
+            drafts = [*drafts, last]
+            gap = min(gap, near)
         return drafts, gap

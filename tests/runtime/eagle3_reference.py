@@ -44,8 +44,10 @@ class PlainEagle3(PlainLayers):
 
     def _indices(self, published: dict[str, Any]) -> list[int]:
         """Entering indices: j is the residual stream that enters layer j of the target."""
-        key, layers = "eagle_aux_hidden_state_layer_ids", self.target.config["num_hidden_layers"]
-        inputs, outputs = published.get(key), published.get("eagle_config", {}).get(key)
+        key = "eagle_aux_hidden_state_layer_ids"
+        layers = self.target.config["num_hidden_layers"]
+        inputs = published.get(key)
+        outputs = published.get("eagle_config", {}).get(key)
         if inputs:
             return list(inputs)
         return [index + 1 for index in outputs] if outputs else [2, layers // 2, layers - 3]
@@ -70,11 +72,14 @@ class PlainEagle3(PlainLayers):
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
         """See `PlainMtp`. Rows of `tokens` are made of fused states; a draft adds one of the last state."""
-        drafts, gap, states = list[int](), float("inf"), hidden[: len(tokens) - 1]
+        drafts = list[int]()
+        gap = float("inf")
+        states = hidden[: len(tokens) - 1]
         for _ in range(k):
             made, logits = self.rows([*tokens[1:], *drafts], states)
             best, near = chosen(logits[-1])
-            drafts, gap = [*drafts, int(self.said[best])], min(gap, near)
+            drafts = [*drafts, int(self.said[best])]
+            gap = min(gap, near)
             states = torch.cat((states, made[-1:]))
         return drafts, gap
 

@@ -58,7 +58,8 @@ class Tape:
     """The calls of operations while it listens, in words that must be the same at every replay."""
 
     def __init__(self, form: str) -> None:
-        self.form, self.calls = form, list[tuple[str, list[object]]]()
+        self.form = form
+        self.calls = list[tuple[str, list[object]]]()
         self.lasting: dict[int, str] | None = None
         """Where the memory of each lasting tensor is kept; None while none is recorded."""
 
@@ -128,14 +129,18 @@ class StandIn(CapturedRounds):
     def __init__(self, engine: Engine, tape: Tape) -> None:
         queue = local_queue(engine)
         super().__init__(queue.round, capture=self.capture_by_watching)
-        self.parts, self.tape = (vars(queue.round), queue.states), tape
+        self.parts = (vars(queue.round), queue.states)
+        self.tape = tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
-        self.engine, self.order = engine, list[RoundShape]()
+        self.engine = engine
+        self.order = list[RoundShape]()
         # What the last launches had in common (their shape, and who holds the slots), and how many they were.
-        self.stretch, self.alike = tuple[object, ...](), 0
+        self.stretch = tuple[object, ...]()
+        self.alike = 0
         # The tensors that lasted after a round of theirs, and their bytes.
-        self.living, self.held = set[int](), -1
+        self.living = set[int]()
+        self.held = -1
         gc.freeze()  # what there is by now is most of a process, and would make each count slow
         if (
             tape.form == "torch"
@@ -153,7 +158,9 @@ class StandIn(CapturedRounds):
         assert self.rounds < 300, "the texts do not end"
         stretch = (shape, *(sequence.epoch for sequence in self.engine._scheduler.running()))
         if shape not in self.captured or stretch != self.stretch:
-            self.stretch, self.alike, self.held = stretch, 0, -1
+            self.stretch = stretch
+            self.alike = 0
+            self.held = -1
         result = super().run(shape, views)
         self.alike += 1
         if self.alike > self.engine.plan.lag == len(self.engine._scheduler.in_flight):
@@ -167,7 +174,8 @@ class StandIn(CapturedRounds):
 
     def count_tensors(self) -> None:
         """Assert that no more tensors last than did in the same stretch of rounds."""
-        now, known = young_tensors(), self.held >= 0
+        now = young_tensors()
+        known = self.held >= 0
         if not known or len(now) > len(self.living):
             gc.collect()  # what only a cycle holds does not last
             now = young_tensors()
@@ -178,7 +186,8 @@ class StandIn(CapturedRounds):
             assert len(now) <= len(self.living), f"more tensors last than before, of these: {more}"
             assert held <= self.held, f"{held - self.held} more bytes last than before"
             self.counted += 1
-        self.living, self.held = {id(tensor) for tensor in now}, held
+        self.living = {id(tensor) for tensor in now}
+        self.held = held
 
     def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         held = dict(tensors_in(self.parts))
@@ -189,7 +198,8 @@ class StandIn(CapturedRounds):
 
         def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
             self.tape.listen(held)
-            result, calls = program(), self.tape.calls
+            result = program()
+            calls = self.tape.calls
             self.tape.lasting = None
             return result, calls
 

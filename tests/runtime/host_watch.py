@@ -22,8 +22,18 @@ from spd.kernels.attention import paged_attention, rotary_store
 from spd.runtime.round.round import Round
 
 HOST_READS = (
-    *("item", "tolist", "numpy", "cpu", "nonzero", "__array__"),
-    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "nonzero",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__complex__",
+    "__index__",
+    "__contains__",
 )
 WAITS = (
     *((owner, "synchronize") for owner in (torch.cuda, torch.accelerator, torch.cpu)),
@@ -56,12 +66,15 @@ class HostWatch:
     """Raises AssertionError where a round's program, its kernels in one of `forms`, asks the device."""
 
     def __init__(self, *forms: str) -> None:
-        self.forms, self.running = forms, False
-        self.rounds, self._programs = 0, Counter[Any]()
+        self.forms = forms
+        self.running = False
+        self.rounds = 0
+        self._programs = Counter[Any]()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Watch every round from now on, of engines made from now on."""
-        honest, watch = Round.run, self
+        honest = Round.run
+        watch = self
 
         @functools.wraps(honest)
         def run(self: Round, k: int, views: Any, *rest: Any) -> Any:

@@ -17,11 +17,9 @@ from torch import Tensor
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_mtp import NAMES
 
-HIDDEN_FIRST, MASK_FIRST, RECYCLE_RAW = (
-    ("mimo",),
-    ("deepseek", "glm4", "mimo", "ernie"),
-    ("glm4", "ernie"),
-)
+HIDDEN_FIRST = ("mimo",)
+MASK_FIRST = ("deepseek", "glm4", "mimo", "ernie")
+RECYCLE_RAW = ("glm4", "ernie")
 """Families whose projection reads the state first; that hide the first embedding; that skip a norm."""
 AROUND_ZERO = ("step3", "mtp")
 """Families whose scales of norms are stored as their distance from 1; of "mtp" the hybrids."""
@@ -29,13 +27,13 @@ LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 HOW: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 """The library's models; those with experts, too: `experts_implementation`."""
 STEP_VISION = {
-    **{
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    },
-    **{"image_size": 28, "patch_size": 14, "model_type": "step3p5_vision"},
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "model_type": "step3p5_vision",
 }
 
 
@@ -63,7 +61,8 @@ class PlainLayers:
     """The pre-norm decoder layers of a Llama or Qwen3 checkpoint, run over whole texts."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.config, self.tensors = config, tensors
+        self.config = config
+        self.tensors = tensors
         self.epsilon = self.config["rms_norm_eps"]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -93,8 +92,10 @@ class PlainLayers:
 
     def attention(self, y: Tensor, prefix: str) -> Tensor:
         """What attention adds to rows at positions from 0 on, each seeing those before; y: normed rows."""
-        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        rows, positions = len(y), torch.arange(len(y), dtype=torch.float64)
+        heads = self.config["num_attention_heads"]
+        kv_heads = self.config["num_key_value_heads"]
+        rows = len(y)
+        positions = torch.arange(len(y), dtype=torch.float64)
         q, k, v = (
             self.linear(y, f"{prefix}self_attn.{name}_proj").view(rows, count, -1)
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
@@ -102,7 +103,8 @@ class PlainLayers:
         if f"{prefix}self_attn.q_norm.weight" in self.tensors:
             q = self.norm(q, f"{prefix}self_attn.q_norm")
             k = self.norm(k, f"{prefix}self_attn.k_norm")
-        q, k = self.rotated(q, positions), self.rotated(k, positions)
+        q = self.rotated(q, positions)
+        k = self.rotated(k, positions)
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         scores = scores + torch.full((rows, rows), -torch.inf, dtype=y.dtype).triu(1)
@@ -111,7 +113,8 @@ class PlainLayers:
 
     def mlp(self, y: Tensor, prefix: str) -> Tensor:
         """What the gated network adds; y: normed rows."""
-        gate, up = self.linear(y, f"{prefix}mlp.gate_proj"), self.linear(y, f"{prefix}mlp.up_proj")
+        gate = self.linear(y, f"{prefix}mlp.gate_proj")
+        up = self.linear(y, f"{prefix}mlp.up_proj")
         return self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
 
     def layer(self, x: Tensor, prefix: str) -> Tensor:
@@ -147,11 +150,13 @@ class PlainMtp(PlainTarget):
 
     def __init__(self, folder: Path, family: str, modules: int) -> None:
         super().__init__(folder)
-        self.family, self.modules = family, modules
+        self.family = family
+        self.modules = modules
 
     def module(self, module: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""
-        place, family = {"i": module, "l": self.config["num_hidden_layers"] + module}, self.family
+        place = {"i": module, "l": self.config["num_hidden_layers"] + module}
+        family = self.family
         names = (str(name or "").format(**place) for name in NAMES[family][:5])
         token_norm, hidden_norm, projection, final_norm, prefix = names
         token = self.embedding[tokens].clone()
@@ -167,7 +172,9 @@ class PlainMtp(PlainTarget):
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
         """The k greedy drafts after `tokens`, and how near the nearest second choice came."""
-        drafts, fed, gap = list[int](), list[int](), float("inf")
+        drafts = list[int]()
+        fed = list[int]()
+        gap = float("inf")
         states = inputs = hidden[: len(tokens) - 1]
         for step in range(k):
             if step < self.modules:
@@ -179,7 +186,8 @@ class PlainMtp(PlainTarget):
                 fed = [*fed, drafts[-1]]
             states, logits = self.module(min(step, self.modules - 1), fed, inputs)
             best, near = chosen(logits[-1])
-            drafts, gap = [*drafts, best], min(gap, near)
+            drafts = [*drafts, best]
+            gap = min(gap, near)
         return drafts, gap
 
 
@@ -231,12 +239,11 @@ class LibraryMtp(PlainMtp):
             }
             longer |= {key: [*self.config[key], *[each] * modules] for key, each in padding.items()}
             longer = {
-                **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
-                **{
-                    "text_config": longer,
-                    "vision_config": STEP_VISION,
-                    "tie_word_embeddings": False,
-                },
+                "architectures": ["Step3p7ForConditionalGeneration"],
+                "model_type": "step3p7",
+                "text_config": longer,
+                "vision_config": STEP_VISION,
+                "tie_word_embeddings": False,
             }
         for name, tensor in self.tensors.items() if family in AROUND_ZERO else ():
             if tensor.dim() == 1 and "norm" in name:  # also of those outside layers
@@ -248,7 +255,8 @@ class LibraryMtp(PlainMtp):
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
-        rows, number = torch.arange(len(x))[None], self.numbers.get(prefix)
+        rows = torch.arange(len(x))[None]
+        number = self.numbers.get(prefix)
         number = int(prefix.split(".")[2]) if number is None else number
         mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
         kinds = getattr(self.model.config, "layer_types", None)
@@ -272,12 +280,12 @@ class NemotronMtp(PlainMtp):
         from transformers import AutoModelForCausalLM
 
         self.config = json.loads((folder / "config.json").read_text())
-        self.tensors, self.epsilon = tensors_of(folder), self.config["layer_norm_epsilon"]
-        self.family, self.modules = "nemotron_h", 1
-        self.embedding, self.head = (
-            self.tensors["backbone.embeddings.weight"],
-            self.tensors["lm_head.weight"],
-        )
+        self.tensors = tensors_of(folder)
+        self.epsilon = self.config["layer_norm_epsilon"]
+        self.family = "nemotron_h"
+        self.modules = 1
+        self.embedding = self.tensors["backbone.embeddings.weight"]
+        self.head = self.tensors["lm_head.weight"]
         around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
         kept = {
             name.replace("mtp.", "backbone."): tensor

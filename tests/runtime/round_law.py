@@ -55,7 +55,8 @@ class Script:
 
     def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
         """In place of noise and argmax."""
-        self.processed, self.positions = processed, positions
+        self.processed = processed
+        self.positions = positions
         return self.samples
 
     def sample_rows(self, *given: Any) -> tuple[Tensor, Tensor]:
@@ -69,13 +70,16 @@ class RememberingRunner:
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
-        self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE, recurrent=False), 0
+        self.cache = SimpleNamespace(page_size=PAGE_SIZE, recurrent=False)
+        self.trash_slot = 0
         self.model = SimpleNamespace(vocab_size=VOCAB)
         self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)
         for position, token in enumerate(PROMPT[:-1]):
             page = state.page_table[:, position // PAGE_SIZE]
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
-        self.table, self.script, self.head = table, script, head
+        self.table = table
+        self.script = script
+        self.head = head
 
     def forward(
         self, rows: Rows, page_table: Tensor, views: object, *, keeps: bool = True
@@ -160,8 +164,11 @@ class Enumeration:
             -1, len(parts)
         )
         self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
-        self.case, slots, params = case, len(grid), case.params
-        depth, pages = case.depth, case.depth // PAGE_SIZE + 1
+        self.case = case
+        slots = len(grid)
+        params = case.params
+        pages = case.depth // PAGE_SIZE + 1
+        depth = case.depth
         state = self.state = RoundState(slots, depth + 1, max(case.ks), pages, "cpu")
         state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
         state.length.fill_(len(PROMPT))
@@ -181,7 +188,8 @@ class Enumeration:
             tensor.copy_(tensor[:1].clone().expand_as(tensor))
         self.sampler.in_prompt[:, list(PROMPT)] = True
         self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
-        self.views, self.needs = [SlotView(1, ())] * slots, SamplerClass.of(params)
+        self.views = [SlotView(1, ())] * slots
+        self.needs = SamplerClass.of(params)
         self.weights = torch.ones(slots, dtype=torch.float64)
 
     def cases_of(self, k: int) -> Tensor:
@@ -191,7 +199,8 @@ class Enumeration:
 
     def propose(self, number: int) -> Tensor:
         """Put the drafts of a round's plan where the drafter would; returns them as planned."""
-        k, plan = self.case.ks[number], self.plans[number]
+        k = self.case.ks[number]
+        plan = self.plans[number]
         self.state.num_drafts.copy_(plan[:, 0])
         draft = plan[:, 1 : k + 1]
         odd = torch.where(draft[:, :1] == 0, -1, 7)
@@ -201,7 +210,8 @@ class Enumeration:
     def launch(self, k: int, needs: SamplerClass, next_k: int = 0) -> tuple[Tensor, Tensor]:
         """One round; which were active before, and how long they were."""
         state = self.state
-        before, place = (state.active.clone(), state.length.clone()), int(state.counter)
+        before = (state.active.clone(), state.length.clone())
+        place = int(state.counter)
         self.round.run(k, self.views, needs, None, next_k)
         assert int(state.counter) == place + 1, "the ring's row"
         self.emitted = state.ring[place % len(state.ring)]
@@ -209,7 +219,8 @@ class Enumeration:
 
     def run(self, number: int, draft_law: Tensor) -> None:
         """Run one round over every case and multiply what target and drafter give it."""
-        k, draft = self.case.ks[number], self.propose(number)
+        k = self.case.ks[number]
+        draft = self.propose(number)
         self.script.samples = script = self.plans[number][:, k + 1 :]
         was_active, started = self.launch(k, self.needs)
         assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), (
@@ -224,11 +235,14 @@ class Enumeration:
 
     def _check_bookkeeping(self, k: int, was_active: Tensor, started: Tensor) -> None:
         """Lengths, silence, and the reason of every case that can happen; what is told is what was done."""
-        state, possible = self.state, self.weights > 0
+        state = self.state
+        possible = self.weights > 0
         columns: list[Any] = list(self.emitted.unbind(1))
         assert (columns[5] == k).all(), "another k is told"
         told: Any = read_emission([*columns[:5], k, *columns[6:]])
-        committed, reason, rows = told.committed, told.reason, torch.arange(k + 1)
+        committed = told.committed
+        reason = told.reason
+        rows = torch.arange(k + 1)
         assert torch.equal(told.length, started), "lengths before"
         assert torch.equal(state.length, started + committed), "lengths"
         assert (committed[~was_active] == 0).all(), "a silent slot committed tokens"
@@ -265,7 +279,8 @@ class Enumeration:
 def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
     """The greatest between the law of committed texts, continued by the target, and the target's own."""
     target = Law(table, case.params, case.horizon)
-    wanted, got = defaultdict[Text, float](float), defaultdict[Text, float](float)
+    wanted = defaultdict[Text, float](float)
+    got = defaultdict[Text, float](float)
     target.extend(wanted, (), 1.0)
     for text, mass in masses.items():
         target.extend(got, text, mass)
@@ -280,7 +295,8 @@ def check_law(case: Case, *draft_laws: str) -> None:
     """Assert the law under the named drafters (all of them by default)."""
     table = case.table()
     for draft_law in draft_laws or DRAFT_LAWS:
-        enumeration, conditional = Enumeration(case, table), DRAFT_LAWS[draft_law](len(table))
+        enumeration = Enumeration(case, table)
+        conditional = DRAFT_LAWS[draft_law](len(table))
         with torch.inference_mode():
             for number in range(len(case.ks)):
                 enumeration.run(number, conditional)
@@ -290,19 +306,24 @@ def check_law(case: Case, *draft_laws: str) -> None:
 
 def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> Emission:
     """What the one round of `case` must tell of a slot: (num_drafts, drafts, samples), logits of its rows."""
-    (k,), limit = case.ks, case.params.max_tokens or math.inf
-    draft, sampled = list(plan[1 : k + 1]), list(plan[k + 1 :])
+    (k,) = case.ks
+    limit = case.params.max_tokens or math.inf
+    draft = list(plan[1 : k + 1])
+    sampled = list(plan[k + 1 :])
     known = [not case.odd_drafts or token != 2 for token in draft]
     leading = next((i for i in range(k) if not known[i]), k)
     num_drafts = int(min(plan[0], leading, limit - 1))
     accepted = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
-    committed, reason = accepted + 1, GOING_ON
+    committed = accepted + 1
+    reason = GOING_ON
     for i, token in enumerate(sampled[: accepted + 1]):
         if not logits[i, token].isfinite():
-            committed, reason = i, FAILED
+            committed = i
+            reason = FAILED
             break
         if token in case.params.stop_token_ids:
-            committed, reason = i + 1, STOPPED
+            committed = i + 1
+            reason = STOPPED
             break
     if reason == GOING_ON and committed >= limit:
         reason = FULL
@@ -315,10 +336,8 @@ def check_emissions(case: Case) -> None:
     enumeration = Enumeration(case, case.table())
     enumeration.run(0, random_drafts(len(enumeration.runner.table)))
     logits = enumeration.runner.table[enumeration.runner.contexts]
-    plans, texts = (
-        enumeration.plans[0].tolist(),
-        enumeration.state.tokens[:, len(PROMPT) :].tolist(),
-    )
+    plans = enumeration.plans[0].tolist()
+    texts = enumeration.state.tokens[:, len(PROMPT) :].tolist()
     for s, row in enumerate(enumeration.emitted.tolist()):
         wanted = emission_by_definition(case, plans[s], logits[s])
         assert read_emission(row) == wanted, "another round is told"

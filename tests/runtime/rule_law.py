@@ -59,7 +59,8 @@ class Passing:
     """Stands for the uniforms: comparing them gives a scripted pattern and records the chances."""
 
     def __init__(self, pattern: Tensor) -> None:
-        self.pattern, self.chances = pattern, pattern.double()
+        self.pattern = pattern
+        self.chances = pattern.double()
 
     def __lt__(self, chances: Tensor) -> Tensor:
         self.chances = chances.clamp(0, 1)
@@ -72,11 +73,9 @@ class DraftScript(Script):
     drafts: Tensor
 
     def begin(self, drafts: Tensor) -> None:
-        self.drafts, self.step, self.weight = (
-            drafts,
-            0,
-            torch.ones(len(drafts), dtype=torch.float64),
-        )
+        self.drafts = drafts
+        self.step = 0
+        self.weight = torch.ones(len(drafts), dtype=torch.float64)
 
     def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
         token = self.drafts[:, self.step, None]
@@ -89,7 +88,8 @@ class RuleEnumeration(Enumeration):
     """All cases of all rounds side by side, under one of the rules."""
 
     def __init__(self, case: RuleCase, table: Tensor) -> None:
-        self.rule_case, self.draft_script = case, DraftScript()
+        self.rule_case = case
+        self.draft_script = DraftScript()
         super().__init__(case, table, self.draft_script)
         self.draft_law = random_drafts(len(table))[:, 0]
         proposer = None
@@ -111,13 +111,18 @@ class RuleEnumeration(Enumeration):
 
     def run(self, number: int, draft_law: Tensor | None = None) -> None:
         """Run one round over every case, and multiply what its tests, last token and new drafts weigh."""
-        case, plan = self.rule_case, self.plans[number]
-        k, later = case.ks[number], case.ks[number + 1 :]
+        case = self.rule_case
+        plan = self.plans[number]
+        k = case.ks[number]
+        later = case.ks[number + 1 :]
         if not case.drawn:
             self.propose(number)
         self.state.num_drafts.copy_(plan[:, 0])
-        draft, pattern, last = plan[:, 1 : k + 1], plan[:, k + 1 : 2 * k + 1].bool(), plan[:, -1]
-        passing, drawn = Passing(pattern), {}
+        draft = plan[:, 1 : k + 1]
+        pattern = plan[:, k + 1 : 2 * k + 1].bool()
+        last = plan[:, -1]
+        passing = Passing(pattern)
+        drawn = {}
 
         def draw_last(weights: Tensor, *_: Tensor) -> Tensor:
             drawn["law"] = weights / weights.sum(dim=-1, keepdim=True)
@@ -198,7 +203,8 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     case = RuleCase((k,), params, seed=21)
     table = case.table()
     setting = Enumeration(case, table.float(), slots=slots)
-    state, sampler = setting.state, setting.sampler
+    state = setting.state
+    sampler = setting.sampler
     setting.round.kernels = sampler.kernels = load_kernels("torch")
     sampler.seed.copy_(7919 * torch.arange(slots) + 5)
 
@@ -222,7 +228,8 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
         while state.active.any():
             live, _ = setting.launch(k, setting.needs, k)
             told = setting.emitted[live]
-            tested, accepted = tested + int(told[:, 1].sum()), accepted + int(told[:, 2].sum())
+            tested = tested + int(told[:, 1].sum())
+            accepted = accepted + int(told[:, 2].sum())
     texts = state.tokens[:, len(PROMPT) : len(PROMPT) + k + 1]
     number = (texts * VOCAB ** torch.arange(k + 1)).sum(-1)
     wanted: defaultdict[Text, float] = defaultdict(float)

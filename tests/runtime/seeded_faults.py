@@ -134,14 +134,16 @@ def first_is_free(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
 
 def draft_not_recovered(a: Arguments) -> dict[str, object]:
     accepted = coupled_verify(a.draft, a.sampled, a.num_drafts)
-    rejected, row = accepted < a.num_drafts, accepted.unsqueeze(-1)
+    rejected = accepted < a.num_drafts
+    row = accepted.unsqueeze(-1)
     draft = torch.cat((a.draft, a.sampled[:, -1:]), dim=1)
     token = torch.where(rejected[:, None], draft.gather(1, row), a.sampled.gather(1, row))
     return {"sampled": a.sampled.scatter(1, row, token), "accepted": accepted}
 
 
 def bonus_of_row_before(a: Arguments) -> dict[str, object]:
-    accepted, k = coupled_verify(a.draft, a.sampled, a.num_drafts), a.draft.shape[1]
+    accepted = coupled_verify(a.draft, a.sampled, a.num_drafts)
+    k = a.draft.shape[1]
     sampled = a.sampled.clone()
     if k:
         sampled[:, k] = torch.where(accepted == k, sampled[:, k - 1], sampled[:, k])
@@ -154,7 +156,8 @@ def silent_slots_speak(a: Arguments) -> dict[str, object]:
 
 
 def rejected_draft_stays(result: None, a: Arguments) -> None:
-    accepted, k = coupled_verify(a.draft, a.sampled, a.num_drafts), a.draft.shape[1]
+    accepted = coupled_verify(a.draft, a.sampled, a.num_drafts)
+    k = a.draft.shape[1]
     if k:
         at = accepted.clamp(max=k - 1).unsqueeze(-1)
         a.tokens.scatter_(1, a.length.unsqueeze(-1), a.draft.gather(1, at))
@@ -319,7 +322,8 @@ def pauses_are_not_counted(launch: Any, queue: LocalRoundQueue, *args: Any) -> A
 
 @instead(LocalRoundQueue, "launch")
 def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -> Any:
-    behind, ticket = queue.behind, launch(queue, k, *args)
+    behind = queue.behind
+    ticket = launch(queue, k, *args)
     if k and not behind:
         queue.behind = 0
     return ticket
@@ -327,7 +331,8 @@ def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -
 
 @instead(Engine, "_read_oldest")
 def occupants_look_alike(read: Any, engine: Engine) -> None:
-    slots, oldest = engine._scheduler.slots, engine._scheduler.in_flight[0]
+    slots = engine._scheduler.slots
+    oldest = engine._scheduler.in_flight[0]
     present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
     engine._scheduler.in_flight[0] = oldest._replace(sequences=present)
     read(engine)

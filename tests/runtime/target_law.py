@@ -19,10 +19,8 @@ Text = tuple[int, ...]
 def context_numbers(tokens: Tensor) -> Tensor:
     """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
     numbers = torch.full_like(tokens, -1)
-    number, written = (
-        tokens.new_zeros(tokens.shape[0]),
-        torch.ones(tokens.shape[0], dtype=torch.bool),
-    )
+    number = tokens.new_zeros(tokens.shape[0])
+    written = torch.ones(tokens.shape[0], dtype=torch.bool)
     for column in range(tokens.shape[1]):
         written = written & (tokens[:, column] >= 0)
         number = number * VOCAB + 1 + tokens[:, column].clamp(min=0)
@@ -68,7 +66,8 @@ def processed_by_definition(
     scores = [x / params.temperature for x in scores]
     order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
     total = math.fsum(math.exp(scores[v]) for v in order)
-    kept, before = list[int](), 0.0
+    kept = list[int]()
+    before = 0.0
     for v in order:
         share = math.exp(scores[v]) / total
         if not kept or (
@@ -84,7 +83,9 @@ class Law:
     """Masses of whole texts: those that ended, and those that reached the horizon."""
 
     def __init__(self, table: Tensor, params: SamplingParams, horizon: int) -> None:
-        self.rows, self.params, self.horizon = table.tolist(), params, horizon
+        self.rows = table.tolist()
+        self.params = params
+        self.horizon = horizon
         self.conditionals: dict[Text, list[float]] = {}
 
     def ends(self, text: Text) -> bool:

@@ -60,7 +60,8 @@ def test_drafts_are_the_library_s(pairs: Pairs, kind: str, k: int) -> None:
 
 
 def test_auto_takes_the_assistant_beside_a_model(pairs: Pairs, tmp_path: Path) -> None:
-    target, folder = tmp_path / "it", tmp_path / "it-assistant"
+    target = tmp_path / "it"
+    folder = tmp_path / "it-assistant"
     target.symlink_to(pairs["clusters"][0])
     shutil.copytree(pairs["clusters"][1], folder)
     drafter = make_engine(target, spec="auto").plan.drafter
@@ -137,65 +138,82 @@ TURNING = {
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 E2B: dict[str, Any] = {
-    **{"model_type": "gemma4_text", "attention_k_eq_v": False, "enable_moe_block": False},
-    **{"dtype": "bfloat16", "global_head_dim": 512, "head_dim": 256, "rms_norm_eps": 1e-6},
-    **{"hidden_activation": "gelu_pytorch_tanh", "num_global_key_value_heads": None},
-    **{"num_key_value_heads": 1, "num_experts": None, "top_k_experts": None, "sliding_window": 512},
-    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "tie_word_embeddings": True},
-    **{"use_bidirectional_attention": None, "vocab_size": 262144},
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "dtype": "bfloat16",
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_global_key_value_heads": None,
+    "num_key_value_heads": 1,
+    "num_experts": None,
+    "top_k_experts": None,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+    "rope_parameters": TURNING,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": None,
+    "vocab_size": 262144,
 }
 """What google/gemma-4-E2B-it and its assistant share."""
 E2B_TARGET = {
     **E2B,
-    **{"architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144},
-    **{"num_hidden_layers": 35, "num_attention_heads": 8, "num_kv_shared_layers": 20},
-    **{
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-        "use_double_wide_mlp": True,
-    },
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_kv_shared_layers": 20,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "use_double_wide_mlp": True,
     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
 }
 TEXT = {
-    **{
-        **E2B,
-        "architectures": None,
-        "hidden_size": 256,
-        "intermediate_size": 2048,
-        "num_attention_heads": 4,
-    },
-    **{"num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0},
-    **{
-        "use_double_wide_mlp": False,
-        "vocab_size_per_layer_input": 0,
-        "final_logit_softcapping": None,
-    },
+    **E2B,
+    "architectures": None,
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 0,
+    "final_logit_softcapping": None,
     "layer_types": [*["sliding_attention"] * 3, "full_attention"],
 }
 E2B_ASSISTANT = {
-    **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
-    **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
-    **{
-        "dtype": "bfloat16",
-        "tie_word_embeddings": True,
-        "use_ordered_embeddings": True,
-        "text_config": TEXT,
-    },
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 1536,
+    "centroid_intermediate_top_k": 32,
+    "num_centroids": 2048,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "use_ordered_embeddings": True,
+    "text_config": TEXT,
 }
 """As the config.json of google/gemma-4-E2B-it-assistant has it."""
 E4B = {
-    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
-    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    **E2B_TARGET,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "use_double_wide_mlp": False,
     "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
 }
 E4B_TEXT = {**TEXT, "num_key_value_heads": 2}
 E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": E4B_TEXT}
 NOTED = {
-    **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
-    **{
-        "model.embed_tokens.weight": (262144, 256),
-        "masked_embedding.centroids.weight": (2048, 256),
-    },
+    "pre_projection.weight": (256, 3072),
+    "post_projection.weight": (1536, 256),
+    "model.embed_tokens.weight": (262144, 256),
+    "masked_embedding.centroids.weight": (2048, 256),
     "masked_embedding.token_ordering": (262144,),
 }
 """Shapes of its header, as public readers noted them."""
@@ -263,7 +281,8 @@ against the releases. Tensor names are the library's.
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None:
     its, config, noted, size = PUBLISHED[name]
-    target, folder = tmp_path / "it", tmp_path / "it-assistant"
+    target = tmp_path / "it"
+    folder = tmp_path / "it-assistant"
     shapes = {**assistant_shapes(config), **noted}
     for path, said in ((target, its), (folder, config)):
         path.mkdir()

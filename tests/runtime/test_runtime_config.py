@@ -123,8 +123,12 @@ def test_ranges_hold_at_their_edges(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "known"),
     [
-        *(("spec", METHODS), ("verify", VERIFY_RULES), ("dtype", DTYPES), ("kernels", KERNELS)),
-        *(("load", ("auto", "dummy")), ("device", ("auto", "cpu", "cuda", "cuda:0", "cuda:17"))),
+        ("spec", METHODS),
+        ("verify", VERIFY_RULES),
+        ("dtype", DTYPES),
+        ("kernels", KERNELS),
+        ("load", ("auto", "dummy")),
+        ("device", ("auto", "cpu", "cuda", "cuda:0", "cuda:17")),
     ],
 )
 def test_choices_are_known_words(field: str, known: tuple[str, ...]) -> None:

@@ -57,11 +57,13 @@ def test_threads_give_way(
         cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0)
     )
     monkeypatch.setattr(cpu_load, "busy_seconds", lambda _: busy)
-    threads, found = FollowedThreads(counts, lambda _: None), []
+    threads = FollowedThreads(counts, lambda _: None)
+    found = []
     threads.cpus = tuple(range(cpus))
     for each in loads:
         passed, load = each if isinstance(each, tuple) else (1.5 * cpu_load.WINDOW, each)
-        at, busy = at + passed, busy + passed * load
+        at = at + passed
+        busy = busy + passed * load
         threads.follow()
         found.append(threads.count)
     assert found == expected

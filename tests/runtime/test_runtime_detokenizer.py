@@ -19,7 +19,8 @@ def run(
 ) -> tuple[list[str], int | None]:
     """Texts handed out a round (so many tokens, or one), and how many tokens were taken before a stop."""
     detokenizer = Detokenizer(lambda ids: b"".join(map(tokens.__getitem__, ids)), stops, min_tokens)
-    sizes, at = list(rounds or [1] * len(tokens)), 0
+    sizes = list(rounds or [1] * len(tokens))
+    at = 0
     texts: list[str] = []
     while at < len(tokens):
         for _ in range(sizes.pop(0) if sizes else len(tokens)):

@@ -75,7 +75,8 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_few_bad_rounds_are_drafted_through() -> None:
     """From plain rounds the drafter has to catch up: none is run before they seemed better for a while."""
     length = DraftLength(4, adaptive=True)
-    length.by_load[1], length.times.begun = length.times, True
+    length.by_load[1] = length.times
+    length.times.begun = True
     for _ in range(ENOUGH):
         for k in (0, 2):
             length.observe_cost(k, 0.01 + 0.005 * k, 0.0, 0)
@@ -111,8 +112,10 @@ def test_k_stays_in_range_whatever_is_observed(
 
 def test_each_requests_own_acceptance_weighs() -> None:
     """One that accepts nearly all and one that accepts nothing want more than two that accept half."""
-    maximum, source = 6, random.Random(0)
-    length, (good, bad) = DraftLength(maximum, adaptive=True), (Acceptance(), Acceptance())
+    maximum = 6
+    source = random.Random(0)
+    length = DraftLength(maximum, adaptive=True)
+    good, bad = (Acceptance(), Acceptance())
     for _ in range(200):
         length.attend([(good, maximum), (bad, maximum)])
         length.observe_cost(maximum, 0.010, 0.001 * maximum, maximum)
@@ -131,7 +134,8 @@ def test_each_requests_own_acceptance_weighs() -> None:
     assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
 
 
-TOKENS, MOST = 64, 4
+TOKENS = 64
+MOST = 4
 """Of every request, and drafts a round."""
 
 
@@ -142,7 +146,11 @@ def simulate(
 
     Sixteen rows are verified at once, further ones are dear; times have noise and hiccups.
     """
-    source, clock, time, k, begun = random.Random(1), random.Random(0), 0.0, 0, 0
+    source = random.Random(1)
+    clock = random.Random(0)
+    time = 0.0
+    k = 0
+    begun = 0
     present: list[
         Any
     ] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
@@ -157,15 +165,15 @@ def simulate(
         begin = 0 if waves and present else min(count - len(present), requests - begun)
         for _ in range(begin):
             present.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
-        begun, time = (
-            begun + begin,
-            time + 0.85 * begin,
-        )  # the drafter's cache of a prompt is written
+        # the drafter's cache of a prompt is written
+        begun = begun + begin
+        time = time + 0.85 * begin
         if begin or len(present) != before:
             policy.attend([(acceptance, policy.maximum) for _, _, acceptance in present])
         if not present:
             continue
-        next_k, rows = policy.choose(), len(present) * (k + 1)
+        next_k = policy.choose()
+        rows = len(present) * (k + 1)
         verify = jitter(1.7 + 0.1 * len(present) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
         draft = jitter(next_k * (0.35 + 0.03 * len(present)))
         time += (
@@ -213,12 +221,15 @@ def test_drafting_comes_back_when_texts_change(count: int) -> None:
     assert simulate(policy, count, 0.9, 20 * count) > 0.9 * best > plain
 
 
-K, COPYING = 3, 8
+K = 3
+COPYING = 8
 
 
 def copied(copying: list[bool], draft_seconds: float = 0.004, rate: float = 0.6) -> Any:
     """(lengths, a request, k of each round); in those that copy, lookup is right, elsewhere finds nothing."""
-    length, own, chosen = DraftLength(K, True, copying=COPYING), Acceptance(), list[int]()
+    length = DraftLength(K, True, copying=COPYING)
+    own = Acceptance()
+    chosen = list[int]()
     length.attend([(own, COPYING)])
     for copies in copying:
         chosen.append(k := length.choose())
@@ -249,7 +260,8 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
 
 def test_disappointment_ends_it() -> None:
     """Where copies break off at once, hoping for them is given up."""
-    (length, own, _), chosen = copied([False] * 40), list[int]()
+    length, own, _ = copied([False] * 40)
+    chosen = list[int]()
     for _ in range(60):
         own.copies = True
         chosen.append(k := length.choose())
@@ -316,7 +328,8 @@ def test_the_demo_copies() -> None:
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
     engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
     assert local_queue(engine).proposer.draws
-    run, drafts = run_all(engine, [prompt], [params])[0], engine.plan.shape.model_drafts
+    run = run_all(engine, [prompt], [params])[0]
+    drafts = engine.plan.shape.model_drafts
     assert run.output == plain.output
     assert run.rounds[0].k == 0 and len(run.rounds) > rules.WARM_UP_ROUNDS
     assert max(r.accepted for r in run.rounds if r.k > drafts) > drafts, [r.k for r in run.rounds]

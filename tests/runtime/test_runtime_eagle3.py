@@ -60,7 +60,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
-    short, kinds = SHORT.get(name) == k, ("random",) if name in RANDOM_ONLY else ("copy", "random")
+    short = SHORT.get(name) == k
+    kinds = ("random",) if name in RANDOM_ONLY else ("copy", "random")
     for kind in kinds[:1] if short else kinds:
         target = tmp_path / kind
         head = write_tiny_pair(target, tmp_path / f"{kind}-head", kind=kind, **HEADS[name])
@@ -73,10 +74,8 @@ def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
         assert rejected > (5 if short else 20) and seen > (12 if short else 40)
         if kind == "copy":
             records = [record for _, run in runs for record in run.rounds if record.draft]
-            accepted, drafted = (
-                sum(r.accepted for r in records),
-                sum(len(r.draft) for r in records),
-            )
+            accepted = sum(r.accepted for r in records)
+            drafted = sum(len(r.draft) for r in records)
             assert 0.15 * drafted < accepted < 0.85 * drafted
             assert max(record.accepted for record in records) == k
 
@@ -129,12 +128,14 @@ def test_ids_in_any_order_and_in_any_integers(pair: Pair, tmp_path: Path) -> Non
 def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_path: Path) -> None:
     theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
     wishes: dict[str, Any] = {"model": pair[0], "draft_max": 3, "ctx": 256}
-    without, plain = make_plan(EngineConfig(draft_model=pair[1], **wishes)), story(engine_of(pair))
+    without = make_plan(EngineConfig(draft_model=pair[1], **wishes))
+    plain = story(engine_of(pair))
     for same in (True, False):
         table = {"embed_tokens.weight": theirs if same else -theirs}
         folder = altered(pair[1], tmp_path / f"{same}", methodcaller("update", table))
         engine = engine_of(pair, folder)
-        target, head = engine._device.runner.model, engine._device.proposer.runners[0].model  # type: ignore
+        target = engine._device.runner.model
+        head = engine._device.proposer.runners[0].model  # type: ignore[attr-defined]
         assert (head.embedding is target.embedding) == same == (story(engine) == plain)
         held = make_plan(EngineConfig(draft_model=folder, **wishes))
         assert held.need.workspace - without.need.workspace == theirs.numel() * 4

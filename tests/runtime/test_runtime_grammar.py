@@ -35,19 +35,18 @@ from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
 from tests.runtime.target_law import number_of
 
-VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
+VOCAB = 320
+PATTERN = "(ab|cd|[0-9]{3}){4,9}!"
 PROPERTIES: dict[str, Any] = {
     "name": {"type": "string", "maxLength": 6},
     "kind": {"enum": ["red", "green"]},
     "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
 }
 SCHEMA = {
-    **{
-        "type": "object",
-        "properties": PROPERTIES,
-        "required": [*PROPERTIES],
-        "additionalProperties": False,
-    },
+    "type": "object",
+    "properties": PROPERTIES,
+    "required": [*PROPERTIES],
+    "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
 TEXTS = {
@@ -100,7 +99,9 @@ ITSELF = {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2}
 
 
 CASES: list[tuple[float, dict[str, Any], tuple[int, ...]]] = [
-    *((0.0, ITSELF, (0, 1)), (1.0, ITSELF, (2,)), (1.0, NGRAM, (0, 2))),
+    (0.0, ITSELF, (0, 1)),
+    (1.0, ITSELF, (2,)),
+    (1.0, NGRAM, (0, 2)),
     *((1.0, {"spec": "draft", "draft_max": 3, "verify": rule}, (2,)) for rule in RULES),
 ]
 
@@ -114,7 +115,8 @@ def test_texts_match(
     lags: tuple[int, ...],
 ) -> None:
     """They are plain ones; under rules that test a draft's probability, those of each request alone."""
-    asked, ruled = requests(temperature), "verify" in wishes
+    asked = requests(temperature)
+    ruled = "verify" in wishes
     model = tiny("qwen3", layers=1, seed=4) if ruled else target
     wishes = wishes if wishes is NGRAM else {**wishes, "draft_model": model}
     plain = run_requests(quick_engine(target, **(wishes if ruled else {})), asked)
@@ -133,7 +135,9 @@ def test_texts_match(
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = quick_engine(target, slots=2, lag=2)
-    device, launch, rounds = engine._device, engine._device.launch, list[list[bool]]()
+    device = engine._device
+    launch = engine._device.launch
+    rounds = list[list[bool]]()
     device.launch = lambda *args: rounds.append(device.state.active.tolist()) or launch(*args)  # type: ignore
     run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
     assert (
@@ -164,10 +168,14 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
     compiler: GrammarCompiler, kind: str
 ) -> None:
     """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
-    ends, source, legal_runs = {300, 301}, random.Random(len(kind)), 0
-    grammar, walked = compiler.compile(TEXTS[kind], ends), list[int]()
+    ends = {300, 301}
+    source = random.Random(len(kind))
+    legal_runs = 0
+    grammar = compiler.compile(TEXTS[kind], ends)
+    walked = list[int]()
     for _ in range(40):
-        probe, drafts = reached(compiler, TEXTS[kind], walked, ends), list[int]()
+        probe = reached(compiler, TEXTS[kind], walked, ends)
+        drafts = list[int]()
         while len(drafts) < 5 and not probe.finished:  # legal drafts but for one in ten
             options = sorted(allowed(mask_of(probe)) - ends)
             if not options or source.random() < 0.1:
@@ -192,7 +200,8 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
         )
         grammar.accept(walked[-1])
         if grammar.finished:
-            grammar, walked = compiler.compile(TEXTS[kind], ends), []
+            grammar = compiler.compile(TEXTS[kind], ends)
+            walked = []
     assert legal_runs > 3
 
 
@@ -245,12 +254,11 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
 
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     """By -n, by a stop string and by a stop id; not where the text may be complete. And while thinking."""
-    digits, (seen, at, end) = tuple(range(48, 58)), thinking(target)
+    digits = tuple(range(48, 58))
+    seen, at, end = thinking(target)
     early = "the text ended before the regex was complete"
-    late, last = (
-        GrammarText("regex", "a", after=end),
-        {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)},
-    )
+    late = GrammarText("regex", "a", after=end)
+    last = {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)}
     cases: list[tuple[GrammarText, dict[str, Any], tuple[str, str | None]]] = [
         (GrammarText("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
         (GrammarText("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
@@ -274,7 +282,8 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = [requests(1.0)[0], requests(1.0)[3]]
     whole, alone = run_requests(quick_engine(target), asked)
-    honest, left = Grammar._write, [3]
+    honest = Grammar._write
+    left = [3]
 
     def write(self: Grammar, row: torch.Tensor) -> None:
         honest(self, row)
@@ -419,7 +428,8 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     assert torch.equal(*rows), "a kept grammar had moved on"
 
 
-BEGIN, END = 300, 301
+BEGIN = 300
+END = 301
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -484,7 +494,8 @@ class Matcher:
     """As much of llguidance's matcher as `Grammar` uses, over a table of what is allowed where."""
 
     def __init__(self, allowed: torch.Tensor, text: tuple[int, ...]) -> None:
-        self.allowed, self.text = allowed, list(text)
+        self.allowed = allowed
+        self.text = list(text)
 
     def is_stopped(self) -> bool:
         return False

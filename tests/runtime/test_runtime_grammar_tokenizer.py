@@ -18,7 +18,8 @@ from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.grammar_tokenizer import GrammarVocabulary
 from spd.runtime.engine.request import GrammarText
 
-END, MARK = 256, 257
+END = 256
+MARK = 257
 NAMES = ("<tool_call>", "</tool_call>", "plain", "[X]")
 WORDS = 288
 

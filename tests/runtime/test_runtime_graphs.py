@@ -147,7 +147,8 @@ def test_replays_are_eager_rounds(
 @pytest.mark.parametrize("method", ["one", "ngram", "draft", "eagle"])
 def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
-    pattern, (target, wishes) = [3, 0, 1, 1, 0, 0, 3, 2, 0], asked(pairs, method, 3)
+    pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
+    target, wishes = asked(pairs, method, 3)
     told = []
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
         made: Any = make(target, **wishes, lag=lag)
@@ -179,7 +180,8 @@ def step_into(engine: Engine, steps: int) -> None:
 @pytest.mark.parametrize("method", ["ngram", "block", "one"])
 def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
-    k, (target, wishes) = 3, asked(pairs, method, 3)
+    k = 3
+    target, wishes = asked(pairs, method, 3)
     engine, captured = watched(target, lag=2, **wishes)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
@@ -189,7 +191,8 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     row = int(state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
-    fresh, count = SamplerClass(True, True, True, False, True), len(views)
+    fresh = SamplerClass(True, True, True, False, True)
+    count = len(views)
     for shape in (
         RoundShape(k, k - 1, fresh, 2, count),
         RoundShape(0, k, SamplerClass(), None, count),
@@ -200,26 +203,32 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     for path, tensor in tensors_in(engine._device):
         if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
-        kept, old = tensor, before[path]
+        kept = tensor
+        old = before[path]
         if path.endswith((".ring", ".times")):
             assert torch.equal(kept[unread], old[unread]), path
             others = [i for i in range(RING_DEPTH) if i != row]
-            kept, old = kept[others], old[others]
+            kept = kept[others]
+            old = old[others]
         elif ".pools[" in path:
             assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), (
                 "nothing ran"
             )
-            kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+            kept = kept[TRASH_PAGE + 1 :]
+            old = old[TRASH_PAGE + 1 :]
         elif ".page_states[" in path:
-            kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+            kept = kept[TRASH_PAGE + 1 :]
+            old = old[TRASH_PAGE + 1 :]
         elif ".rings[" in path:  # their last row swallows
-            kept, old = kept[:, :-1], old[:, :-1]
+            kept = kept[:, :-1]
+            old = old[:, :-1]
         assert torch.equal(kept, old), path
 
 
 def keep_one_a_reading(engine: Any) -> None:
     """Where the host reads a round, in what no object holds."""
-    honest, kept = engine._read_oldest, list[Tensor]()
+    honest = engine._read_oldest
+    kept = list[Tensor]()
 
     def read_oldest() -> Any:
         kept.append(torch.zeros(1))
@@ -301,7 +310,8 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     target, wishes = asked(pairs, "ngram")
     engine = two_slots(target, **wishes)
     round_ = local_queue(engine).round
-    honest, state = round_._commit, round_.state
+    honest = round_._commit
+    state = round_.state
     round_._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
     with pytest.raises(
         AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"
@@ -311,7 +321,8 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
 
 def test_who_waits_for_the_device() -> None:
     """By the source, for what is done on a GPU alone does not run here: a row that is read, and loading."""
-    root, found = Path(spd.__file__).parent, list[str]()
+    root = Path(spd.__file__).parent
+    found = list[str]()
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = {getattr(node, part, None) for part in ("attr", "id", "name")}
@@ -322,10 +333,8 @@ def test_who_waits_for_the_device() -> None:
 
 # -- rounds captured before any request comes, and of a part of the slots ------------------------------
 
-GREEDY, NOISY = (
-    SamplingParams(max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=3),
-)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+NOISY = SamplingParams(temperature=0.8, seed=3)
 PENALTIES = SamplingParams(
     max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7
 )
@@ -341,7 +350,9 @@ def test_few_shapes_are_captured_in_order(
 ) -> None:
     target, wishes = asked(pairs, "one" if k else "off", k)
     engine, captured = watched(target, slots=5, adaptive=adaptive, **wishes)
-    fixed, few, more = {(0, k), (k, k)}, {0, k}, {0, k - 1, k}
+    fixed = {(0, k), (k, k)}
+    few = {0, k}
+    more = {0, k - 1, k}
     alone, together = (
         {*itertools.product(each, each)} if adaptive else fixed for each in (more, few)
     )
@@ -373,7 +384,8 @@ def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> No
 @pytest.mark.parametrize("method", ["off", "ngram", "block", "one"])
 def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
-    (target, wishes), prompts = asked(pairs, method), random_prompts(2, 20, 256)
+    target, wishes = asked(pairs, method)
+    prompts = random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
         eager = make_engine(target, slots=2, **wishes)
         engine, captured = watched(target, slots=2, lag=lag, **wishes)
@@ -390,7 +402,9 @@ def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: 
 def test_pairs_are_those_that_come(name: str) -> None:
     """A request whose drafts are mostly accepted, by a clock on which a draft costs a tenth of a round."""
     maximum = {"mtp": 3, "draft": 4, "ngram": 8}[name]
-    policy, came, k = DraftLength(maximum, True, _draft_tiers(maximum, graphs=True)), set(), 0
+    policy = DraftLength(maximum, True, _draft_tiers(maximum, graphs=True))
+    came = set()
+    k = 0
     policy.attend([])
     for number in range(220):
         next_k = policy.choose()
@@ -417,7 +431,8 @@ def failing_after(count: int) -> Callable[[Any], Any]:
 
 def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pairs) -> None:
     """All are let go: those that are needed find the room that the others took."""
-    prompts, (target, wishes) = random_prompts(2, 9, 256), asked(pairs, "ngram")
+    prompts = random_prompts(2, 9, 256)
+    target, wishes = asked(pairs, "ngram")
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
     engine = make_engine(target, slots=2, **wishes)
     queue = local_queue(engine)
@@ -433,7 +448,8 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     assert not state.active.any() and int(state.counter) == 0
     assert [run.output for run in run_all(engine, prompts, [GREEDY] * 2)] == plain
     assert len(captured.captured) == 2
-    queue.captured, queue.alone = CapturedRounds(queue.round, failing_after(0)), False
+    queue.captured = CapturedRounds(queue.round, failing_after(0))
+    queue.alone = False
     with pytest.raises(torch.OutOfMemoryError):
         engine.capture_ahead([GREEDY])  # other ranks would wait
 

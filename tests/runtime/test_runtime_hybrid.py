@@ -49,8 +49,12 @@ FORMS: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "three value heads a key head": {},
     "odd": {
-        **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 10},
-        **{"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "linear_conv_kernel_dim": 3,
+        "full_attention_interval": 2,
         "tie_word_embeddings": True,
     },
     "attention first": {
@@ -96,21 +100,23 @@ def test_logits_and_greedy_text_are_those_of_transformers(
 
 
 SPARSE = {
-    **{
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    **{
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 16,
-    },
-    **{"linear_value_head_dim": 24, "vocab_size": 300, "max_position_embeddings": 512},
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-    **{"shared_expert_intermediate_size": 48, "eos_token_id": 2, "bos_token_id": 1},
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
 }
 
 
@@ -270,15 +276,14 @@ def hits(
     pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **wishes: Any
 ) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
-    made, plain = (
-        sharing(pairs, form, method, **wishes),
-        SamplingParams(max_tokens=9, ignore_eos=True),
-    )
+    made = sharing(pairs, form, method, **wishes)
+    plain = SamplingParams(max_tokens=9, ignore_eos=True)
     for length in lengths:
         prompt = random_prompts(1, length, 256, seed=length)[0]
         params = replace(plain, temperature=temperature, seed=length, logprobs=0)
         found, fresh = ([run_all(engine, [prompt], [params])[0]] for engine in made)
-        again, longer = Request("x", prompt, params), (("prompt", length), ("prompt", 3))
+        again = Request("x", prompt, params)
+        longer = (("prompt", length), ("prompt", 3))
         turn = next_turn(prompt, found[0].tokens, params, (7, 8))
         for request in (again, turn, again, Request("x", (*prompt, 3, 4, 5), params, longer)):
             for engine, runs in zip(made, (found, fresh), strict=True):
@@ -313,19 +318,23 @@ def test_a_chat_writes_what_is_new_and_no_more(
     engine, unshared = sharing(pairs, form, method, lag=lag, draft_max=3)
     count = 10 if form == "native" else 4
     stops = SamplingParams(max_tokens=14, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 20)))
-    ids, runs, held = random_prompts(1, 70, 256, seed=3)[0], list[Run](), [0]
+    ids = random_prompts(1, 70, 256, seed=3)[0]
+    runs = list[Run]()
+    held = [0]
     spans: Spans = (("prompt", 70),)
     for turn in range(count):
         request = Request(f"t{turn}", ids, replace(stops, temperature=1.0, seed=turn), spans)
         runs += run_requests(engine, [request])
-        reply, more = runs[-1].tokens, random_prompts(1, 5 + turn, 256, seed=50 + turn)[0]
+        reply = runs[-1].tokens
+        more = random_prompts(1, 5 + turn, 256, seed=50 + turn)[0]
         held.append(len(ids) + len(reply) - 1)
         ids = (*ids, *reply, *more)
         spans = (*spans, ("generated", len(reply)), ("prompt", len(more)))
     same(runs[-1:], run_requests(unshared, [request]))
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     assert [run.metrics.cached_tokens for run in runs] == held[:-1]
-    store, plan = local_queue(engine).states, engine.plan
+    store = local_queue(engine).states
+    plan = engine.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == checkpoint_bytes(plan.shape)
@@ -335,8 +344,10 @@ def test_a_chat_writes_what_is_new_and_no_more(
 
 def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
-    engine, params = engine_of(pairs, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
-    store, where = local_queue(engine).states, set[int]()
+    engine = engine_of(pairs, "torch", "off")
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    store = local_queue(engine).states
+    where = set[int]()
     assert (
         engine.plan.shape.checkpoints == 5
     )  # two a slot; and each text keeps two, one of them of its reply
@@ -352,11 +363,13 @@ def test_memory_too_small_for_checkpoints(pairs: Pairs, monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "SHARE_OF_CHECKPOINTS", 2**50)
     engine = engine_of(pairs, "torch", "off")
     assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
-    prompt, params = random_prompts(1, 70, 256), [SamplingParams(max_tokens=2)]
+    prompt = random_prompts(1, 70, 256)
+    params = [SamplingParams(max_tokens=2)]
     assert [run_all(engine, prompt, params)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
 
 
-TEXT, USERS = random_prompts(1, 300, 256, seed=6)[0], random_prompts(3, 90, 256, seed=7)
+TEXT = random_prompts(1, 300, 256, seed=6)[0]
+USERS = random_prompts(3, 90, 256, seed=7)
 SYSTEM_AND_USER = (("prompt", 100), ("prompt", 10))
 STANDS: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
     # Prompts one after another, the spans of each, and how many of its tokens are found.
@@ -369,7 +382,8 @@ STANDS: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
     # More than there are checkpoints end in one chunk; the next chunk's has only its beginning.
     "what a longer one goes on from": (
         [TEXT[:end] for end in (*range(130, 190, 4), 200)],
-        *((), [0, *range(129, 185, 4), 128]),
+        (),
+        [0, *range(129, 185, 4), 128],
     ),
 }
 
@@ -392,7 +406,8 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs:
     made = [
         make_engine(pairs.get("off").model, **wishes, prefix_sharing=each) for each in (True, False)
     ]
-    system, users = random_prompts(1, 20, 256, seed=6)[0], random_prompts(3, 15, 256, seed=7)
+    system = random_prompts(1, 20, 256, seed=6)[0]
+    users = random_prompts(3, 15, 256, seed=7)
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=3, ignore_eos=True, logprobs=0)
     asked = [
         Request("x", (*system, *user), params, (("prompt", 20), ("prompt", 15))) for user in users
@@ -412,17 +427,16 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs:
 def test_preempted_texts_go_on(
     pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, plain = (
-        [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)],
-        SamplingParams(logprobs=0),
-    )
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)]
+    plain = SamplingParams(logprobs=0)
     params = [
         replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)
     ]
     wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
     alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
-    starts, load = list[int](), StateStore.load
+    starts = list[int]()
+    load = StateStore.load
 
     def noted(*operands: Any) -> None:
         starts.append(operands[3])
@@ -475,10 +489,12 @@ def test_a_copy_that_broke_off_is_never_found(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt's, or the one of the whole text; a request ends once."""
-    prompt, params = random_prompts(1, 80, 256), SamplingParams(max_tokens=3, ignore_eos=True)
+    prompt = random_prompts(1, 80, 256)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
     save = StateStore.save
     for most, told in ((0, ["error"]), (79, [None, None, "error"])):
-        engine, events = engine_of(pairs, "torch", "off"), list[Event]()
+        engine = engine_of(pairs, "torch", "off")
+        events = list[Event]()
 
         def broken(self: StateStore, *given: int, most: int = most) -> None:
             if given[2] > most:

@@ -100,7 +100,8 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
 
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
-    plan, wide = make_plan(wishes), make_plan(replace(wishes, quantize="none"))
+    plan = make_plan(wishes)
+    wide = make_plan(replace(wishes, quantize="none"))
     assert (
         plan.weights == "int8"
         and "made at load" in plan.weights_reason
@@ -111,7 +112,8 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
 
 def test_weights_that_are_quantized_already(tiny: Callable[..., Path], tmp_path: Path) -> None:
     plain = tiny(hidden=64, intermediate=128, dtype="bfloat16")
-    fp8, (gptq, _) = write_twin(tiny(), tmp_path / "fp8"), write_twins(plain, tmp_path, "gptq")
+    fp8 = write_twin(tiny(), tmp_path / "fp8")
+    gptq, _ = write_twins(plain, tmp_path, "gptq")
     for twin, word in itertools.product((fp8, gptq), ("int8", "int4")):
         with pytest.raises(IncompatibleError, match=f"--quantize {word}, but the weights"):
             make_plan(EngineConfig(model=twin, device="cpu", quantize=word))
@@ -138,9 +140,12 @@ def twin(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureReque
 )
 def test_every_matrix_bit_for_bit(twin: Path) -> None:
     """By the definition, an element's scale looked up by its place."""
-    config, tensors = ModelFolder(twin).config, load_file(twin / "model.safetensors")
+    config = ModelFolder(twin).config
+    tensors = load_file(twin / "model.safetensors")
     assert config.quantization is not None
-    shapes, partial, compared = expected_tensors(config, family_layout(config)), 0, 0
+    shapes = expected_tensors(config, family_layout(config))
+    partial = 0
+    compared = 0
     with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
         for name, shape in shapes.items():
             if (found := config.quantization.found(name, shape, checkpoint.tensors)) is not None:

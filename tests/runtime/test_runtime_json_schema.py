@@ -118,7 +118,9 @@ CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "if, passed over": (
         {
             **keys("a", type="object"),
-            **{"if": keys("c"), "then": keys("b"), "x-guidance": {"lenient": True}},
+            "if": keys("c"),
+            "then": keys("b"),
+            "x-guidance": {"lenient": True},
         },
         [{"a": 1, "c": 1, "b": 1}],
         [{"z": 1}],

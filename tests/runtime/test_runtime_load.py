@@ -94,11 +94,10 @@ def test_an_mtp_head_inside_the_checkpoint_is_fine(
 @pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
 def test_faults_of_blocks_in_one_message(copied: Path) -> None:
     gone = [
-        *("layers.1.mlp.experts.7.down_proj.weight", "layers.2.mlp.gate.e_score_correction_bias"),
-        *(
-            "layers.2.mlp.shared_experts.gate_proj.weight",
-            "layers.0.self_attn.kv_a_layernorm.weight",
-        ),
+        "layers.1.mlp.experts.7.down_proj.weight",
+        "layers.2.mlp.gate.e_score_correction_bias",
+        "layers.2.mlp.shared_experts.gate_proj.weight",
+        "layers.0.self_attn.kv_a_layernorm.weight",
         "layers.1.self_attn.q_b_proj.weight",
     ]
     edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in gone])
@@ -152,7 +151,8 @@ def held(
     folder: Path, way: str, meter: LoadMeter | None = None, fold: bool = False
 ) -> dict[str, torch.Tensor]:
     """What a decoder holds in float16, which nothing packs, by the names of the parts it was fused from."""
-    config, meter = read_model_config(folder), meter or LoadMeter()
+    config = read_model_config(folder)
+    meter = meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
         builder = LayerBuilder(
             Place(torch.float16, "cpu", load_kernels("torch"), positions=64), config.rms_norm_eps
@@ -167,7 +167,8 @@ def held(
         model: Any = loading.build(loader.decoder_part(config), fill)
     found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
     for i, layer in enumerate(model.layers):
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
+        mlp = layer.mlp
         linears = {
             "q+k+v": attention.qkv,
             "o": attention.output,
@@ -202,7 +203,8 @@ def test_weights_are_the_same_whichever_way_they_are_read(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_progress_counts_every_byte(way: str, tiny: Callable[..., Path]) -> None:
-    folder, told = tiny("biases"), list[LoadProgress]()
+    folder = tiny("biases")
+    told = list[LoadProgress]()
     total = tensor_bytes(read_model_config(folder), "float16")
     held(folder, way, LoadMeter(told.append, total))
     read = [report for report in told if report.phase == "read"]
@@ -214,7 +216,9 @@ def test_progress_counts_every_byte(way: str, tiny: Callable[..., Path]) -> None
 
 
 def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
-    told, model, draft = list[LoadProgress](), tiny("tied"), tiny("tied", layers=1)
+    told = list[LoadProgress]()
+    model = tiny("tied")
+    draft = tiny("tied", layers=1)
     wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
     Engine(EngineConfig(model=model, draft_model=draft, **wishes), told.append)
     assert told[-1].done == told[-1].total and told[0].done < told[0].total
@@ -227,7 +231,8 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
 def test_norms_are_folded_into_the_matrices_behind_them_only(
     way: str, tiny: Callable[..., Path]
 ) -> None:
-    plain, folded = held(tiny("qwen3"), way), held(tiny("qwen3"), way, fold=True)
+    plain = held(tiny("qwen3"), way)
+    folded = held(tiny("qwen3"), way, fold=True)
     norms = {name for name in plain if name.endswith(("input_norm", "post_norm"))}
     assert norms and folded.keys() == plain.keys() - norms
     for name in folded:

@@ -58,7 +58,8 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 GIB = 2**30
 NO_MEMORY: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    *(MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -149,7 +150,8 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
             target, tmp_path / "head", hidden_size=96, norm_before_fc=True
         )
     engine = make_engine(target, **wishes)
-    proposer, plan = local_queue(engine).proposer, engine.plan
+    proposer = local_queue(engine).proposer
+    plan = engine.plan
     assert isinstance(proposer, HeadProposer)
     caches = [runner.cache for runner in (engine._device.runner, *proposer.runners)]
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
@@ -392,19 +394,23 @@ def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
 def test_no_memory_while_running(
     place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch
 ) -> None:
-    folder, (where, owner, name, after) = tiny("qwen3"), place
+    folder = tiny("qwen3")
+    where, owner, name, after = place
     wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
     wishes |= {"draft_model": folder} if spec == "draft" else {}
     engine = make_engine(folder, **wishes)
     real = getattr(owner, name)
-    late, error = where.startswith("after"), torch.OutOfMemoryError("CUDA out of memory")
+    late = where.startswith("after")
+    error = torch.OutOfMemoryError("CUDA out of memory")
     pass_on = fail(MemoryError(), after)(lambda result: result)
     broken = (lambda *args: pass_on(real(*args))) if late else fail(error, after)(real)
     monkeypatch.setattr(owner, name, broken)
     long = SamplingParams(max_tokens=30, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", prompt, long))
-    ends, last, failed = dict[str, str](), list[int](), 0
+    ends = dict[str, str]()
+    last = list[int]()
+    failed = 0
     while engine.has_work:
         try:
             events = engine.step()

@@ -28,10 +28,12 @@ from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, P
 VOCAB = 256
 TOO_NEAR = 1e-4  # Logits that differ by less may change places between float32 and float64.
 HEADS: dict[str, dict[str, Any]] = {
-    **{"deepseek": {"family": "deepseek"}, "deepseek2": {"family": "deepseek", "modules": 2}},
+    "deepseek": {"family": "deepseek"},
+    "deepseek2": {"family": "deepseek", "modules": 2},
     "mimo": {"family": "mimo", "variant": "biases"},
     "mimo3": {"family": "mimo", "modules": 3},
-    **{"ernie": {"family": "ernie", "variant": "llama2"}, "mtp": {"family": "mtp"}},
+    "ernie": {"family": "ernie", "variant": "llama2"},
+    "mtp": {"family": "mtp"},
     "deepseek_v3": {"family": "deepseek", "variant": "deepseek_v3"},
     "deepseek_v3_2": {"family": "deepseek", "variant": "deepseek_v3_lite", "modules": 2},
     "glm4": {"family": "glm4", "variant": "glm4_moe"},
@@ -89,8 +91,10 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
     [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY],
 )
 def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
-    family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
-    total, short = 0, (name, k) in SHORT
+    family = HEADS[name]["family"]
+    modules = HEADS[name].get("modules", 1)
+    total = 0
+    short = (name, k) in SHORT
     for kind in ("copy",) if short else ("random", "copy"):
         folder = heads(name, kind)
         plain: PlainDrafter
@@ -123,7 +127,8 @@ def ruled(**rules: Any) -> Fault:
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
-    honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm
+    honest = HeadProposer._keep
+    scales = engine._device.runner.model.final_norm
     kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
     monkeypatch.setattr(HeadProposer, "_keep", kept)
 
@@ -174,7 +179,8 @@ def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) ->
     """Texts of an engine whose head has a fault; they are those without a drafter."""
     engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
-    runs, plain = texts(engine, 16), texts(quick_engine(target), 16)
+    runs = texts(engine, 16)
+    plain = texts(quick_engine(target), 16)
     assert [run.output for _, run in runs] == [run.output for _, run in plain], (
         "a drafter changed text"
     )

@@ -161,7 +161,8 @@ def lookup_is_the_definition(models: Path) -> None:
     texts, _ = generate(models, params, "ngram", trace=records.append, draft_max=4)
     for record in records:
         i = int(record.request)
-        text, room = PROMPTS[i] + texts[i], len(PROMPTS[i]) + 24 - record.position - 1
+        text = PROMPTS[i] + texts[i]
+        room = len(PROMPTS[i]) + 24 - record.position - 1
         found = search(text[: record.position], 4, 1, 8)[:room] if record.round else []
         assert record.draft == found, "other drafts than the definition's"
     assert sum(len(record.draft) for record in records) > 20
@@ -227,7 +228,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 OPERATIONS = "round_commit", "round_window", "draft_step", "committed_window"
 commit, window, step, missed = (partial(fault.operation, name) for name in OPERATIONS)
-verify, late = fault.verify, ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
+verify = fault.verify
+late = ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "law": {
         "accepted drafts are summed": verify(

@@ -16,7 +16,8 @@ from spd.runtime.round.state import RoundState
 from tests.prompt_lookup import search
 from tests.runtime.rule_law import NO_WINDOW
 
-MAX_LEN, MAX_DRAFT = 40, 8
+MAX_LEN = 40
+MAX_DRAFT = 8
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
@@ -55,6 +56,7 @@ def propose(
 def test_drafts_equal_a_plain_search(
     batch: list[Any], k: int, sizes: Any, junk: int, slack: int
 ) -> None:
-    shortest, longest = sizes[0], sizes[0] + sizes[1]
+    shortest = sizes[0]
+    longest = sizes[0] + sizes[1]
     expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
     assert propose(batch, k, shortest, longest, junk, slack) == expected

@@ -106,7 +106,8 @@ def test_codes_stay_packed_and_are_counted(
     engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
     assert engine.plan.weights == "int4" and "as stored" in engine.plan.weights_reason
     assert engine.plan.need.weights < wide.plan.need.weights
-    config, form = engine.plan.model.config, engine.plan.shape.form
+    config = engine.plan.model.config
+    form = engine.plan.shape.form
     layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")
     stored = load_file(plain / "model.safetensors").items()
     matrices = sum(

@@ -32,8 +32,10 @@ class PageTableModel(RuleBasedStateMachine):
     def start(self, size: int) -> None:
         self.everything = set(range(NUM_RESERVED, NUM_RESERVED + size))
         self.table = PageTable(NUM_RESERVED + size)
-        self.users, self.idle = Counter[int](), list[int]()
-        self.published, self.tails = dict[int, bytes](), dict[int, bytes]()
+        self.users = Counter[int]()
+        self.idle = list[int]()
+        self.published = dict[int, bytes]()
+        self.tails = dict[int, bytes]()
 
     def free(self) -> set[int]:
         return self.everything - set(self.users) - set(self.idle)
@@ -181,7 +183,9 @@ def expand(runs: list[Run]) -> list[Position]:
 @given(spans=spans_lists, chunk=st.integers(1, 6), data=st.data(), more=st.integers(-3, 9))
 def test_runs_follow_the_rule(spans: Spans, chunk: int, data: st.DataObject, more: int) -> None:
     """Also clipped, to whole chunks only, and extended, in tiles; a reusable prefix cuts no chunk."""
-    runs, written, tile = program_runs(spans, chunk), positions_of(spans, chunk), ("tile", 0)
+    runs = program_runs(spans, chunk)
+    written = positions_of(spans, chunk)
+    tile = ("tile", 0)
     assert expand(runs) == written
     assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
     end = data.draw(st.integers(0, len(written)))
@@ -204,7 +208,8 @@ def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: 
     texts += [[("generated", 2), ("prompt", 1), ("prompt", 11)]]
     looks: dict[object, set[object]] = {}
     for spans in texts:
-        positions, runs = positions_of(spans, chunk), program_runs(spans, chunk)
+        positions = positions_of(spans, chunk)
+        runs = program_runs(spans, chunk)
         for start in range(len(positions) - width + 1):
             view = kinds_in(runs, start, start + width)
             looks.setdefault(view, set()).add(tuple(positions[start : start + width]))

@@ -66,7 +66,8 @@ WHOLE = {
 }  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
 BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
-    **{"E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2), "E4B": (E4B, (15.9e9 - 0.95e9) / 2)},
+    "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
+    "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
     **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
 }  # Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say.
 
@@ -109,7 +110,8 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
         and source.layout.modules == 1
     )
     assert source.layout.family.centred_norms
-    found, names = check_source(source, folder.checkpoint), {n for n, _, _ in mtp_tensors(row)}
+    found = check_source(source, folder.checkpoint)
+    names = {n for n, _, _ in mtp_tensors(row)}
     assert found and (
         row.experts[0] or found.keys() == {name.removesuffix("_inv") for name in names}
     )
@@ -121,8 +123,10 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
 @pytest.mark.parametrize("name", RELEASES)
 def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
-    plan, config = planned(folder, slots=2), folder.config
-    recurrent, depth = row.layers * 3 // 4, ring_depth(plan.shape.draft_max)
+    plan = planned(folder, slots=2)
+    config = folder.config
+    recurrent = row.layers * 3 // 4
+    depth = ring_depth(plan.shape.draft_max)
     state = row.value_heads * DELTA_HEAD * DELTA_HEAD * 4
     channels = (2 * KEY_HEADS + row.value_heads) * DELTA_HEAD
     ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8
@@ -181,7 +185,8 @@ def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     assert possible_sizes(config, (1, 2, 4, 8, 16)) == [
         n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]
     ]
-    plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
+    plan = planned(folder, tp=2, draft_tp=1)
+    alone = planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
 

@@ -25,7 +25,8 @@ def recorded(engine: Engine) -> RecordedRounds:
 
 
 def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
-    ours, theirs = run_all(engine, *work), run_all(written, *work)
+    ours = run_all(engine, *work)
+    theirs = run_all(written, *work)
     assert_same(ours, theirs)
     assert drafts(ours) == drafts(theirs)
 
@@ -77,7 +78,8 @@ def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
 ) -> None:
     monkeypatch.setattr(graphs, "MOST_RECORDED", 1)
     pair = pairs.get("draft")
-    engine, written = pair.changing(graphs=None), pair.changing(graphs=False)
+    engine = pair.changing(graphs=None)
+    written = pair.changing(graphs=False)
     assert_same_rounds(engine, written, PROMPTS[:1], [replace(NOISY, max_tokens=60, seed=5)])
     rounds = recorded(engine)
     assert len(rounds.captured) == 1 and len(rounds.met) > 2

@@ -16,7 +16,8 @@ def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if dims.interleaved else (i, i + half)
         angle = torch.tensor(position * 100.0 ** (-2 * i / dims.rotated), dtype=torch.float64)
-        a, b = x[first].double(), x[second].double()
+        a = x[first].double()
+        b = x[second].double()
         y[first] = a * angle.cos() - b * angle.sin()
         y[second] = b * angle.cos() + a * angle.sin()
     return y
@@ -42,10 +43,8 @@ def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> 
 
 def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
     """YaRN scales cos and sin; what does not turn keeps its size."""
-    scaled, still = (
-        RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5),
-        [2, 3, 4, 5, 8, 9, 10, 11],
-    )
+    scaled = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
+    still = [2, 3, 4, 5, 8, 9, 10, 11]
     table = RotaryTable(scaled, RotaryDims(12, 4), 5, torch.float32, "cpu")
     assert (table.cos[:, still] == 1).all() and (table.sin[:, still] == 0).all()
     assert (table.cos[0, [0, 1, 6, 7]] == 1.5).all()

@@ -23,11 +23,13 @@ class Windows:
     """Rows whose last bit depends on their number or place where asked, in the context that is asked for."""
 
     def __init__(self, odd: dict[tuple[int, int, int], int]) -> None:
-        self.odd, self.asked = odd, dict[int, set[int]]()
+        self.odd = odd
+        self.asked = dict[int, set[int]]()
 
     def __call__(self, first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
         self.asked.setdefault(rows, set()).update(range(first, first + rows))
-        hidden, logits = ROWS[first : first + rows].clone(), ROWS[first : first + rows, :2].clone()
+        hidden = ROWS[first : first + rows].clone()
+        logits = ROWS[first : first + rows, :2].clone()
         row = self.odd.get((rows, first, blocks))
         if row is not None:
             logits[row, 1] = torch.nextafter(logits[row, 1], torch.tensor(9.0))
@@ -104,7 +106,9 @@ def test_rows_of_empty_slots_are_not_run(
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
     runner = engine._device.runner
-    model, forward, head = runner.model, runner.model.forward, runner.model.logits
+    head = runner.model.logits
+    forward = runner.model.forward
+    model = runner.model
     seen: list[int] = []
     scored: list[int] = []
 

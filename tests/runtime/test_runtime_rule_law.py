@@ -31,8 +31,13 @@ from tests.runtime.test_runtime_sampler import FALSE_ALARM, assert_fair
 COOL = SamplingParams(temperature=0.5)
 BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
 PARAMETERS = {
-    **{"cool": COOL, "bias": BIASED, "penalties": PENALTIES, "min-tokens": MIN_TOKENS},
-    **{"truncation": TRUNCATION, "everything": EVERYTHING, "stops-and-limit": STOPS_AND_LIMIT},
+    "cool": COOL,
+    "bias": BIASED,
+    "penalties": PENALTIES,
+    "min-tokens": MIN_TOKENS,
+    "truncation": TRUNCATION,
+    "everything": EVERYTHING,
+    "stops-and-limit": STOPS_AND_LIMIT,
 }
 by_rule = pytest.mark.parametrize("rule", RULES)
 by_draft = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
@@ -159,8 +164,10 @@ def last_row(
 
 
 commit, laws = (functools.partial(fault.operation, name) for name in ("round_commit", "row_laws"))
-PENALISED, SINGLY = replace(TWO, params=PENALTIES), replace(TWO, rule="rejection")
-ROUNDS, THREE = RuleCase((1, 1), seed=5), RuleCase((3,), seed=5)
+PENALISED = replace(TWO, params=PENALTIES)
+SINGLY = replace(TWO, rule="rejection")
+ROUNDS = RuleCase((1, 1), seed=5)
+THREE = RuleCase((3,), seed=5)
 MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     "the rule sees no penalties": (target_rows(generated=None), PENALISED),
     "the rule sees no truncation": (target_rows(truncation=False), replace(TWO, params=TRUNCATION)),

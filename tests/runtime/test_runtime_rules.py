@@ -117,7 +117,8 @@ def test_a_drafter_of_the_targets_law_is_never_rejected(
 
 def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -> None:
     """A drawn draft that is taken for certain, another than was drawn, and greedy rows that draw."""
-    draw, never = Sampler.draw_draft, test_a_drafter_of_the_targets_law_is_never_rejected
+    draw = Sampler.draw_draft
+    never = test_a_drafter_of_the_targets_law_is_never_rejected
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
         never(target, methods, "rejection")

@@ -43,29 +43,26 @@ parameters = st.builds(
     seed=st.integers(0, 2**63 - 1),
 )
 slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
-FOUR, TIED, LAST = [5.0] * 4, [2.0, 2.0, 1.0, -1.0], [1.0, 3.0, 3.0]
+FOUR = [5.0] * 4
+TIED = [2.0, 2.0, 1.0, -1.0]
+LAST = [1.0, 3.0, 3.0]
 KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
     # Exactly k, and ties go to the lowest ids.
-    *(
-        ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
-        ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
-    ),
-    *((LAST, {"top_k": 1}, [1]), (LAST, {"top_k": 50}, [0, 1, 2]), (LAST, {"top_k": 0}, [0, 1, 2])),
-    # Of probabilities of exactly 1/4 the token that crosses top-p, and no more.
-    *(
-        (FOUR, {"top_p": 0.25}, [0]),
-        (FOUR, {"top_p": 0.26}, [0, 1]),
-        (FOUR, {"top_p": 0.5}, [0, 1]),
-    ),
-    *((FOUR, {"top_p": 0.75001}, [0, 1, 2, 3]), (FOUR, {"top_p": 1e-6}, [0])),
-    # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
+    ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
+    ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
+    (LAST, {"top_k": 1}, [1]),
+    (LAST, {"top_k": 50}, [0, 1, 2]),
+    (LAST, {"top_k": 0}, [0, 1, 2]),
+    (FOUR, {"top_p": 0.25}, [0]),
+    (FOUR, {"top_p": 0.26}, [0, 1]),
+    (FOUR, {"top_p": 0.5}, [0, 1]),
+    (FOUR, {"top_p": 0.75001}, [0, 1, 2, 3]),
+    (FOUR, {"top_p": 1e-6}, [0]),
     ([40.0, 0.0, -60.0, 10.0], {"top_p": 1.0}, [0, 1, 2, 3]),
     # Relative to the likeliest.
-    *(
-        (TIED, {"min_p": 1.0}, [0, 1]),
-        (TIED, {"min_p": 0.36}, [0, 1, 2]),
-        (TIED, {"min_p": 0.37}, [0, 1]),
-    ),
+    (TIED, {"min_p": 1.0}, [0, 1]),
+    (TIED, {"min_p": 0.36}, [0, 1, 2]),
+    (TIED, {"min_p": 0.37}, [0, 1]),
     ([-90.0, -95.0], {"min_p": 0.0}, [0, 1]),
     # What is hidden already stays so.
     *(
@@ -123,7 +120,8 @@ def test_a_window_equals_its_rows_one_by_one(
 ) -> None:
     """Every row of a verify window, bitwise, against single rows with the drafts committed before them."""
     draft = torch.tensor(drafts, dtype=torch.long).view(-1, 3).T[: len(slots)]
-    logits, needs = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed), needs_of(slots)
+    logits = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed)
+    needs = needs_of(slots)
     positions = torch.tensor([[len(prompt)] for prompt, _ in slots]) + torch.arange(
         draft.shape[1] + 1
     )
@@ -156,7 +154,9 @@ def defined(logits: list[float], top_k: int, top_p: float, min_p: float) -> tupl
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or len(logits)]
     weights = [math.exp(logits[v] - logits[order[0]]) for v in order]
     total = math.fsum(weights)
-    kept, margin, before = {order[0]}, math.inf, 0.0
+    kept = {order[0]}
+    margin = math.inf
+    before = 0.0
     for v, weight in zip(order, weights, strict=True):
         if v != order[0]:
             margin = min(
@@ -203,7 +203,8 @@ def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept:
 
 def draft_all(sampler: Sampler, logits: Tensor, needs: SamplerClass) -> Tensor:
     """What a drafter with these logits [S, R, V] draws at each of its R steps: [S, R]."""
-    drawn, runner = [], SimpleNamespace(sample=lambda *_, **__: None)
+    drawn = []
+    runner = SimpleNamespace(sample=lambda *_, **__: None)
     runner.model = SimpleNamespace(vocab_size=logits.shape[-1])
     for step in range(logits.shape[1]):
         runner.logits = lambda _hidden, step=step: logits[:, step : step + 1]
@@ -215,7 +216,8 @@ def draft_all(sampler: Sampler, logits: Tensor, needs: SamplerClass) -> Tensor:
 @given(ties=st.sets(st.integers(0, 4999), min_size=1, max_size=8), noise=st.booleans())
 def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
     """Also beside a sampled slot, where noise is drawn for the batch."""
-    greedy, sampled = SamplingParams(), SamplingParams(temperature=1.0)
+    greedy = SamplingParams()
+    sampled = SamplingParams(temperature=1.0)
     sampler = sampler_of([([0], greedy), ([0], sampled if noise else greedy)], vocab=5000)
     logits = normal(2, 2, 5000, seed=1, scale=0.1).clamp(max=1)
     logits[0, :, list(ties)] = 1.5
@@ -239,7 +241,8 @@ def assert_fair(counts: Tensor, probabilities: Tensor) -> None:
 def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
     """12,000 draws at consecutive positions, nine tokens: a chi-square of 8 degrees."""
     params = SamplingParams(temperature=temperature, seed=seed)
-    sampler, needs = sampler_of([([0], params)], vocab=9), SamplerClass.of(params)
+    sampler = sampler_of([([0], params)], vocab=9)
+    needs = SamplerClass.of(params)
     logits = normal(1, 1, 9, seed=3, scale=0.8)
     processed = process(sampler, logits, torch.zeros(1, 0, dtype=torch.long), needs)
     draws = draw(sampler, processed.expand(1, 12_000, 9), torch.arange(12_000)[None], needs)[0]
@@ -263,7 +266,8 @@ def test_a_drafter_s_own_ids_have_their_bias(
         pytest.importorskip("triton")
     biases = [{"seed": i, "logit_bias": ((3 + 7 * i, 30.0), (35, 40.0))} for i in range(3)]
     slots = [([0], SamplingParams(temperature=temperature, **bias)) for bias in biases]  # type: ignore[arg-type]
-    sampler, needs = sampler_of(slots, usable=VOCAB - 4, kernels=kernels), needs_of(slots)
+    sampler = sampler_of(slots, usable=VOCAB - 4, kernels=kernels)
+    needs = needs_of(slots)
     logits = normal(3, 2, drafters_vocab, seed=2)
     logits[..., VOCAB - 4 :] += 1000
     assert draft_all(sampler, logits, needs).tolist() == [[3, 3], [10, 10], [17, 17]]

@@ -16,14 +16,16 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.spans import program_runs
 from tests.page_checks import check_pages
 
-PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
+PAGE = 4
+CHUNK = 4
+CTX = 40
+BLOCK = 2
+MAX_DRAFT = 3
 
 
 def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
-    request, runs = (
-        Request(name, prompt, SamplingParams()),
-        program_runs((("prompt", len(prompt)),), CHUNK),
-    )
+    request = Request(name, prompt, SamplingParams())
+    runs = program_runs((("prompt", len(prompt)),), CHUNK)
     silent = Detokenizer(lambda _: b"", (), 0)
     return Sequence(request, min(CTX, limit), (), silent, needs=SamplerClass(), runs=runs)
 
@@ -51,11 +53,14 @@ class SchedulerModel(RuleBasedStateMachine):
         self.saved = dict[
             int, list[int]
         ]()  # of each checkpoint's place, the tokens that its states took in
-        self.lag, self.added, self.ended = lag, 0, 0
+        self.lag = lag
+        self.added = 0
+        self.ended = 0
         self.rounds: list[
             list[tuple[Sequence, int]]
         ] = []  # (who took part, its epoch) of each on its way
-        self.arrivals, self.widths = dict[Sequence, int](), dict[Sequence, list[int]]()
+        self.arrivals = dict[Sequence, int]()
+        self.widths = dict[Sequence, list[int]]()
 
     # Texts of two letters share prefixes often.
     @rule(
@@ -72,7 +77,8 @@ class SchedulerModel(RuleBasedStateMachine):
         sequence = self.scheduler.next_to_prefill(2 * MAX_DRAFT + 1)
         if sequence is None:
             return
-        runs, before = self.scheduler.prefill_runs(sequence), sequence.prefilled
+        runs = self.scheduler.prefill_runs(sequence)
+        before = sequence.prefilled
         if self.scheduler.checkpoints is not None and not sequence.placed:
             taken = [] if sequence.checkpoint is None else self.saved[sequence.checkpoint]
             assert taken == sequence.tokens()[:before], "states of another text"
@@ -275,7 +281,8 @@ def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
     """All but the reply's last token are there; the page that was not full has one who writes on in it."""
     scheduler = scheduler_of(3, 30)
     one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
-    turn, other = going_on("turn", one, (7, 8, 9)), going_on("other", one, (8, 8, 8))
+    turn = going_on("turn", one, (7, 8, 9))
+    other = going_on("other", one, (8, 8, 8))
     for sequence, found in ((turn, 14), (other, 12)):
         scheduler.add(sequence)
         assert scheduler.next_to_prefill(0) is sequence

@@ -31,12 +31,15 @@ from tests.helpers import (
 )
 
 SMALL = ((48, 160), (64, 96), (40, 32))
-CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
+CPU = torch.device("cpu")
+BOUND = {"gpu": "one", "driver": "1.2"}
 ANSWER: Widest = {"bfloat16": 32, "int8": 16}
 
 
 def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
-    bf16, f16, int8 = torch.bfloat16, torch.float16, torch.int8
+    bf16 = torch.bfloat16
+    f16 = torch.float16
+    int8 = torch.int8
     assert [token_tile(rows, bf16, bf16, {bf16: 64}) for rows in (1, 16, 17, 33, 500)] == [
         16,
         16,

@@ -44,10 +44,9 @@ SHAPE: dict[str, Any] = {
 }
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
 damped = helpers.Damped(loud=1, soft=0.15)
-RAN, LAUNCHED = (
-    set[str](),
-    set[tuple[str, str]](),
-)  # Tests of this file and kernels, in this process.
+# Tests of this file and kernels, in this process.
+RAN = set[str]()
+LAUNCHED = set[tuple[str, str]]()
 PROMPT = random_prompts(1, 14, 97, seed=2)
 SLOW = pytest.mark.slow
 LONG = [pytest.param(method, 16, marks=SLOW) for method in ("off", "ngram", "draft", "draft+ngram")]
@@ -140,7 +139,8 @@ def test_every_method(
 @pytest.mark.parametrize(
     ("method", "rule", "count"),
     [
-        *(("ngram", "rejection", 4), ("draft+ngram", "block", 4)),
+        ("ngram", "rejection", 4),
+        ("draft+ngram", "block", 4),
         pytest.param("draft", "block", 5, marks=SLOW),
         *(
             pytest.param(*each, 16, marks=SLOW)
@@ -221,7 +221,8 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
         lambda folder: dense(
             folder, "lfm2", **SHAPE | {"layers": 3, "config": {"block_ff_dim": 72}}
         ),
-        *(18, 3),
+        18,
+        3,
     ),
     "int8": (in_int8, 18, 4),
     "FP8 in blocks": (in_blocks, 18, 4),
@@ -261,7 +262,8 @@ def test_an_eagle3_head(
     """Greedy and drawn side by side, by a head that draws itself: of some of the ids, or of all."""
     from spd.kernels.linear import skinny_linear_triton
 
-    honest, drawn = skinny_linear_triton._head, list[bool]()
+    honest = skinny_linear_triton._head
+    drawn = list[bool]()
 
     def watched(*operands: Any) -> Any:
         drawn.append(operands[4][-2] is not None)

@@ -28,7 +28,8 @@ preadv = os.preadv
 
 def write_shard(path: Path, tensors: Tensors) -> None:
     """A safetensors file in the order given, nothing aligned: the header's length is odd."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.itemsize
         where = {"shape": list(tensor.shape), "data_offsets": [end, end + size]}
@@ -140,12 +141,14 @@ class LateBuffer(Buffer):
 
     def copy(self, chunk: Chunk) -> None:
         assert self.due is None
-        self.due, self.used = chunk, True
+        self.due = chunk
+        self.used = True
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
-    views, buffers = destinations(mixed), list[LateBuffer]()
+    views = destinations(mixed)
+    buffers = list[LateBuffer]()
 
     def make(nbytes: int) -> LateBuffer:
         buffers.append(LateBuffer(nbytes))

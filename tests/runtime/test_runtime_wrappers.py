@@ -11,14 +11,18 @@ from tests.helpers import make_engine, random_prompts, read_model_config, speaks
 from tests.recipes.tiny import write_json, write_tokenizer
 
 SMALL = {
-    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 512,
-    },
-    **{"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": False},
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+    "tie_word_embeddings": False,
 }
 YARN = {
     "rope_type": "yarn",
@@ -37,25 +41,27 @@ SEES = {
 }
 VISION = {**SEES, "head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
 GEMMA4 = {
-    **{**SMALL, "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 24},
-    **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 6},
-    **{
-        "vocab_size_per_layer_input": 320,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+    **SMALL,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 320,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 UNIFIED = {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 UNIFIED["model_type"] = "gemma4_unified_text"
 GEMMA4_VISION = {**SEES, "num_key_value_heads": 2, "head_dim": 8}
 QWEN_VISION = {
-    **{
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "depth": 1,
-        "num_heads": 2,
-        "out_hidden_size": 48,
-    },
-    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
 }
 INTERN_VISION = {**SEES, "image_size": [28, 28]}
 BY_AXES = {
@@ -68,27 +74,33 @@ def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[st
 
 
 STEP3 = {
-    **{
-        "model_type": "step3p5",
-        "sliding_window": 24,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    **{"num_sliding_attention_heads": 6, "moe_intermediate_size": 24, "share_expert_dim": 20},
-    **{"layer_types": ["full_attention", *["sliding_attention"] * 2]},
-    **{"mlp_layer_types": ["dense", "sparse", "sparse"]},
-    **{"swiglu_limits": [0, 0.5, 0], "swiglu_limits_shared": [0.6, 0.4, None]},
+    "model_type": "step3p5",
+    "sliding_window": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_sliding_attention_heads": 6,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "swiglu_limits": [0, 0.5, 0],
+    "swiglu_limits_shared": [0.6, 0.4, None],
 }
 GLIMMER: dict[str, Any] = {
-    **{"model_type": "muse_glimmer_text", "sliding_window": 24, "num_hidden_layers": 5},
-    **{"qk_scale_factor": 2.5, "output_multiplier": 1.7, "post_norm_eps": 1e-3},
+    "model_type": "muse_glimmer_text",
+    "sliding_window": 24,
+    "num_hidden_layers": 5,
+    "qk_scale_factor": 2.5,
+    "output_multiplier": 1.7,
+    "post_norm_eps": 1e-3,
 }
 GLIMMERS = (
     {**SEES, "model_type": "muse_glimmer_vision"},
     {"out_hidden_size": 64, "projector_hidden_size": 16},
 )
 SIGLIP = {**SEES, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
-TIED, DEAF = {"tie_word_embeddings": True}, {"audio_config": None, "tie_word_embeddings": True}
+TIED = {"tie_word_embeddings": True}
+DEAF = {"audio_config": None, "tie_word_embeddings": True}
 OF_GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 24}
 CASES: list[tuple[str, dict[str, Any]]] = [
     (

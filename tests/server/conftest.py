@@ -156,7 +156,9 @@ class Scripted:
     """An engine thread that answers each request with the next text of a script, in small pieces."""
 
     def __init__(self, served: Served, texts: list[str], reason: str = "stop") -> None:
-        self.texts, self.reason, self.requests = texts, reason, list[Any]()
+        self.texts = texts
+        self.reason = reason
+        self.requests = list[Any]()
         self.real = served.service.thread
         self._tokenizer = served.service.settings.vocabulary.need_tokenizer()
 
@@ -199,7 +201,8 @@ def scripted(
     served: Served, *texts: str, reason: str = "stop", template: str = TEMPLATE
 ) -> Iterator[Scripted]:
     """A server whose model thinks, knows tools and says these texts."""
-    service, script = served.service, Scripted(served, list(texts), reason)
+    service = served.service
+    script = Scripted(served, list(texts), reason)
     before = service.settings, service.thread
     own = ChatTemplate("test", {"default": template}, {})
     vocabulary = dataclasses.replace(service.settings.vocabulary, template=own)

@@ -9,8 +9,23 @@ from typing import Any
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 Body = dict[str, Any]
 ARGUMENTS: tuple[Any, ...] = (
-    *('{"path": "a"}', "{}", "", "  ", '{"path": "a', "null", "[1]", '"text"', "17", "rm -rf /"),
-    *('{"a": "\\ud83d"}', "[" * 200, '{"a": 1, "a": 2}', '{"a": NaN}', None, {"path": "a"}, [1]),
+    '{"path": "a"}',
+    "{}",
+    "",
+    "  ",
+    '{"path": "a',
+    "null",
+    "[1]",
+    '"text"',
+    "17",
+    "rm -rf /",
+    '{"a": "\\ud83d"}',
+    "[" * 200,
+    '{"a": 1, "a": 2}',
+    '{"a": NaN}',
+    None,
+    {"path": "a"},
+    [1],
 )
 """Arguments of past calls: whole, empty, cut by a limit, no object, not even JSON, an object itself."""
 

@@ -116,7 +116,8 @@ def test_messages_tell_a_reply(served: Served) -> None:
             assert event["index"] == len(blocks)
             blocks.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
-            block, delta = blocks[event["index"]], event["delta"]
+            block = blocks[event["index"]]
+            delta = event["delta"]
             key = delta["type"].removesuffix("_delta").replace("input", "partial")
             block[key] = block.get(key, "") + delta[key]
     for block in blocks:
@@ -144,7 +145,8 @@ def test_a_response_tells_a_reply(served: Served) -> None:
         (event["type"].removeprefix("response."), event.get("output_index")) for event in events
     ]
     assert [name for name, _ in (*names[:2], names[-1])] == ["created", "in_progress", "completed"]
-    text, called = "output_text", "function_call_arguments"
+    text = "output_text"
+    called = "function_call_arguments"
     item = [
         "output_item.added",
         "content_part.added",
@@ -200,12 +202,16 @@ def test_a_malformed_call_is_text_with_a_note(served, path, text, reason) -> Non
     with scripted(served, SAID):
         fine = served.ask(path, body)
     if "chat" in path:
-        whole, last, fine = whole["choices"][0], events[-1]["choices"][0], fine["choices"][0]
+        whole = whole["choices"][0]
+        last = events[-1]["choices"][0]
+        fine = fine["choices"][0]
         told = whole["message"]["content"]
     elif "resp" in path:
-        last, told = events[-1]["response"], whole["output"][0]["content"][0]["text"]
+        last = events[-1]["response"]
+        told = whole["output"][0]["content"][0]["text"]
     else:
-        last, told = events[-2], whole["content"][0]["text"]
+        last = events[-2]
+        told = whole["content"][0]["text"]
     (note,) = whole["notes"]
     assert told == text and "notes" not in fine and last["notes"] == [note]
     assert note.startswith("what follows <tool_call> is no whole call")
@@ -320,10 +326,8 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         {"role": "user", "content": "Go on."},
     ]
     with scripted(served):
-        one, other = (
-            read_messages(claude, served.service.settings),
-            read_response(codex, served.service.settings),
-        )
+        one = read_messages(claude, served.service.settings)
+        other = read_response(codex, served.service.settings)
     one = without_lines(one, (CHANGING,))
     for wish in (one, other):
         (asked,) = wish.prompts
@@ -341,8 +345,10 @@ def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
         "Be exact.\nTime: 12:01\nx-anthropic-billing-header: cch=1;",
         "Time: 12:02",
     ]
-    rule, counted = {"x-spd-changing": "Date:| Time:"}, list[int]()
-    turn, count = {"role": "user", "content": "Time: now"}, "/v1/messages/count_tokens"
+    rule = {"x-spd-changing": "Date:| Time:"}
+    counted = list[int]()
+    turn = {"role": "user", "content": "Time: now"}
+    count = "/v1/messages/count_tokens"
     with scripted(served, *["Well"] * 11) as script:
         for system in told:
             bodies = {
@@ -356,7 +362,8 @@ def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
         served.ask("/v1/messages", bodies["/v1/messages"])
         parts = say("x-anthropic-billing-header: 1", told[0], role="system")
         served.ask("/v1/chat/completions", {"messages": [parts, turn]})
-    ids, prompts = [request.prompt_ids for request in script.requests], script.prompts
+    ids = [request.prompt_ids for request in script.requests]
+    prompts = script.prompts
     assert ids[10] == ids[2], "a part is no part of the line before it"
     assert (
         ids[:3] == ids[3:6] and ids[6:9] != ids[:3] and counted == [len(ids[0])] * 2 + [len(ids[6])]
@@ -401,7 +408,8 @@ def test_a_template_whose_roles_alternate_takes_what_agents_send(
     with scripted(served, "Well", "Well", template=begin + TEMPLATE) as script:
         served.ask("/v1/messages", body)
         served.ask("/v1/chat/completions", chat)
-    end, turn = "<|im_end|>\n", "<|im_start|>user\n"
+    end = "<|im_end|>\n"
+    turn = "<|im_start|>user\n"
     done = f"<|im_start|>assistant\nDone.{end}" if begin else ""
     assert f"A{end}{done}{turn}Go on.{end}" in script.prompts[0]
     assert (f"{turn}Hi\n\nHo{end}" if begin else f"{turn}Hi{end}{turn}Ho{end}") in script.prompts[1]
@@ -536,29 +544,25 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"tools": 2 * [{"name": "f", "input_schema": TOOL}]},
         *({"tool_choice": choice} for choice in ({"type": "tool", "name": "g"}, "any")),
-        *(
-            {"thinking": {"type": "enabled", "budget_tokens": -1}},
-            {"stop_sequences": ["x" * 10_000]},
-        ),
-        *(
-            {"system": [{"type": "image"}]},
-            {"mcp_servers": [{"url": "http://10.0.0.1"}]},
-            {"model": "other"},
-        ),
+        {"thinking": {"type": "enabled", "budget_tokens": -1}},
+        {"stop_sequences": ["x" * 10_000]},
+        {"system": [{"type": "image"}]},
+        {"mcp_servers": [{"url": "http://10.0.0.1"}]},
+        {"model": "other"},
     ],
     "responses": [
-        *({"input": None}, {"input": 3}, {"input": []}),
-        *({"previous_response_id": "resp_1"}, {"background": True}, {"reasoning": "high"}),
+        {"input": None},
+        {"input": 3},
+        {"input": []},
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"reasoning": "high"},
         *({"input": [{"type": kind, "id": "x"}]} for kind in ("item_reference", "computer_call")),
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        *(
-            {"input": [{**CALLED, "name": {}}]},
-            {"input": [{**CALLED, "type": "function_call_output"}]},
-        ),
-        *(
-            {"tools": [{"type": "function"}]},
-            {"tools": [{"type": "namespace", "tools": [{"name": 3}]}]},
-        ),
+        {"input": [{**CALLED, "name": {}}]},
+        {"input": [{**CALLED, "type": "function_call_output"}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "namespace", "tools": [{"name": 3}]}]},
         {"tool_choice": {"type": "function", "name": "g"}},
         {"tool_choice": {"type": [], "name": "g"}},
         {"text": {"format": {"type": "json_schema"}}, "tools": []},
@@ -630,7 +634,8 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served, model) -> None
         whole = served.ask("/v1/responses", body)
     assert [item["content"][0]["text"] for item in whole["output"]] == ["Hm.", '{"a": 3}']
     write_tokenizer(model, (*SPECIALS, "<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
-    tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
+    tokenizer = ModelFolder.of(model).tokenizer
+    asked = script.requests[0].grammar
     compiler = GrammarCompiler(tokenizer, 264)
     assert asked.kind == "lark" and "final" in asked.text
     free = Tools(

@@ -369,7 +369,8 @@ def test_many_prompts_at_once_take_few_threads(
     small: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread has memory of its own that the allocator keeps: 13 MiB where it encoded a long prompt."""
-    used, prepare = set[int](), small.service.prepare
+    used = set[int]()
+    prepare = small.service.prepare
 
     def slowly(wish: Any) -> Any:
         used.add(threading.get_ident())

@@ -25,7 +25,8 @@ GRAMMARS = {
     "regex": (GrammarText("regex", "[a-c]/{2}"), "b//"),
     "lark": (GrammarText("lark", 'start: "(" start ")" | "start"'), "((start))"),
 }
-THINK, TOKENS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+THINK = ("<think>", "</think>")
+TOKENS = ("[THINK]", "[/THINK]")
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 LATE = "{% if not thinking %}</think>{% endif %}"
 

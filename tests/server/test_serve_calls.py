@@ -47,10 +47,12 @@ Call = tuple[str, Any]
 ONE: list[Call] = [("get_weather", PARIS)]
 BOTH: list[Call] = [*ONE, ("now", {})]
 
-OBJECT, NOW = f'{{"name": "get_weather", "arguments": {ARGS}}}', '{"name":"now","arguments":{}}'
+OBJECT = f'{{"name": "get_weather", "arguments": {ARGS}}}'
+NOW = '{"name":"now","arguments":{}}'
 REVERSED = f'{{"arguments": {ARGS}, "name": "get_weather"}}'
 LLAMA, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text in (OBJECT, NOW))
-CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
+CITY = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n'
+DAYS = "<parameter=days>\n3\n</parameter>\n"
 SEED_KEYS = '<parameter=city>Pa"ris}{ \\</parameter>\n<parameter=days>3</parameter>\n'
 KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
@@ -58,8 +60,10 @@ LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
 LINES_GLM = "now\n<arg_key>a</arg_key>\n<arg_value>\nx\n</arg_value>\n"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
-LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions."
+KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+LFM = "<|tool_call_start|>"
+LFM_END = "<|tool_call_end|>"
 PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
 COMMAND_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
 COMMENTARY = "<|channel|>commentary to=functions."
@@ -285,7 +289,8 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
 
 def call_text(form: Form, *, required: bool = False) -> str:
     """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
-    said, pairs = ARGS, form.pairs
+    said = ARGS
+    pairs = form.pairs
     if pairs is not None:
         city = (
             json.dumps(CITY_NAME) if pairs.quote is None else pairs.quote + CITY_NAME + pairs.quote
@@ -305,7 +310,8 @@ CASES |= {form: (call_text(FORMS[form]), ONE) for form in FORMS}
 
 def case_of(name: str) -> tuple[str, str, str, list[Call]]:
     """Form, reply, text and calls."""
-    case, begin = CASES[name], name.partition(":")[0]
+    case = CASES[name]
+    begin = name.partition(":")[0]
     form = (
         begin
         if begin in FORMS
@@ -427,7 +433,8 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
         tokenizer,
     )
     assert tools is not None
-    grammar, compiler = tools.grammar, GrammarCompiler(tokenizer, 320)
+    grammar = tools.grammar
+    compiler = GrammarCompiler(tokenizer, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
     fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
     for said in (
@@ -444,7 +451,8 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     """What the grammar allows is read as the call; another type or name is not allowed. Marks are texts."""
-    tools, written = tools_of(form, required=how == "required", strict=how == "strict"), FORMS[form]
+    tools = tools_of(form, required=how == "required", strict=how == "strict")
+    written = FORMS[form]
     if (grammar := tools.grammar) is None:
         assert (written.is_bare and how != "required") or (written.channels and how == "auto")
         return
@@ -467,11 +475,10 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
 def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
-    answer, written = GrammarText("schema", json.dumps(schema)), FORMS[form]
-    call, said = (
-        call_text(written),
-        (written.channels.answer if written.channels else "") + '{"days": 3}',
-    )
+    answer = GrammarText("schema", json.dumps(schema))
+    written = FORMS[form]
+    call = call_text(written)
+    said = (written.channels.answer if written.channels else "") + '{"days": 3}'
     tools = tools_of(form, answer=answer)
     assert tools.held and tools.grammar is not None and not tools.grammar.optional
     others = (
@@ -501,7 +508,8 @@ NUMBERED = {
 @pytest.mark.parametrize("form", NUMBERED)
 def test_calls_are_numbered_through_a_conversation(form: str) -> None:
     """A grammar that began with 0 in each reply would give the same id to calls of several turns."""
-    tools, said = tools_of(form, required=True), NUMBERED[form]
+    tools = tools_of(form, required=True)
+    said = NUMBERED[form]
     assert takes(tools.grammar, said) and replies(tools, list(said)) == ("", [("now", "{}")])
     assert not any(takes(tools.grammar, said.replace("12", other)) for other in ("x", ""))
 
@@ -521,7 +529,8 @@ def test_arguments_with_commas_are_held_whichever_there_are() -> None:
 
 def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text and calls with their arguments of a reply that a grammar holds."""
-    said, calls = "", list[tuple[str, str]]()
+    said = ""
+    calls = list[tuple[str, str]]()
     for piece in found(tools, pieces):
         if piece.kind == "text":
             said += piece.text
@@ -535,7 +544,8 @@ def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.pairs is None])
 def test_held_arguments_come_as_they_are_written(form: str) -> None:
     """The name first, whatever the pieces; a cut reply holds them as far as they came."""
-    tools, written = tools_of(form, required=True), FORMS[form]
+    tools = tools_of(form, required=True)
+    written = FORMS[form]
     calls = [
         written.call.replace("NAME", name).replace("ARGUMENTS", said).replace("#", "0")
         for name, said in (("get_weather", ARGS), ("now", "{}"))
@@ -558,25 +568,45 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
 
 FRAGMENTS = [
     *sorted(MARKS),
-    *("<function=now>", "<parameter=city>", '<invoke name="now">', '<parameter name="a">'),
-    *('{"name": "now"', '"arguments": {', "call:now{", "now(", ")", "a='x'", "to=functions.now"),
-    *(
-        "}",
-        "[",
-        "]",
-        ",",
-        '"',
-        "\\",
-        ": ",
-        '{"name": "now", "parameters": {}}',
-        "now",
-        " text ",
-        "\n",
-        ";",
-    ),
-    *("</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "now\n<arg_key>"),
-    *(KIMI_CALL, "now:1", KIMI_ARGUMENTS, "'", "now(a='", "')]", "</invoke>"),
-    *("<", "{", "0", '"x"'),
+    "<function=now>",
+    "<parameter=city>",
+    '<invoke name="now">',
+    '<parameter name="a">',
+    '{"name": "now"',
+    '"arguments": {',
+    "call:now{",
+    "now(",
+    ")",
+    "a='x'",
+    "to=functions.now",
+    "}",
+    "[",
+    "]",
+    ",",
+    '"',
+    "\\",
+    ": ",
+    '{"name": "now", "parameters": {}}',
+    "now",
+    " text ",
+    "\n",
+    ";",
+    "</parameter>",
+    "</function>",
+    "<arg_key>a</arg_key>",
+    "<arg_value>",
+    "now\n<arg_key>",
+    KIMI_CALL,
+    "now:1",
+    KIMI_ARGUMENTS,
+    "'",
+    "now(a='",
+    "')]",
+    "</invoke>",
+    "<",
+    "{",
+    "0",
+    '"x"',
 ]
 
 

@@ -13,7 +13,9 @@ from spd.server import chat_completions, completions, messages, request, respons
 from tests.server.conftest import MESSAGES, Served
 from tests.server.test_serve_openai import PAGE, python_with
 
-DONE, REFUSED, PASSED_OVER = "done", "refused", "passed over"
+DONE = "done"
+REFUSED = "refused"
+PASSED_OVER = "passed over"
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 Field = tuple[str, Any]

@@ -13,7 +13,8 @@ from spd.server import chat_completions
 from spd.server.request import PASSED_OVER
 from tests.server.conftest import MESSAGES, SLOTS, Served
 
-CHAT, RAW = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
 GREEDY = {"temperature": 0}
 
 

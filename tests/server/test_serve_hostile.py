@@ -37,10 +37,19 @@ def user(content: Any, **fields: Any) -> dict[str, Any]:
 LIMITED = {
     "temperature": (-1, True, 10**400),
     "logit_bias": ({"999999999": 1}, {"1": 2000}, {"x": 1}, {str(i): 1 for i in range(2000)}),
-    **{"messages": ([],), "model": ("gpt-4",), "top_p": (0,), "top_k": (1.5,), "max_tokens": (0,)},
-    **{"n": (129,), "seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
-    **{"chat_template_kwargs": ({"tools": []},), "chat_template": ("{{ 1 }}",)},
-    **{"modalities": (["audio"],), "temprature": (0,)},
+    "messages": ([],),
+    "model": ("gpt-4",),
+    "top_p": (0,),
+    "top_k": (1.5,),
+    "max_tokens": (0,),
+    "n": (129,),
+    "seed": (2**70,),
+    "stop_token_ids": ([10**9],),
+    "tool_choice": ("required",),
+    "chat_template_kwargs": ({"tools": []},),
+    "chat_template": ("{{ 1 }}",),
+    "modalities": (["audio"],),
+    "temprature": (0,),
 }
 """Values that a field does not take."""
 FIELDS: list[tuple[dict[str, Any], str | None]] = [
@@ -55,11 +64,9 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ),
     (user("x", tool_calls=[{}]), "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
-    *(
-        (user("word " * 5000), "messages"),
-        (user("\ud800"), None),
-        ({"temperature": math.inf}, None),
-    ),
+    (user("word " * 5000), "messages"),
+    (user("\ud800"), None),
+    ({"temperature": math.inf}, None),
     ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
     ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
@@ -70,7 +77,8 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"continue_final_message": True}, "continue_final_message"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format"),
-    *(({"stop": ["a", 3]}, "stop[1]"), ({"stop": "x" * 300}, None)),
+    ({"stop": ["a", 3]}, "stop[1]"),
+    ({"stop": "x" * 300}, None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"speculative": {"spec": "magic"}}, "speculative.spec"),
@@ -114,18 +122,21 @@ def test_large_grammars_cost_little(served: Served) -> None:
 
 DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 BODIES: list[bytes] = [
-    *(
-        b"",
-        b"null",
-        b"[]",
-        b"3",
-        b'{"messages": ',
-        b"\xff\xfe{}",
-        b'{"messages": "\xc3("}',
-        b"[" * 200_000,
-    ),
-    *(DEEP, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"messages": [' + b"[]," * 600_000 + b"[]]}"),
-    *(b'{"seed": ' + b"9" * 100_000 + b"}", b'{"x": NaN}', b'{"n": 1e400}', b" " * (17 << 20)),
+    b"",
+    b"null",
+    b"[]",
+    b"3",
+    b'{"messages": ',
+    b"\xff\xfe{}",
+    b'{"messages": "\xc3("}',
+    b"[" * 200_000,
+    DEEP,
+    b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b'{"messages": [' + b"[]," * 600_000 + b"[]]}",
+    b'{"seed": ' + b"9" * 100_000 + b"}",
+    b'{"x": NaN}',
+    b'{"n": 1e400}',
+    b" " * (17 << 20),
     b'{"metadata": {"a": ' + b"[" * 150 + b"]" * 150 + b"}}",
 ]
 
@@ -171,8 +182,12 @@ PATHS = [
         ("GET", f"/{path}", 404)
         for path in ("../../etc/passwd", "v1/models/..%2f..%2fetc%2fpasswd", "/evil")
     ),
-    *(("GET", "/v1/models/%00", 404), ("GET", CHAT_PATH, 405), ("DELETE", "/v1/models", 405)),
-    *(("POST", "/v1/embeddings", 404), ("POST", "/health", 405), ("POST", f"{CHAT_PATH}/", 404)),
+    ("GET", "/v1/models/%00", 404),
+    ("GET", CHAT_PATH, 405),
+    ("DELETE", "/v1/models", 405),
+    ("POST", "/v1/embeddings", 404),
+    ("POST", "/health", 405),
+    ("POST", f"{CHAT_PATH}/", 404),
     ("TRACE", "/", 404),
 ]
 

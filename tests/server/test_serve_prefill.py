@@ -10,7 +10,8 @@ from spd.conversation.prompt import encode_prompt
 from spd.server.chat_completions import read_chat
 from tests.server.conftest import MESSAGES, QUESTION, Served, scripted
 
-CHAT, MESSAGE = "/v1/chat/completions", "/v1/messages"
+CHAT = "/v1/chat/completions"
+MESSAGE = "/v1/messages"
 BEGUN = {"role": "assistant", "content": "Join two"}
 RENDERED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\nJoin two"
 GREEDY = {"temperature": 0, "max_tokens": 12}

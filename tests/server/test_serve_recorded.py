@@ -102,7 +102,8 @@ TEMPLATE = """{{ bos_token }}
 def template_of(form: str, calls: str = "") -> str:
     """A template in the style of a form's families, with calls as they write them or as `calls`."""
     begin, end = FRAMES.get(form, ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n"))
-    words, text = {**WORDS, "begin": begin, "end": end, "calls": calls or CALLS[form]}, TEMPLATE
+    words = {**WORDS, "begin": begin, "end": end, "calls": calls or CALLS[form]}
+    text = TEMPLATE
     if form == "Llama 3" and not calls:  # a call stands where the text would
         text = text.replace("{{- m.content }}", "{{- m.content if not m.get('tool_calls') }}")
     while "«" in text:

@@ -228,7 +228,8 @@ def test_thinking_of_every_family(name: str, tmp_path: Path) -> None:
         choice = ReplyBuilder(0, family.inside, None, tokenizer, marks=marks)
         found.append(shown(choice, events(tokenizer, ids, size)))
         message = choice.message()
-        thought, answer = message.get("reasoning_content", ""), message["content"]
+        thought = message.get("reasoning_content", "")
+        answer = message["content"]
         assert (thought, answer) == (family.thinking, family.answer), size
     assert all(one == found[0] for one in found)
     streamed, whole, count, _, notes = found[0]
@@ -270,7 +271,8 @@ def test_no_grouping_of_tokens_changes_a_reply(seed: int, tmp_path: Path) -> Non
         ids = tokenizer.encode(text, parse_special=True)
         stops = ("END", "\n\n\n")[: rng.randint(0, 2)]
         tools = Tools(LOOKUP, FORM) if rng.random() < 0.7 else None
-        inside, reason = rng.choice((True, False, None)), rng.choice(("stop", "length"))
+        inside = rng.choice((True, False, None))
+        reason = rng.choice(("stop", "length"))
         found = [
             shown(
                 ReplyBuilder(0, inside, tools, tokenizer, marks=marks),

@@ -88,25 +88,22 @@ COMMANDS: list[list[str]] = [
     ["--schema", '{"type": "boolean"}', "--seed", "1", "-n", "20", QUESTION],
     ["--json", "--logprobs", "2", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
     ["--json", "--set", "top_k=5", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
-    *(
-        ["--temperature", "900", QUESTION],
-        ["--think", "5", QUESTION],
-        ["--json", "--logprobs", "99", "a"],
-    ),
-    *(
-        ["--schema", '{"type": "flower"}', QUESTION],
-        [
-            "--schema",
-            '{"type": "string", "minLength": 90}',
-            "--temperature",
-            "0",
-            "-n",
-            "6",
-            QUESTION,
-        ],
-        ["-n", "4000", "--temperature", "0", "word " * 4050],
-    ),
-    *(["word " * 9000], []),
+    ["--temperature", "900", QUESTION],
+    ["--think", "5", QUESTION],
+    ["--json", "--logprobs", "99", "a"],
+    ["--schema", '{"type": "flower"}', QUESTION],
+    [
+        "--schema",
+        '{"type": "string", "minLength": 90}',
+        "--temperature",
+        "0",
+        "-n",
+        "6",
+        QUESTION,
+    ],
+    ["-n", "4000", "--temperature", "0", "word " * 4050],
+    ["word " * 9000],
+    [],
 ]
 
 
@@ -114,7 +111,8 @@ COMMANDS: list[list[str]] = [
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_the_same_bytes_and_status(home: Path, server: int, number: int, spd_run: Any) -> None:
     words = ["generate", "--threads", "1", *COMMANDS[number]]
-    warm, alone = spd(home, *words), spd_run(*words, "--no-server", stdin=b"")
+    warm = spd(home, *words)
+    alone = spd_run(*words, "--no-server", stdin=b"")
     assert (warm.returncode, warm.stderr) == (alone.code, alone.err)
     if "--json" in words and not alone.code:
         assert timeless(json.loads(warm.stdout)) == timeless(alone.json)
@@ -135,7 +133,9 @@ LINES: list[dict[str, Any]] = [
     {"prompt": QUESTION, "params": ODD},
     {"messages": [{"role": "user", "content": "What does len do?"}], "id": "b"},
     *({"prompt": "Is it?", "params": {"schema": {"type": kind}}} for kind in ("boolean", "flower")),
-    *({"prompt_ids": [1, 999999]}, {"promt": 3}, {"prompt": "word " * 5000}),
+    {"prompt_ids": [1, 999999]},
+    {"promt": 3},
+    {"prompt": "word " * 5000},
 ]
 SAID = f"{QUESTION}\nAnd len?\n/undo\n/regen\n/set temperature=0\nWhat is a list?\n/spec off\n{QUESTION}\n"
 
@@ -144,10 +144,8 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
     """Those that are refused, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
-    warm, alone = (
-        spd(home, *words, said=lines),
-        spd_run(*words, "--no-server", stdin=lines.encode()),
-    )
+    warm = spd(home, *words, said=lines)
+    alone = spd_run(*words, "--no-server", stdin=lines.encode())
     assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert warm.returncode == alone.code == 7
     one, other = (
@@ -160,7 +158,8 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
 def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
     """Turns are taken back and asked again; another engine is loaded here."""
     words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
-    warm, alone = spd(home, *words, said=SAID), spd_run(*words, "--no-server", stdin=SAID.encode())
+    warm = spd(home, *words, said=SAID)
+    alone = spd_run(*words, "--no-server", stdin=SAID.encode())
     assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count(
         "\n"
     ) >= 5

@@ -183,7 +183,8 @@ class ChatEncoder:
                 new and new[0] in self._tokenizer.special_ids
             ):  # else words could join across the border
                 if said[-1].reply_ids[-1] == new[0]:
-                    generated, new = said[-1].reply_ids, new[1:]
+                    generated = said[-1].reply_ids
+                    new = new[1:]
                 spans = (*before.spans, ("generated", len(generated)), ("prompt", len(new)))
                 return Encoded(rendered.text, (*before.ids, *generated, *new), spans)
         ids = encode_rendered(self._tokenizer, rendered)
@@ -267,7 +268,8 @@ class SessionStore:
 
     def load(self, name: str) -> Conversation:
         """Read a chat. Raises NotFoundError, or IncompatibleError naming file and line."""
-        path, number = self.path(name), 1
+        path = self.path(name)
+        number = 1
         turns: list[Turn] = []
         try:
             if path.exists() and not path.is_file():  # a FIFO would be waited for
@@ -297,7 +299,8 @@ class SessionStore:
 
     def save(self, name: str, conversation: Conversation) -> None:
         """Write a chat so that at any moment the old or the new file is whole. Raises ResourceError."""
-        path, header = self.path(name), dataclasses.asdict(conversation)
+        path = self.path(name)
+        header = dataclasses.asdict(conversation)
         turns = header.pop("turns")
         try:
             self._make_folder()
@@ -329,13 +332,15 @@ class SessionStore:
     def open_new(self) -> str:
         """Take the lock of a chat that does not exist yet: the time of day, and a number if need be."""
         base = f"{datetime.now():%Y-%m-%d-%H%M%S}"
-        name, number = base, 2
+        name = base
+        number = 2
         while True:
             with suppress(UsageError):
                 self.open(name)
                 if not self.path(name).exists():
                     return name
-            name, number = f"{base}-{number}", number + 1
+            name = f"{base}-{number}"
+            number = number + 1
 
     def close(self) -> None:
         """Let go of the lock."""

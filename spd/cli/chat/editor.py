@@ -56,7 +56,8 @@ class Editor:
         loaded: Callable[[], bool],
         commands: Mapping[str, Words | None],
     ) -> None:
-        self._status, self._loaded = status, loaded
+        self._status = status
+        self._loaded = loaded
         self._pastes: dict[str, str] = {}
         self._draft = ""
         """What was refused, while lines that were typed meanwhile are still to be read."""
@@ -116,7 +117,8 @@ class Editor:
 
     def _keep_cooked_lines(self) -> None:
         """Keep whole lines that were typed while the terminal was in its usual mode."""
-        source, presses = self._session.input, list[KeyPress]()
+        source = self._session.input
+        presses = list[KeyPress]()
         with suppress(OSError, ValueError, termios.error):
             while self._is_cooked() and _waiting_bytes(source.fileno()):
                 presses += source.read_keys()
@@ -142,8 +144,10 @@ class Editor:
     def replying(self, stop: Callable[[], None]) -> Iterator[None]:
         """Keep keys that are typed inside off the screen, for the next messages; Esc calls `stop`."""
         self._keep_cooked_lines()
-        source, output = self._session.input, self._session.output
-        done, kept = threading.Event(), list[KeyPress]()
+        source = self._session.input
+        output = self._session.output
+        done = threading.Event()
+        kept = list[KeyPress]()
 
         def watch() -> None:
             with suppress(OSError, ValueError):  # a terminal that has gone types nothing
@@ -197,7 +201,8 @@ class Editor:
 
         @keys.add("enter")
         def _(event: KeyPressEvent) -> None:
-            buffer, queue = event.current_buffer, event.key_processor.input_queue
+            buffer = event.current_buffer
+            queue = event.key_processor.input_queue
             more = any(len(press.key) == 1 or press.key == Keys.ControlM for press in queue)
             if more and not _continues(buffer):  # a paste that the terminal did not mark
                 buffer.insert_text("\n")

@@ -71,7 +71,9 @@ class Chat:
     def __init__(
         self, session: Session, options: ChatOptions, sink: Sink, store: SessionStore
     ) -> None:
-        self.session, self.sink, self.store = session, sink, store
+        self.session = session
+        self.sink = sink
+        self.store = store
         self.name, saved = open_session(store, options)
         self._console = dataclasses.replace(session.console, help="/help")
         if saved is not None and not options.typed & {"model", "model_argument"}:
@@ -97,7 +99,8 @@ class Chat:
             )
         self.interactive = False
         self.source: PlainLines | Editor
-        self._saving, self._warned = not options.no_save, False
+        self._saving = not options.no_save
+        self._warned = False
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -214,7 +217,8 @@ class Chat:
         """True if the last reply is thinking without an answer or a call."""
         marks = self.model.settings.vocabulary.marks
         inside = opens_thinking(self.model.encoder.encode(conversation).text, marks)
-        turn, tools = conversation.turns[-1], self.model.tools
+        turn = conversation.turns[-1]
+        tools = self.model.tools
         thought, answer = parted(turn.reply or "", inside, marks)
         if thought is None or answer.strip():
             return False
@@ -259,9 +263,11 @@ class Chat:
 
     def go_on_with(self, conversation: Conversation) -> None:
         """Go on with a saved conversation: its last turns are shown, an unanswered message is the draft."""
-        self.conversation, turns = conversation, conversation.turns
+        self.conversation = conversation
+        turns = conversation.turns
         if turns and turns[-1].reply is None:
-            self.draft, self.conversation = turns[-1].user, conversation.without_last()
+            self.draft = turns[-1].user
+            self.conversation = conversation.without_last()
         for turn in self.conversation.turns[-2:] if self.interactive else ():
             self.tell(f"› {shortened(turn.user, 300)}", shortened(turn.reply or "", 300))
 
@@ -317,8 +323,11 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
     On a terminal Ctrl-C and Esc stop the reply; the conversation is as it was if nothing had come. Raises
     IncompatibleError if it does not fit the context, and what the engine raises.
     """
-    model, guard, turn = chat.model, chat.session.guard, conversation.turns[-1]
-    gathered, stopped = Gathered(), threading.Event()
+    model = chat.model
+    guard = chat.session.guard
+    turn = conversation.turns[-1]
+    gathered = Gathered()
+    stopped = threading.Event()
 
     def stop() -> None:
         stopped.set()
@@ -358,7 +367,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         )
     if stopped.is_set() and not gathered.token_ids:
         return conversation
-    reply, ids = (turn.reply or "") + gathered.text, (*turn.reply_ids, *gathered.token_ids)
+    reply = (turn.reply or "") + gathered.text
+    ids = (*turn.reply_ids, *gathered.token_ids)
     ended = {"finish": gathered.finish_reason, "seed": request.params.seed}
     replied = conversation.with_last(reply=reply, reply_ids=ids, **ended)
     return dataclasses.replace(replied, draws=conversation.draws + (turn.reply is None))
@@ -366,12 +376,11 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
 
 def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Request:
     """The order for the engine; `inside` says whether what comes next is thinking."""
-    turn, encoded, context = (
-        conversation.turns[-1],
-        model.encoder.encode(conversation),
-        model.info.ctx,
-    )
-    ids, spans = (*encoded.ids, *turn.reply_ids), encoded.spans
+    turn = conversation.turns[-1]
+    encoded = model.encoder.encode(conversation)
+    context = model.info.ctx
+    ids = (*encoded.ids, *turn.reply_ids)
+    spans = encoded.spans
     if turn.reply_ids:
         spans = (*spans, ("generated", len(turn.reply_ids)))
     if len(ids) >= context:
@@ -386,7 +395,8 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
 
 def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     """How this terminal, or a pipe, shows a reply."""
-    console, options = chat.session.console, chat.model.options
+    console = chat.session.console
+    options = chat.model.options
     view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")
     if chat.styled and options.show_drafts:
         view.drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)

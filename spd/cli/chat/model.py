@@ -34,7 +34,9 @@ class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
 
     def __init__(self, options: ChatOptions, session: Session) -> None:
-        self._session, self._console, self._first = session, session.console, options
+        self._session = session
+        self._console = session.console
+        self._first = options
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
         self.thread: EngineThread[EngineClient]
@@ -43,7 +45,8 @@ class ChatModel:
     def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
         settings = plan_settings(options, folder)
-        variables, tools = prompt.template_variables(options), None
+        variables = prompt.template_variables(options)
+        tools = None
         if options.tools is not None:
             from spd.cli.chat.tools import ChatTools
 
@@ -51,7 +54,8 @@ class ChatModel:
             variables["tools"] = tools.shown
             for words in tools.notes:
                 self._console.note(words)
-        self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
+        self.encoder = ChatEncoder(settings.vocabulary, variables)
+        self.tools = tools
         self.options = options
         self.folder = folder
         self.settings = settings
@@ -76,7 +80,8 @@ class ChatModel:
 
     def start(self) -> None:
         """Begin to load in the background, unless a server has the engine."""
-        config, served = self.settings.config, served_engine(self._session, self.options)
+        config = self.settings.config
+        served = served_engine(self._session, self.options)
 
         def build(progress: Progress) -> EngineClient:
             """Return a server's engine, or load one."""

@@ -37,7 +37,8 @@ class Commands:
     def run(self, line: str) -> None:
         """Run a typed command. Raises UsageError for an unknown command, and what the command raises."""
         word, _, rest = line.strip().partition(" ")
-        name, known = ALIASES.get(word.lower(), word.lower()), self.names()
+        name = ALIASES.get(word.lower(), word.lower())
+        known = self.names()
         if name not in known:
             close = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
             hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
@@ -119,7 +120,8 @@ class Commands:
             self._chat.tell(*self._chat.model.lines())
             return
         name, _, most = rest.partition(" ")
-        method, known = in_order(name), spec_names("")
+        method = in_order(name)
+        known = spec_names("")
         if method not in known or not (most or "0").isdigit():
             raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {'|'.join(known)} [K]"])
         self._chat.reload(spec=method, draft_max=int(most) if most else None)

@@ -105,8 +105,10 @@ class ChatTools:
 
     def result(self, call: Mapping[str, Any], guard: SignalGuard) -> tuple[dict[str, Any], bool]:
         """What a call brings, as a message, and whether the model may go on with it."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        text, may_go_on = f"there is no tool {name}", True
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        text = f"there is no tool {name}"
+        may_go_on = True
         if name in self._commands:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
             values = {
@@ -161,7 +163,8 @@ def consents(words: Sequence[str], guard: SignalGuard) -> bool:
 
 def _started_by(process: int) -> set[int]:
     """What a running process has started, and what that has, where the system tells it (Linux)."""
-    found, parents = {process}, dict[int, int]()
+    found = {process}
+    parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
@@ -175,20 +178,25 @@ def run(words: Sequence[str], guard: SignalGuard) -> str:
 
     It gets no input, and is ended with all that it has started by Ctrl-C, by time and by too much output.
     """
-    stopped, ends, output, note = threading.Event(), time.monotonic() + SECONDS, bytearray(), ""
+    stopped = threading.Event()
+    ends = time.monotonic() + SECONDS
+    output = bytearray()
+    note = ""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         process = subprocess.Popen(words, **pipes, start_new_session=True)  # type: ignore[call-overload]
     except (OSError, ValueError) as error:
         return f"(it cannot be run: {error})"
     with process, guard.soften(stopped.set):
-        reading, source = True, process.stdout.fileno()
+        reading = True
+        source = process.stdout.fileno()
         try:
             while not note:
                 over = process.poll() is not None  # what it has started may still hold its output
                 if select.select([source] * reading, (), (), 0.0 if over else 0.05)[0]:
                     data = os.read(source, 1 << 16)
-                    reading, output = bool(data), output + data
+                    reading = bool(data)
+                    output = output + data
                 elif over:
                     break
                 if stopped.is_set():

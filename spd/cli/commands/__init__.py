@@ -67,7 +67,8 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     app.callback()(root)
     known = [name for name in COMMANDS if name in loaded]
     for name in known or COMMANDS:
-        body, short = load_command(name) if known else lambda: None, COMMAND_TABLE[name][1]
+        body = load_command(name) if known else lambda: None
+        short = COMMAND_TABLE[name][1]
         help, _, examples = (cleandoc(body.__doc__ or "")).partition("\n\n")
         app.command(name, cls=Command, help=help, short_help=short, epilog=f"\b\n{examples}")(body)
     return app
@@ -93,7 +94,8 @@ def load_command(name: str) -> Callable[..., int | None]:
 
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))
     options = get_type_hints(body)["options"]
-    hints, form = get_type_hints(options), cast(Any, Annotated)
+    hints = get_type_hints(options)
+    form = cast(Any, Annotated)
 
     def run(context: typer.Context, **values: Any) -> int | None:
         session: Session = context.obj
@@ -112,7 +114,8 @@ def load_command(name: str) -> Callable[..., int | None]:
     for field in dataclasses.fields(options):
         if "option" not in field.metadata:  # not typed: set by name, or found
             continue
-        names, shown = field.metadata["names"], field.metadata["option"]
+        names = field.metadata["names"]
+        shown = field.metadata["option"]
         if names is None:
             kind = typer.Argument(**shown)
         else:

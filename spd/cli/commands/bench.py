@@ -67,7 +67,8 @@ BEGINNING = 2000  # characters of each prompt by which tokenizers are compared
 ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
 """Wishes that all engines share; of others there are lists, and an engine for each combination."""
 
-_sweep, _work = partial(option, "What is compared"), partial(option, "What is asked")
+_sweep = partial(option, "What is compared")
+_work = partial(option, "What is asked")
 
 
 MODELS = "A folder, GGUF file, org/name or demo; a list of them compares them."
@@ -208,7 +209,8 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
     configs = list(machines)
     for machine, wishes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
         method = wishes["spec"] = in_order(wishes["spec"])
-        size, taken = wishes["draft_tp"], METHODS.get(split_spec(method)[0], METHODS["off"]).weights
+        size = wishes["draft_tp"]
+        taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights
         drafters = {name: folder for name, folder in folders.items() if name in taken}
         dividing = [
             tp for tp in ranks if not size or tp % size == 0

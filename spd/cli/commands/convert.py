@@ -60,7 +60,8 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
     from spd.formats.mtp import differing_copies, head_config
 
-    own, head = differing_copies(plan), plan.head
+    own = differing_copies(plan)
+    head = plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
         write_tensors(

@@ -48,7 +48,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
         from spd.cli.prompt_input import cut_named, gather
         from spd.conversation.settings import REQUEST_ID
 
-        settings, asked = plan_settings(options), gather(options)
+        settings = plan_settings(options)
+        asked = gather(options)
         with cut_named(options, asked, settings.context, lambda: settings.vocabulary.tokenizer):
             request, inside = settings.request(REQUEST_ID, asked)
         if options.dry_run:
@@ -80,7 +81,8 @@ def _generate_served(
     from spd.cli.reply_view import Delivery
     from spd.cli.run_settings import sampling_wishes
 
-    wishes, asked = sampling_wishes(options), gather(options)
+    wishes = sampling_wishes(options)
+    asked = gather(options)
     with cut_named(options, asked, engine.info.ctx, lambda: engine.tokenizer):
         served = engine.prepare(asked, wishes, read_grammar(options), options.think)
     say_notes(session.console, served.notes, engine, served.parameters)

@@ -47,7 +47,9 @@ def inspect(session: Session, options: InspectOptions) -> None:
     """
     from spd.formats.folder import ModelFolder
 
-    sink, draft, name = Sink.stdout(), None, options.model
+    sink = Sink.stdout()
+    draft = None
+    name = options.model
     folder = ModelFolder.named(name)
     # It has a process of its own, which may start meanwhile.
     threading.Thread(target=template_state, args=(folder,), daemon=True).start()
@@ -56,7 +58,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
     if options.draft is not None:
         draft = ModelFolder.named(options.draft)
         shown["draft"] = describe(options.draft, draft)
-    choice, refusal = _choose(folder, draft), None
+    choice = _choose(folder, draft)
+    refusal = None
     if draft is not None:
         refusal = choice if isinstance(choice, SpdError) else None
         shown["compatible"] = refusal is None
@@ -83,7 +86,8 @@ def describe(name: str, folder: ModelFolder) -> Facts:
     from spd.runtime.plan.memory import position_size, state_bytes
 
     config = folder.config  # before the weights: what is no model folder at all lacks this first
-    checkpoint, tokenizer = folder.checkpoint, folder.tokenizer
+    checkpoint = folder.checkpoint
+    tokenizer = folder.tokenizer
     return {
         "model": name,
         "folder": str(folder),
@@ -123,14 +127,17 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     from spd.formats.mtp import declared_modules, mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
-    declared, source = declared_modules(folder.fields), mtp_source(folder)
+    declared = declared_modules(folder.fields)
+    source = mtp_source(folder)
     if source is None:
         return (
             {"family": None, "modules": 0, "declared": declared, "error": None}
             if declared
             else None
         )
-    checkpoint, layout, error = folder.checkpoint, source.layout, None
+    checkpoint = folder.checkpoint
+    layout = source.layout
+    error = None
     try:
         check_source(source, checkpoint)
     except SpdError as refusal:
@@ -151,7 +158,8 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 
 def head_facts(config: ModelConfig) -> dict[str, Any] | None:
     """How an EAGLE-3 head or an assistant reads its target; None for a model."""
-    facts, eagle3 = config.eagle3 or config.assistant, config.eagle3
+    facts = config.eagle3 or config.assistant
+    eagle3 = config.eagle3
     if facts is None:
         return None
     return {
@@ -212,7 +220,8 @@ def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     from spd.runtime import foreseen_machine, outline
     from spd.runtime.plan.memory import longest_context, measure
 
-    found, usable = [], plan.memory_budget_bytes
+    found = []
+    usable = plan.memory_budget_bytes
     for name in QUANTIZE:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
             other = replace(config, quantize=name)
@@ -231,12 +240,17 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     if isinstance(choice, SpdError):
         config = replace(config, draft_model=None)
     plan = outline(config, machine)
-    whole, free = plan.shape, machine.free // machine.beside(plan.shape.tp)
+    whole = plan.shape
+    free = machine.free // machine.beside(plan.shape.tp)
     try:
-        shape, fits = fitted(whole, config, machine.device, free), True
+        shape = fitted(whole, config, machine.device, free)
+        fits = True
     except SpdError:
-        shape, fits = whole, False
-    need, usable, most = measure(shape), plan.memory_budget_bytes, whole.target.max_positions
+        shape = whole
+        fits = False
+    need = measure(shape)
+    usable = plan.memory_budget_bytes
+    most = whole.target.max_positions
     totals = {}
     for ctx in sorted({shape.ctx, most, *(n for n in CONTEXTS if n < most)}):
         # with a drafter that goes as far as the context, or as its own model does

@@ -66,7 +66,8 @@ LINE = fields(
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
-    settings, shared = plan_settings(options), gather_shared(options)
+    settings = plan_settings(options)
+    shared = gather_shared(options)
     lines = read_lines(options.file[0] if options.file else "-")
     done = failed = 0
     if options.resume and options.output is not None:
@@ -87,15 +88,15 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             session.console.note(f"stopped after {batch.done:,} of {len(lines):,} lines; {how}")
             raise
         engine.close()
-        done, failed, seconds = batch.done, batch.failed, now() - began
+        done = batch.done
+        failed = batch.failed
+        seconds = now() - began
         if options.stats:
             rate = f"{batch.tokens / seconds:.1f} tok/s"
             tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
     if failed:
-        why, fix = (
-            ["Each says why in its `error`; the others are complete."],
-            ["jq -c 'select(.error)'"],
-        )
+        why = ["Each says why in its `error`; the others are complete."]
+        fix = ["jq -c 'select(.error)'"]
         raise PartialError(f"{failed:,} of {done:,} lines failed", reason=why, fix=fix)
     return 0
 
@@ -153,7 +154,8 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
     """Return what a line asks for, over what the flags say. Raises SpdError and FieldError."""
     if line.error is not None:
         raise line.error
-    value, grammar = LINE(line.value, ""), settings.grammar
+    value = LINE(line.value, "")
+    grammar = settings.grammar
     values = value.get("params", {})
     shapes = {name: values.pop(name) for name in SHAPES if name in values}
     if len(shapes) > 1:
@@ -175,7 +177,9 @@ def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
         raise UsageError(
             "one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}']
         )
-    kind, system, common = kinds[0], line.get("system"), shared.messages
+    kind = kinds[0]
+    system = line.get("system")
+    common = shared.messages
     if kind == "prompt_ids" or (raw and kind == "prompt"):
         if system is not None or common:
             raise UsageError(
@@ -198,7 +202,8 @@ def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
     if system is not None:
         turns = ({"role": "system", "content": check_text(system, "`system`")}, *turns)
     if own or system is not None:
-        turns, common = turns[1:], (turns[0], *(m for m in common if m["role"] != "system"))
+        common = (turns[0], *(m for m in common if m["role"] != "system"))
+        turns = turns[1:]
     return Prompt(messages=(*common, *turns), variables=shared.variables)
 
 
@@ -256,8 +261,10 @@ class Batch:
 
     def run(self, lines: Sequence[Line]) -> None:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
-        before, total = self.done, self.done + len(lines)
-        rest, guard = iter(lines), self.session.guard
+        before = self.done
+        total = self.done + len(lines)
+        rest = iter(lines)
+        guard = self.session.guard
 
         def short(error: SpdError) -> None:
             self.session.console.note(f"{error.message}: the lines running at that time failed")
@@ -303,14 +310,16 @@ class Batch:
 
     def _take(self, event: Event) -> None:
         line = self.open[event.request_id]
-        request, parts = line.request, line.parts
+        request = line.request
+        parts = line.parts
         assert request is not None and parts is not None
         parts.take(event)
         if event.finish_reason is None:
             return
         del self.open[event.request_id]
         self.tokens += len(parts.token_ids)
-        metrics, marks = self.engine.metrics(request.id), self.settings.vocabulary.marks
+        metrics = self.engine.metrics(request.id)
+        marks = self.settings.vocabulary.marks
         fields = reply_fields(parts, metrics, self.engine, request, line.inside, marks)
         line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         failure = reply_failure(parts, request)

@@ -177,7 +177,8 @@ def stored_facts(stored: StoredModel) -> dict[str, Any]:
         is_folder = stored.store == HUB and not stored.nbytes
         folder = ModelFolder.named(stored.name) if is_folder else ModelFolder(stored.path)
         facts["folder"] = str(folder)
-        config, checkpoint = folder.config, folder.checkpoint
+        config = folder.config
+        checkpoint = folder.checkpoint
         unused_tensors(config, checkpoint)
         facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
         facts["mtp"] = any(

@@ -22,17 +22,23 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
 
 SCHEMA = "spd.verify/1"
 SETTINGS = (
-    *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
-    *(
-        "threads",
-        "slots",
-        "tp",
-        "draft_tp",
-        "prefix_sharing",
-        "draft_ctx",
-        "ngram_min",
-        "ngram_max",
-    ),
+    "spec",
+    "draft_max",
+    "adaptive",
+    "verify",
+    "lag",
+    "graphs",
+    "kernels",
+    "device",
+    "dtype",
+    "threads",
+    "slots",
+    "tp",
+    "draft_tp",
+    "prefix_sharing",
+    "draft_ctx",
+    "ngram_min",
+    "ngram_max",
 )
 ARITHMETIC = ("device", "dtype", "kernels", "threads", "tp")
 """Settings between which equal bits are not promised."""
@@ -85,7 +91,8 @@ def verify(session: Session, options: VerifyOptions) -> None:
         engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency
     )
     reference = apply_settings(candidate, options.against)
-    sink, most = Sink.stdout(), options.max_tokens
+    sink = Sink.stdout()
+    most = options.max_tokens
     questions = lab.encode_questions(candidate.model, chosen_prompts(options.prompts), [None], most)
     ctx = max(len(question.ids) for question in questions) + most
     reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))

@@ -78,7 +78,8 @@ def _drawn(bar: Bar, width: int, axis: float, glyphs: BarGlyphs) -> str:
     drawn = [glyphs.block] * (end + 1) + [" "] * (width - end - 1)
     if bar.low is None or bar.high is None:
         return "".join(drawn)
-    first, last = max(0, place(bar.low)), place(bar.high)
+    first = max(0, place(bar.low))
+    last = place(bar.high)
     if first < last:
         drawn[first : last + 1] = glyphs.span * (last + 1 - first)
         drawn[first] = glyphs.low

@@ -72,7 +72,8 @@ class Session:
     def listen(self, values: Mapping[str, Any]) -> None:
         """Talk as the options of the command say."""
         color = {"always": True, "never": False}.get(values["color"], self.console.color)
-        quiet, verbose = values["quiet"], values["verbose"]
+        quiet = values["quiet"]
+        verbose = values["verbose"]
         changes = {"color": color, "quiet": quiet, "verbose": verbose > 0, "debug": verbose > 1}
         self.console = replace(self.console, **changes)
         for line in self.told:
@@ -90,7 +91,8 @@ def write_stderr(text: str, *, styled: bool = False) -> None:
     stream = getattr(sys.stderr, "raw", sys.stderr)
     if stream is None:
         return
-    text, encoding = text if styled else printable(text), stream.encoding or "utf-8"
+    text = text if styled else printable(text)
+    encoding = stream.encoding or "utf-8"
     with suppress(OSError, ValueError):
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
@@ -100,7 +102,8 @@ class PrintableStderr:
     """Standard error for all that is not written here: logs of libraries, warnings, tracebacks."""
 
     def __init__(self, raw: TextIO) -> None:
-        self.raw, self.write = raw, lambda text: raw.write(printable(text))
+        self.raw = raw
+        self.write = lambda text: raw.write(printable(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

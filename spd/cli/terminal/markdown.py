@@ -53,7 +53,9 @@ def keep_indentation(state: StateCore) -> None:
             blanks = first[: len(first) - len(first.lstrip(" "))]
             token.content = blanks + token.content
             if any(line.startswith(" " * CODE_INDENT) for line in token.content.split("\n")):
-                before.type, before.nesting, before.content = "code_block", 0, token.content
+                before.type = "code_block"
+                before.nesting = 0
+                before.content = token.content
                 continue
             token.content = _INDENT.sub(lambda blanks: HELD_BLANK * len(blanks[0]), token.content)
         if token.type == "paragraph_close" and before is not None and before.type == "code_block":
@@ -84,7 +86,8 @@ class _Unwrapped(CodeBlock):
         ).highlight(code)
         text.rstrip()
         inside = options.max_width < console.width  # a list's item, which would be cut
-        text.no_wrap, text.overflow = not inside, "fold" if inside else "ignore"
+        text.no_wrap = not inside
+        text.overflow = "fold" if inside else "ignore"
         yield text
 
 
@@ -103,7 +106,8 @@ class MarkdownStream:
     """Takes text without control characters but tabs and newlines; returns what a terminal is to get."""
 
     def __init__(self, size: Callable[[], os.terminal_size], *, color: bool) -> None:
-        self._size, self._color = size, color
+        self._size = size
+        self._color = color
         self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
         self._parser.core.ruler.after("block", "indentation", keep_indentation)
         self._open = ""
@@ -137,10 +141,12 @@ class MarkdownStream:
             for token in tokens
             if token.level == 0 and token.nesting >= 0 and token.map
         ]
-        written, begin = "", 0
+        written = ""
+        begin = 0
         for end in starts[1:]:
             written += self._draw("\n".join(lines[begin:end]))
-            self._rows, begin = [], end
+            self._rows = []
+            begin = end
         last = "\n".join(lines[begin:])
         self._open = last + self._open[decided:]
         return written + self._draw(last)
@@ -148,16 +154,20 @@ class MarkdownStream:
     def _draw(self, block: str) -> str:
         """Rows of a block in the place of those that are drawn of it and still on the screen."""
         size = self._size()
-        rows, old = self._rendered(block, size.columns), self._rows
+        rows = self._rendered(block, size.columns)
+        old = self._rows
         if not rows or rows == old:
             return ""
         self._rows = rows
         if not old:
-            gap, self._began = "\n\n" * self._began, True
+            gap = "\n\n" * self._began
+            self._began = True
             return gap + "\n".join(rows)
         pairs = zip(old[:-1], rows[:-1], strict=False)
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        above, reach = 0, len(old)  # rows of the terminal from the first to be drawn to the cursor
+        # rows of the terminal from the first to be drawn to the cursor
+        above = 0
+        reach = len(old)
         while reach > same and above + _height(old[reach - 1], size.columns) < size.lines:
             reach -= 1
             above += _height(old[reach], size.columns)

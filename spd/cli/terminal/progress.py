@@ -31,8 +31,11 @@ class Ticker(AbstractContextManager["Ticker"]):
 
     def __init__(self, console: Console) -> None:
         self._shows = not console.quiet and is_terminal(sys.stderr)
-        self._drawn, self._width = float("-inf"), 0
-        self._counted, self._began, self._first = "", 0.0, 0
+        self._drawn = float("-inf")
+        self._width = 0
+        self._counted = ""
+        self._began = 0.0
+        self._first = 0
 
     def __exit__(self, *_: object) -> None:
         self.write("")
@@ -41,14 +44,17 @@ class Ticker(AbstractContextManager["Ticker"]):
         """As far as the row has room: `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`."""
         now = time.perf_counter()
         if what != self._counted:
-            self._counted, self._began, self._first = what, now, done
+            self._counted = what
+            self._began = now
+            self._first = done
         if (passed := now - self._began) < DELAY or done <= self._first:
             return
         if done >= total:
             self.write("")
             return
         rate = (done - self._first) / passed
-        begin, left = f"{what} {100 * done // total}%", f"{clock((total - done) / rate)} left"
+        begin = f"{what} {100 * done // total}%"
+        left = f"{clock((total - done) / rate)} left"
         facts = [left, f"{amount(done)} of {amount(total)}", f"{amount(round(rate))}/s"]
         room = (columns_of(sys.stderr) or 80) - len(begin) - 2
         while len(words := " · ".join(facts)) > room and len(facts) > 1:
@@ -68,7 +74,8 @@ class Ticker(AbstractContextManager["Ticker"]):
             return
         text = as_line(text)[: (columns_of(sys.stderr) or 80) - 1]
         write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
-        self._drawn, self._width = now, len(text)
+        self._drawn = now
+        self._width = len(text)
 
 
 @contextmanager
@@ -76,7 +83,8 @@ def compiling(say: Callable[[str], None]) -> Iterator[None]:
     """Let `say` hear that kernels are compiled, which happens inside at a first run."""
     import logging
 
-    logger, handler = logging.getLogger("spd.kernels.native.build.compiling"), logging.Handler()
+    logger = logging.getLogger("spd.kernels.native.build.compiling")
+    handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -61,7 +61,9 @@ class Sink:
     ) -> None:
         self._path = target if isinstance(target, Path) else None
         self._descriptor = None if isinstance(target, Path) else target
-        self._encoding, self.is_terminal, self._append = encoding, terminal, append
+        self._encoding = encoding
+        self.is_terminal = terminal
+        self._append = append
         self._made = False
 
     @classmethod

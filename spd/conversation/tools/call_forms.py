@@ -104,7 +104,8 @@ INVOKE = (
     '\n<invoke name="NAME">\nARGUMENTS</invoke>',
     Pairs('<parameter name="KEY">VALUE</parameter>\n'),
 )
-TAGS, SEED = ("<tool_call>", "</tool_call>"), ("<seed:tool_call>", "</seed:tool_call>")
+TAGS = ("<tool_call>", "</tool_call>")
+SEED = ("<seed:tool_call>", "</seed:tool_call>")
 CODER_CALL = "\n<function=NAME>\nARGUMENTS</function>\n"
 CODER_PAIRS = Pairs("<parameter=KEY>\nVALUE\n</parameter>\n", literals="words")
 SEED_PAIRS = Pairs("<parameter=KEY>VALUE</parameter>\n", literals="python")

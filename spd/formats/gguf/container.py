@@ -48,7 +48,9 @@ PIECE = 4 << 20
 GgufScalar = bool | int | float | str
 GgufList = tuple[GgufScalar, ...]
 GgufValue = GgufScalar | GgufList | tuple[GgufList, ...]
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING = 8
+_ARRAY = 9
+_BOOL = 7
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 """Numbers of the types of values, and how `struct` calls them."""
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)

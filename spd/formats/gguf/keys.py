@@ -12,7 +12,8 @@ from spd.errors import CheckpointError
 from spd.formats.gguf.container import GgufFile, GgufScalar, GgufTensor, GgufValue
 from spd.formats.json_file import open_regular_file, os_errors, shown
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 MAX_FACTORS = 512
 """Numbers of a tensor that the configuration is made of: half a head."""
 LARGEST_FLOAT32 = 3.4e38

@@ -18,7 +18,12 @@ GEMMA4 = "gemma4"
 KINDS = (BYTE_LEVEL, SENTENCE_PIECE, GEMMA4)
 """Values of `tokenizer.ggml.model` that are supported; the last merges as the first, over spelled spaces."""
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 """Values of `tokenizer.ggml.token_type`."""
 
 _ROLES = {

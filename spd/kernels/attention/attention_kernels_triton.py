@@ -181,7 +181,8 @@ def attend_blocks(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
-        scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor = scale
         if SOFTCAP is not None:
             scores = tanh(scores * scale)
             factor = SOFTCAP * _LOG2_E
@@ -224,12 +225,14 @@ def attend_chunk_kernel(
     column = tl.arange(0, BLOCK_D)
     # Loads that wait for one another are what a short context costs: the first items are fetched beside the
     # count, each further one two items early, so that its first page is in L2 when it begins.
-    most, step = slots * max_chunks, tl.num_programs(0)
+    most = slots * max_chunks
+    step = tl.num_programs(0)
     item = item_of(items, tl.program_id(0), K * tiles, most)
     coming = item_of(items, tl.program_id(0) + step, K * tiles, most)
     everything = tl.load(count) * (K * tiles)
     for work in range(tl.program_id(0), everything, step):
-        slot, chunk = (item >> 16).to(tl.int64), item & 0xFFFF
+        slot = (item >> 16).to(tl.int64)
+        chunk = item & 0xFFFF
         head = (work // tiles) % K
         row = (work % tiles) * TILE + tl.arange(0, TILE)
         token = slot * queries + row // GROUPS

@@ -128,7 +128,8 @@ def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
     if isinstance(run, Tensor):
         return pages.index_select(0, run).flatten(0, 1).transpose(0, 1).unsqueeze(0)
     page_size, heads, size = pages.shape[1:]
-    shape, strides = (1, heads, count * page_size, size), (0, size, heads * size, 1)
+    shape = (1, heads, count * page_size, size)
+    strides = (0, size, heads * size, 1)
     return pages.as_strided(shape, strides, pages.storage_offset() + run * pages.stride(0))
 
 
@@ -137,14 +138,16 @@ def plan_attention(
 ) -> AttentionPlan:
     """Compute `Kernels.plan_attention`: a mask a slot for each sliding window."""
     groups = heads.num_heads // heads.num_kv_heads
-    positions, bounds = windows.positions, windows.bounds
+    positions = windows.positions
+    bounds = windows.bounds
 
     def mask(s: int, sliding: int | None) -> SlotMask | None:
         if not bounds[s]:
             return None
         context = -(-bounds[s] // page_size) * page_size
         start = first_seen(positions[s], context, sliding)
-        first, run = start // page_size, windows.first_pages[s]
+        first = start // page_size
+        run = windows.first_pages[s]
         bias = causal_bias(positions[s], context, groups, dtype, heads.first_key, sliding, start)
         return SlotMask(bias, first, None if run is None else run + first)
 
@@ -169,7 +172,9 @@ def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
 def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
     """Compute `Kernels.paged_attention` by torch."""
     assert isinstance(plan, MaskPlan)
-    (slots, given, heads, size), width, masks = query.shape, plan.width, plan.masks[scores.sliding]
+    slots, given, heads, size = query.shape
+    width = plan.width
+    masks = plan.masks[scores.sliding]
     if given < width:
         query = F.pad(query, (0, 0, 0, 0, 0, width - given))
     page_size, kv_heads = pools[0].shape[1:3]
@@ -217,14 +222,16 @@ def capped_attention(
     bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all
     keys would be summed in an order that their number decides.
     """
-    wide, cap = query.float(), scores.softcap
+    wide = query.float()
+    cap = scores.softcap
     blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
     made = []
     for block in blocks:
         score = (wide @ keys[:, :, block].float().mT) * (scores.scale / (cap or 1.0))
         made.append((score if cap is None else score.tanh_() * cap) + bias[..., block])
     peak = torch.stack([block.amax(-1, keepdim=True) for block in made]).amax(0)
-    total, mixed = torch.zeros_like(peak), torch.zeros_like(wide)
+    total = torch.zeros_like(peak)
+    mixed = torch.zeros_like(wide)
     if scores.sinks is not None:
         heads, rows = query.shape[1:3]
         sinks = scores.sinks.view(1, heads, -1, 1)

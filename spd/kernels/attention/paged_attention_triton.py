@@ -31,7 +31,8 @@ from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan,
 from spd.kernels.attention.rotary_store import Pools
 from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
 
-ROW_TILE, KEY_BLOCK = 64, 64
+ROW_TILE = 64
+KEY_BLOCK = 64
 """The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
 while a second tile would read the keys a second time. float32 has no such units, and elsewhere wide heads
 leave no room for stages beside so many rows; see `tile_shape`."""
@@ -42,7 +43,8 @@ PROGRAMS_A_PROCESSOR = 2
 WARPS = (8, 4)
 """Off Hopper and on it: four hold a tile's sums there alone, of heads of at most `WIDE` elements."""
 WIDE = 256  # elements of a head
-COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
+COMBINED_VALUES = 4096
+COMBINED_CHUNKS = (16, 32)
 """Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128
 
@@ -84,12 +86,15 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
     """Rows and keys a tile, and pipeline stages: functions of model and device, never of the rows."""
     wide = head_dim > 128
     if dtype == torch.float32:
-        rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
+        rows = ROW_TILE // 4
+        keys = KEY_BLOCK // (4 if wide else 2)
+        stages = 2
     else:
         rows = (
             ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
         )
-        keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+        keys = KEY_BLOCK // (2 if wide else 1)
+        stages = 2 if wide else 3
     width = max(16, power_of_two(head_dim)) * dtype.itemsize
     room = device.shared - RESERVED_BYTES - rows * width  # for stages of keys and values each
     return rows, keys, max(1, min(stages, room // (2 * keys * width)))
@@ -112,7 +117,8 @@ def plan_attention(
         return ChunkPlan(windows.page_table.contiguous(), windows.chunk_start, heads.first_key)
     if page_size < 16 or page_size != power_of_two(page_size):
         raise ValueError(f"pages of {page_size} positions: a power of two from 16 on is needed")
-    (slots, width), device = windows.positions.shape, windows.positions.device
+    slots, width = windows.positions.shape
+    device = windows.positions.device
     capacity = windows.page_table.shape[1] * page_size
     max_chunks = num_chunks(capacity)
     results = slots * max_chunks * heads.num_heads * width
@@ -175,7 +181,8 @@ def attend_chunks(
 ) -> None:
     """Launch a kernel over the listed chunks of all slots; the results are the plan's."""
     slots, width = query.shape[:2]
-    chunks, table = plan.lists[scores.sliding], plan.page_table
+    chunks = plan.lists[scores.sliding]
+    table = plan.page_table
     kernel[(plan.programs,)](
         *(
             query.contiguous(),
@@ -205,7 +212,8 @@ def attend_chunks(
 
 def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options: Any) -> Tensor:
     """Fill out [S, Q, H, D] with the sums of each row's chunks, and of its head's sink [H]."""
-    (slots, width, heads, size), (least, most) = out.shape, COMBINED_CHUNKS
+    slots, width, heads, size = out.shape
+    least, most = COMBINED_CHUNKS
     combine_chunks_kernel[(heads, slots * width)](
         *(plan.partial, plan.stats, plan.positions, plan.valid, sinks, out, width, plan.max_chunks),
         BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
@@ -222,7 +230,8 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
         return _attend_prompt(query[0], pools, plan, scores)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
-    kv_heads, facts = plan.heads.num_kv_heads, device_facts(query.device)
+    kv_heads = plan.heads.num_kv_heads
+    facts = device_facts(query.device)
     tile, block, stages = tile_shape(query.dtype, size, facts)
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": scores.sliding}

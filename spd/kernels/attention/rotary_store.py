@@ -26,9 +26,11 @@ class RotatedRows:
 
     def own(self) -> tuple[Tensor, Tensor]:
         """The rows' own cosines and sines, for all heads: [T, 1, D]."""
-        cos, sin = self.cos, self.sin
+        cos = self.cos
+        sin = self.sin
         if self.positions is not None:
-            cos, sin = cos[self.positions], sin[self.positions]
+            cos = cos[self.positions]
+            sin = sin[self.positions]
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
@@ -89,7 +91,8 @@ def rotary_store(
     kv_heads, size = pools[0].shape[2:]
     rotated_heads = num_heads + kv_heads
     fused = qkv.view(-1, rotated_heads + kv_heads, size)
-    rotated, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
+    rotated = fused[:, :rotated_heads]
+    value = fused[:, rotated_heads:]
     if qk_weight is not None:
         rotated = rms_norm(rotated, qk_weight, epsilon)
     rotated = apply_rotary(rotated, *rows.own()).to(qkv.dtype)

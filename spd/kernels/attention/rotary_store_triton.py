@@ -44,7 +44,8 @@ def rotary_store_kernel(
         None, :
     ]
 
-    x, y = first, second
+    x = first
+    y = second
     if qk_weight is not None:
         scales = qk_weight + head[:, None] * D + column[None, :]
         scaled = (head < H + K)[:, None] & within[None, :]
@@ -60,7 +61,8 @@ def rotary_store_kernel(
     tl.store(to_query + HALF, right.to(query.dtype.element_ty), mask=is_query)
     to_key = key_pages + slot * (K * D) + (head - H)[:, None] * D + column[None, :]
     is_key = ((head >= H) & (head < H + K))[:, None] & within[None, :]
-    left, right = left.to(key_pages.dtype.element_ty), right.to(key_pages.dtype.element_ty)
+    left = left.to(key_pages.dtype.element_ty)
+    right = right.to(key_pages.dtype.element_ty)
     near = tl.load(source + K * D, mask=is_key, other=0.0).to(tl.float32)
     far = tl.load(source + K * D + HALF, mask=is_key, other=0.0).to(tl.float32)
     wild = (not_finite(left) | not_finite(right) | not_finite(near) | not_finite(far)).to(tl.int32)
@@ -69,10 +71,8 @@ def rotary_store_kernel(
     tl.store(to_key + HALF, tl.where(wild, float("nan"), right), mask=is_key)
     to_value = value_pages + slot * (K * D) + (head - H - K)[:, None] * D + column[None, :]
     is_value = (head >= H + K)[:, None] & mask
-    first, second = (
-        tl.where(not_finite(first), 0.0, first),
-        tl.where(not_finite(second), 0.0, second),
-    )
+    first = tl.where(not_finite(first), 0.0, first)
+    second = tl.where(not_finite(second), 0.0, second)
     tl.store(to_value, first.to(value_pages.dtype.element_ty), mask=is_value)
     tl.store(to_value + HALF, second.to(value_pages.dtype.element_ty), mask=is_value)
 
@@ -88,7 +88,8 @@ def rotary_store(
     """Every tensor contiguous but for the rows' indices, positions given."""
     assert rows.positions is not None
     kv_heads, size = pools[0].shape[2:]
-    pairs, count = pairs_of(size), qkv.shape[0]
+    pairs = pairs_of(size)
+    count = qkv.shape[0]
     query = torch.empty((count, num_heads, size), dtype=qkv.dtype, device=qkv.device)
     where = (rows.cos, rows.sin, rows.positions.contiguous(), rows.kv_slots.contiguous())
     sizes = {"H": num_heads, "K": kv_heads, "HALF": pairs, "BLOCK": power_of_two(pairs)}

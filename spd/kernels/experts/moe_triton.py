@@ -296,7 +296,8 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
     """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
     values = operands_of(weight)[0]
-    facts, size = device_facts(values.device), values.element_size()
+    facts = device_facts(values.device)
+    size = values.element_size()
     config = replace(config_for(n, k, size, facts, step_of(weight)), split_k=1)
     if size > 1:
         config = with_tile(replace(config, block_n=TALL, stages=3), TOKEN_TILE, size, facts)
@@ -323,7 +324,9 @@ def experts(
     down = own.down
     act = own.act
     assert isinstance(gate_up, Tensor | TiledWeight) and isinstance(down, Tensor | TiledWeight)
-    (count, k, n), pairs, device = down.shape, ids.numel(), x.device
+    count, k, n = down.shape
+    pairs = ids.numel()
+    device = x.device
     lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
     list_rows_kernel[(count,)](
@@ -359,7 +362,8 @@ def experts(
         **launch_of(config, down, x),
     )
     block = min(power_of_two(k), SUM_BLOCK)
-    y, squares = torch.empty(x.shape[0], k, dtype=x.dtype, device=device), None
+    y = torch.empty(x.shape[0], k, dtype=x.dtype, device=device)
+    squares = None
     if stream is not None:
         squares = torch.empty(x.shape[0], ceil_div(k, block), dtype=torch.float32, device=device)
     options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(device)}

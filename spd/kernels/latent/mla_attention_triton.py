@@ -30,11 +30,13 @@ from spd.kernels.linear.skinny_config import SUMS_APART, TOKEN_TILE
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 HEADS_A_PROGRAM = 8
-ROW_TILE, KEY_BLOCK = 64, 32
+ROW_TILE = 64
+KEY_BLOCK = 32
 """Rows and positions a tile: all heads of a query or half of them, so that latents are read once or twice.
 128 sums a thread leave room for little else: see above how it is kept out of local memory."""
 WARPS = 8
-BLOCK_A, BLOCK_B = 64, 64
+BLOCK_A = 64
+BLOCK_B = 64
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots", "query", "latent"])
@@ -71,10 +73,8 @@ def latent_store_kernel(
         key = latent + row * latent_row + L + column
         first = tl.load(key, mask=within, other=0.0).to(tl.float32)
         second = tl.load(key + HALF, mask=within, other=0.0).to(tl.float32)
-        left, right = (
-            (first * turn - second * lift).to(kind),
-            (second * turn + first * lift).to(kind),
-        )
+        left = (first * turn - second * lift).to(kind)
+        right = (second * turn + first * lift).to(kind)
         wild = tl.max(not_finite(value).to(tl.int32), 0)
         wild = (wild | tl.max((not_finite(left) | not_finite(right)).to(tl.int32), 0)) > 0
         tl.store(kept + wide, tl.where(not_finite(value), 0.0, value), mask=wide < L)
@@ -148,7 +148,9 @@ def attend_latents(
     rotated one. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e), for weights are
     powers of two.
     """
-    left, right, narrow = tl.arange(0, HALF), HALF + tl.arange(0, HALF), tl.arange(0, BLOCK_R)
+    left = tl.arange(0, HALF)
+    right = HALF + tl.arange(0, HALF)
+    narrow = tl.arange(0, BLOCK_R)
     page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
@@ -197,7 +199,8 @@ def attend_latent_chunk_kernel(
     rows = queries * H
     tiles = tl.cdiv(rows, TILE)
     narrow = tl.arange(0, BLOCK_R)
-    most, first = slots * max_chunks, tl.program_id(0) // tiles
+    most = slots * max_chunks
+    first = tl.program_id(0) // tiles
     item = tl.load(items + first, mask=first < most, other=0)
     for work in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
         slot = (item >> 16).to(tl.int64)
@@ -282,7 +285,8 @@ def latent_store(
     """Query and latent may be strided but for their last dimension; positions are given."""
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
-    rank, pairs = norm.shape[0], pairs_of(size)
+    rank = norm.shape[0]
+    pairs = pairs_of(size)
     turned = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     several = min(HEADS_A_PROGRAM, power_of_two(heads))
     sizes = {"H": heads, "HEADS": several, "HALF": pairs, "BLOCK": power_of_two(pairs)}

@@ -27,4 +27,6 @@ class Activation(NamedTuple):
         return self.kind != "relu2"
 
 
-SILU, GELU, RELU2 = Activation("silu"), Activation("gelu"), Activation("relu2")
+SILU = Activation("silu")
+GELU = Activation("gelu")
+RELU2 = Activation("relu2")

@@ -100,7 +100,8 @@ class GroupedWeight(Codes):
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
-        rows, width = self.each(lambda part: part.flatten(0, -2)), self.shape[-1]
+        rows = self.each(lambda part: part.flatten(0, -2))
+        width = self.shape[-1]
         whole = torch.empty(rows.shape[0], width, dtype=dtype, device=self.device)
         step = max(1, STRIP // width)
         for first in range(0, rows.shape[0], step):
@@ -157,7 +158,8 @@ class TiledWeight(Codes):
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
-        codes, width = self.codes, self.shape[-1]
+        codes = self.codes
+        width = self.shape[-1]
         if not self.group:
             made = codes.float() * self.scales.float()
         else:
@@ -175,17 +177,17 @@ def tile_step(kind: CodeKind, group: int) -> int:
 
 def tiled(weight: GroupedWeight) -> TiledWeight:
     """A weight laid out for tiles. Groups are of 16, 32, 64, a multiple of 128, or all columns."""
-    width, codes = weight.shape[-1], weight.codes
+    width = weight.shape[-1]
+    codes = weight.codes
     group = weight.group if weight.group < width else -(-width // 128) * 128
     if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
-        codes, group = (codes ^ MIDDLE["int8"]).view(torch.int8), 0
+        codes = (codes ^ MIDDLE["int8"]).view(torch.int8)
+        group = 0
     if weight.minima is not None or weight.factors is not None:
         raise ValueError("tiles hold neither minima nor factored scales")
     if weight.kind in ("int4", "e2m1"):
-        step, parts = (
-            tile_step(weight.kind, group),
-            torch.split(codes.flatten(0, -2), max(1, STRIP // width)),
-        )
+        step = tile_step(weight.kind, group)
+        parts = torch.split(codes.flatten(0, -2), max(1, STRIP // width))
         strips = (F.pad(unpaired(part), (0, -width % step)) for part in parts)
         halves = (strip.view(strip.shape[0], -1, 2, step // 2).unbind(-2) for strip in strips)
         codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(
@@ -234,7 +236,8 @@ def values(
     kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int
 ) -> Tensor:
     """The weight float32 [N, K] of unpaired codes [N, K] with scales and zeros [N, K / group]."""
-    made, width = decoded(kind, codes), codes.shape[-1]
+    made = decoded(kind, codes)
+    width = codes.shape[-1]
     if zeros is not None:
         made -= zeros.float().repeat_interleave(group, -1)[..., :width]
     elif kind in MIDDLE:
@@ -277,7 +280,8 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
     Of several scales that is taken whose rounding errs least, by squares; where a value is not finite it is
     NaN. Equal groups give equal bits: their squares are added in pairs, whatever stands beside them.
     """
-    (*_, columns), rows = weight.shape, weight.flatten(0, -2)
+    *_, columns = weight.shape
+    rows = weight.flatten(0, -2)
     codes = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(
         rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device
@@ -286,10 +290,12 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)
         groups = rows[part].float().view(-1, INT4_GROUP).t().contiguous()
-        most, least = groups.amax(0), groups.amin(0)
+        most = groups.amax(0)
+        least = groups.amin(0)
         # -8 lies furthest from the middle: a negative scale gives it to the larger side.
         reach = torch.where(most > -least, most, least) / -8
-        best, error = reach - reach + 1, torch.full_like(reach, float("inf"))
+        best = reach - reach + 1
+        error = torch.full_like(reach, float("inf"))
         for share in INT4_SHARES:
             scale = (reach * share).bfloat16().float()
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -297,7 +303,8 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
             while rest.shape[0] > 1:
                 rest = rest[: rest.shape[0] // 2] + rest[rest.shape[0] // 2 :]
             better = rest[0] < error
-            best, error = torch.where(better, scale, best), torch.where(better, rest[0], error)
+            best = torch.where(better, scale, best)
+            error = torch.where(better, rest[0], error)
         whole = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
         codes[part] = paired(whole.t().reshape(-1, columns))
         scales[part] = best.view(-1, columns // INT4_GROUP)

@@ -24,7 +24,8 @@ def head_input_kernel(
 ):  # fmt: skip
     """Program (row, 0) norms the embedding, (row, 1) the state, and stores it where `kept` is given."""
     wait_and_release(PDL)
-    row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    is_state = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < H
     position = tl.load(positions + row)
@@ -84,7 +85,8 @@ def keep_states_kernel(
     """One program a row [S * W] of `rows`, whose slots lie rows_stride apart."""
     wait_and_release(PDL)
     at = tl.program_id(0).to(tl.int64)
-    slot, column = at // width, tl.arange(0, BLOCK)
+    slot = at // width
+    column = tl.arange(0, BLOCK)
     kept = column < tl.where(tl.load(valid + at) != 0, H, 0)
     value = tl.load(rows + slot * rows_stride + at % width * H + column, mask=kept, other=0.0)
     place = tl.load(positions + at) % depth

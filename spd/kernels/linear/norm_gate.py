@@ -37,7 +37,8 @@ def activate(x: Tensor, act: Activation) -> Tensor:
         return x.relu().square()
     gate, up = x.chunk(2, dim=-1)
     if act.kind == "gelu":
-        gate, up = gate.float(), up.float()
+        gate = gate.float()
+        up = up.float()
         inner = (gate + gate * gate * gate * GELU_CUBE) * GELU_SCALE
         return (gate * 0.5 * (inner.tanh() + 1) * up).to(x.dtype)
     if (limit := act.limit) is None:

@@ -24,7 +24,8 @@ def embed_kernel(
 ):
     """One program a row and part of it: table[id], times SCALE if there is one, and the part's squares."""
     wait_and_release(PDL)
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     token = tl.load(token_ids + row).to(tl.int64)
     column = part * BLOCK_H + tl.arange(0, BLOCK_H)
     value = tl.load(table + token * h + column, mask=column < h, other=0.0)
@@ -72,7 +73,8 @@ def norm_residual_kernel(
 
 
 def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    rows, h = token_ids.shape[0], table.shape[1]
+    rows = token_ids.shape[0]
+    h = table.shape[1]
     block = min(power_of_two(h), COPY_BLOCK)
     parts = ceil_div(h, block)
     x = torch.empty(rows, h, dtype=table.dtype, device=table.device)
@@ -96,7 +98,8 @@ def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: fl
     if squares is None:
         return rms_norm(x, weight, epsilon)
     rows, k = x.shape
-    block, parts = min(power_of_two(k), COPY_BLOCK), squares.shape[1]
+    block = min(power_of_two(k), COPY_BLOCK)
+    parts = squares.shape[1]
     y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     sizes = {"PARTS": parts, "BLOCK_P": power_of_two(parts), "BLOCK_K": block}
     rms_norm_rows_kernel[(rows, ceil_div(k, block))](
@@ -109,10 +112,8 @@ def norm_residual(
     y: Tensor, weight: Tensor, epsilon: float, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows, n = y.shape
-    x, squares = (
-        torch.empty_like(residual),
-        torch.empty(rows, 1, dtype=torch.float32, device=y.device),
-    )
+    x = torch.empty_like(residual)
+    squares = torch.empty(rows, 1, dtype=torch.float32, device=y.device)
     sizes = {"N": n, "BLOCK": power_of_two(n)}
     norm_residual_kernel[(rows,)](
         y, weight, residual, x, squares, epsilon, **sizes, **overlap(y.device), num_warps=WARPS

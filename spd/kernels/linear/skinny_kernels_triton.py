@@ -236,7 +236,8 @@ def head_kernel(
     if logits is None:
         slot = row_t // window
         heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
-        token, known = row_n, row_n < n
+        token = row_n
+        known = row_n < n
         if ids is not None:
             token = tl.load(ids + row_n, mask=known, other=0).to(tl.int32)
             known = known & (token < usable)

@@ -107,7 +107,8 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """Compute `Kernels.head_sample` by torch."""
     seed, first, step, temperature, usable_vocab = draw
-    slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
+    slots = seed.shape[0]
+    rows = x.shape[0] // seed.shape[0]
     heat = temperature.repeat_interleave(rows).unsqueeze(-1)
     positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)
     logits = head_logits(x, weight)

@@ -42,7 +42,9 @@ def _config(
     weight: AnyWeight, x: Tensor, widest: Widest, *, pair: bool = False, most: int = TILES[-1]
 ) -> LinearConfig:
     """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
-    values, (n, k), facts = operands_of(weight)[0], weight.shape, device_facts(weight.device)
+    values = operands_of(weight)[0]
+    n, k = weight.shape
+    facts = device_facts(weight.device)
     size = values.element_size()
     most = min(most, CROWDED_TILE if size == 1 else most)
     tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
@@ -205,7 +207,8 @@ def head_sample(
     x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None, *, widest: Widest = NARROW
 ) -> tuple[Tensor, Tensor]:
     """The logits are the very bits that `head_logits` stores."""
-    rows, device = x.shape[0], x.device
+    rows = x.shape[0]
+    device = x.device
     config = _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
     config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]

@@ -35,16 +35,15 @@ LARGEST_HEAD = (
     576  # elements of a head that attention has room for: a latent of 512 with 64 rotated
 )
 FLAGS = (
-    *(
-        "-O3",
-        "-march=native",
-        "-fno-math-errno",
-        "-ffp-contract=off",
-        "-pthread",
-        "-fPIC",
-        "-shared",
-    ),
-    *("-nodefaultlibs", f"-DLARGEST_HEAD={LARGEST_HEAD}"),
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-pthread",
+    "-fPIC",
+    "-shared",
+    "-nodefaultlibs",
+    f"-DLARGEST_HEAD={LARGEST_HEAD}",
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")
 PAIRS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})

@@ -48,17 +48,20 @@ from spd.kernels.torch_form import TorchKernels
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 ROUND = (
-    *(
-        "tokens",
-        "length",
-        "length_limit",
-        "draft",
-        "num_drafts",
-        "match",
-        "draft_limit",
-        "draft_cap",
-    ),
-    *("page_table", "stop_ids", "active", "ring", "times", "counter"),
+    "tokens",
+    "length",
+    "length_limit",
+    "draft",
+    "num_drafts",
+    "match",
+    "draft_limit",
+    "draft_cap",
+    "page_table",
+    "stop_ids",
+    "active",
+    "ring",
+    "times",
+    "counter",
 )
 """The tensors of `RoundTensors` as round.c has them."""
 STRUCTURES = {
@@ -157,7 +160,8 @@ class NativeKernels(TorchKernels):
 
     def call(self, name: str, *given: Any) -> None:
         """Call a C function with tensors, whole numbers and structures, or note the call."""
-        function, plain = getattr(self.library, f"spd_{name}"), numbers(given)
+        function = getattr(self.library, f"spd_{name}")
+        plain = numbers(given)
         made = tuple(each if isinstance(each, bytes) else ctypes.c_long(each) for each in plain)
         if self.calls is None:
             function(*made)
@@ -184,10 +188,8 @@ class NativeKernels(TorchKernels):
     ) -> RoundWindow:
         slots = state.length.shape[0]
         rows, made = _rows(slots, k + 1, places)
-        draft, count = (
-            torch.empty(slots, k, dtype=torch.int64),
-            torch.empty(slots, dtype=torch.int64),
-        )
+        draft = torch.empty(slots, k, dtype=torch.int64)
+        count = torch.empty(slots, dtype=torch.int64)
         self.call("round_window", _round(state), made, draft, count, k, usable_vocab)
         return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, count)
 
@@ -226,7 +228,8 @@ class NativeKernels(TorchKernels):
             sampled.contiguous(),
             finite.contiguous(),
         )
-        k, stride = window.draft.shape[1], 0 if generated is None else generated.stride(0)
+        k = window.draft.shape[1]
+        stride = 0 if generated is None else generated.stride(0)
         self.call("round_commit", _round(state), *drawn, accepted, generated, k, stride)
 
     def pack(self, weight: AnyMatrix, *, gated: bool = False) -> PackedWeight:
@@ -248,7 +251,8 @@ class NativeKernels(TorchKernels):
 
     def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
         """Groups are 16, multiples of 32, or a whole row."""
-        (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
+        width, depth = weight.shape[-2:]
+        groups = weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         codes = weight.codes.view(-1, width, weight.codes.shape[-1])
         count = codes.shape[0]
@@ -280,7 +284,9 @@ class NativeKernels(TorchKernels):
         Of x [T, H, K] each head is multiplied by its own of H weights.
         """
         x = x if x.stride(-1) == 1 else x.contiguous()
-        rows, heads, depth = x.shape[0], weight.count, weight.depth
+        rows = x.shape[0]
+        heads = weight.count
+        depth = weight.depth
         width = weight.width // 2 if weight.gated else weight.rows
         kind = torch.float32 if ending is FLOAT32 else self.dtype
         y = torch.empty(*x.shape[:-1], width, dtype=kind)
@@ -335,7 +341,8 @@ class NativeKernels(TorchKernels):
         A page holds what these kernels alone read, head by head: as if it were [K, page, D].
         """
         assert rows.positions is not None
-        count, (page, kv_heads, size) = qkv.shape[0], pools[0].shape[1:]
+        count = qkv.shape[0]
+        page, kv_heads, size = pools[0].shape[1:]
         query = torch.empty(count, num_heads, size, dtype=self.dtype)
         given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, qk_weight, *pools, query)
         self.share("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
@@ -359,7 +366,8 @@ class NativeKernels(TorchKernels):
     ) -> Tensor:
         """Of values the first `rank` elements."""
         assert isinstance(plan, NativePlan)
-        (page, kv_heads, size), table = pools[0].shape[1:], plan.page_table
+        page, kv_heads, size = pools[0].shape[1:]
+        table = plan.page_table
         query, mixed = (
             query.contiguous(),
             torch.empty(*query.shape[:3], rank or size, dtype=self.dtype),
@@ -390,7 +398,8 @@ class NativeKernels(TorchKernels):
     ) -> Tensor:
         """Positions are needed."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
-        (count, heads, turned), out = query.shape, torch.empty(query.shape, dtype=self.dtype)
+        count, heads, turned = query.shape
+        out = torch.empty(query.shape, dtype=self.dtype)
         given = (
             query,
             latent,
@@ -492,7 +501,8 @@ class NativeKernels(TorchKernels):
         silu: bool = True,
     ) -> Tensor:
         assert x.stride(1) == 1
-        out, table = torch.zeros(x.shape), rows.table.contiguous()
+        out = torch.zeros(x.shape)
+        table = rows.table.contiguous()
         runs = (table, rows.applied, table.shape[1], x.shape[0])
         sizes = (x.stride(0), x.shape[1], weight.shape[0], ring.shape[1])
         self.share("short_conv", *runs, x, weight, bias, ring, out, *sizes, silu)
@@ -502,8 +512,10 @@ class NativeKernels(TorchKernels):
         self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
         assert raw_gates.stride(1) == 1
-        (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
-        count, table = mixed.shape[0], rows.table.contiguous()
+        heads, width, size = memory.state.shape[1:]
+        depth, key_heads = memory.keys.shape[1:3]
+        count = mixed.shape[0]
+        table = rows.table.contiguous()
         out = torch.zeros(count, heads, size)
         room = self.room(
             ceil_div(self.threads * (32 * width + count * (2 * width + 2)), SIDE * DEPTH)
@@ -521,7 +533,8 @@ class NativeKernels(TorchKernels):
         self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
     ) -> Tensor:
         assert gate.stride(1) == 1
-        out, own = torch.empty(gate.shape, dtype=self.dtype), (weight.dim() - 1) * x.shape[2]
+        out = torch.empty(gate.shape, dtype=self.dtype)
+        own = (weight.dim() - 1) * x.shape[2]
         sizes = (x.shape[0], gate.stride(0), *x.shape[1:], own)
         self.share("gated_norm", x, weight, gate, out, *sizes, epsilon, first)
         return out
@@ -541,12 +554,15 @@ class NativeKernels(TorchKernels):
         down = own.down
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         assert stream is not None
-        x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
-        pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
-        out, made = (
-            torch.empty(x.shape, dtype=self.dtype),
-            torch.empty(pairs, inner, dtype=self.dtype),
-        )
+        x = x.contiguous()
+        stream = stream.contiguous()
+        rows, per_token = ids.shape
+        pairs = rows * per_token
+        inner = down.depth
+        depth = down.width
+        count = down.count
+        out = torch.empty(x.shape, dtype=self.dtype)
+        made = torch.empty(pairs, inner, dtype=self.dtype)
         lists = [torch.empty(size, dtype=torch.int64) for size in (pairs, count + 1, count, count)]
         num_tiles = (pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH)
         room = self.room(num_tiles)

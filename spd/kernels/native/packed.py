@@ -155,7 +155,8 @@ def in_large_pages(tensor: Tensor) -> Tensor:
     """The tensor, for which large pages are asked of the system: reading it waits less for translations."""
     skipped = -tensor.data_ptr() % mmap.PAGESIZE
     if tensor.nbytes > LARGE_PAGE:
-        place, size = tensor.data_ptr() + skipped, tensor.nbytes - skipped
+        place = tensor.data_ptr() + skipped
+        size = tensor.nbytes - skipped
         ctypes.CDLL(None).madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return tensor
 

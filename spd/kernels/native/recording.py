@@ -40,7 +40,8 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, pool: Tensor) -> None:
         super().__init__()
-        self.pool, self.used = pool, 0
+        self.pool = pool
+        self.used = 0
         self.steps: list[Step] = []
         self.constants: list[Tensor] = []
 
@@ -52,7 +53,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, name = kwargs or {}, op.overloadpacket.__name__
+        given = kwargs or {}
+        name = op.overloadpacket.__name__
         if op._schema.is_mutable:
             self.steps.append((partial(op, **given), args))
             return given.get("out", args[0])
@@ -77,7 +79,8 @@ class Recording(TorchDispatchMode):
 
     def _place(self, made: Tensor) -> Tensor:
         """Room in the pool for a tensor, zeroed."""
-        begin, size = -(-self.used // ALIGNMENT) * ALIGNMENT, made.untyped_storage().nbytes()
+        begin = -(-self.used // ALIGNMENT) * ALIGNMENT
+        size = made.untyped_storage().nbytes()
         self.used = begin + size
         if self.used > self.pool.shape[0]:
             raise NotRecordable("pool")

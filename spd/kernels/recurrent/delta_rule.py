@@ -42,7 +42,8 @@ class Rule(NamedTuple):
 
     def gates(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """The decay's logarithm, and how much is corrected or written, float32 [..., H], of raw gates."""
-        steps, size = raw.float(), self.rate.shape[0]
+        steps = raw.float()
+        size = self.rate.shape[0]
         amount = steps[..., :size].sigmoid() if self.corrects else softplus(steps + self.bias)
         return -self.rate.exp() * softplus(steps[..., -size:] + self.bias), amount
 
@@ -65,7 +66,9 @@ def delta_rule(
 ) -> Tensor:
     """Compute `Kernels.delta_rule` by torch."""
     state, keys, values, gates = memory
-    (heads, width, size), key_heads, depth = state.shape[1:], keys.shape[2], keys.shape[1]
+    heads, width, size = state.shape[1:]
+    key_heads = keys.shape[2]
+    depth = keys.shape[1]
     out = mixed.new_zeros(mixed.shape[0], heads, size)
 
     def spread(x: Tensor) -> Tensor:
@@ -77,17 +80,21 @@ def delta_rule(
         for position in range(
             applied, start + count
         ):  # one by one: every token's arithmetic has one shape
-            place, row = position % depth, first + position - start
+            place = position % depth
+            row = first + position - start
             if position == keep:
                 state[slot] = current
             if position >= start:
                 query, key, value = torch.split(
                     mixed[row], [key_heads * width] * 2 + [heads * size]
                 )
-                query, key = query.view(key_heads, width), key.view(key_heads, width)
+                query = query.view(key_heads, width)
+                key = key.view(key_heads, width)
                 if rule.corrects:
-                    query, key = unit(query) * width**-0.5, unit(key)
-                keys[slot, place], values[slot, place] = key, value.view(heads, size)
+                    query = unit(query) * width**-0.5
+                    key = unit(key)
+                values[slot, place] = value.view(heads, size)
+                keys[slot, place] = key
                 decay, amount = rule.gates(raw_gates[row])
                 gates[slot, place] = torch.stack((decay.exp(), amount), -1)
             kept = spread(keys[slot, place]), values[slot, place, :, None], gates[slot, place]
@@ -103,7 +110,8 @@ def delta_chunks(
     mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     """Compute `Kernels.delta_chunks` by torch."""
-    (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
+    heads, width, size = memory.state.shape[1:]
+    key_heads = memory.keys.shape[2]
     out = mixed.new_zeros(mixed.shape[0], heads, size)
     for slot, first, count, start, keep, applied in rows.runs():
         assert applied == start and keep == start + count
@@ -115,7 +123,8 @@ def delta_chunks(
             gates = torch.stack(rule.gates(raw_gates[own]))
             query, key = (x.view(-1, key_heads, width) for x in (query, key))
             if rule.corrects:
-                query, key = unit(query) * width**-0.5, unit(key)
+                query = unit(query) * width**-0.5
+                key = unit(key)
             query, key, value = (
                 pad(
                     x.repeat_interleave(heads // x.shape[1], 1), (0, 0, 0, 0, 0, missing)

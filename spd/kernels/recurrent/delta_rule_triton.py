@@ -67,8 +67,10 @@ def token_at(
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Load a position's token: from the rings before start, from this pass's rows before end, else zeros."""
-    own, kept = (position >= start) & (position < end), position < start
-    row, key_head = first + position - start, head // (H // HK)
+    own = (position >= start) & (position < end)
+    kept = position < start
+    row = first + position - start
+    key_head = head // (H // HK)
     source = mixed + row * (2 * HK * WIDTH + H * SIZE)
     key_at = tl.where(own, source + (HK + key_head) * WIDTH, keys + (place * HK + key_head) * WIDTH)
     value_at = tl.where(
@@ -79,10 +81,8 @@ def token_at(
     value = tl.load(value_at + j, mask=j < tl.where(own | kept, SIZE, 0), other=0.0)
     step, amount = gates_said(raw_gates + row * gate_stride + head, own, H, CORRECTS)
     gates_at = gates + (place * H + head) * 2
-    decay, correct = (
-        tl.load(gates_at, mask=kept, other=0.0),
-        tl.load(gates_at + 1, mask=kept, other=0.0),
-    )
+    decay = tl.load(gates_at, mask=kept, other=0.0)
+    correct = tl.load(gates_at + 1, mask=kept, other=0.0)
     return query, key, value, step, amount, decay, correct
 
 
@@ -100,9 +100,12 @@ def delta_rule_kernel(
     Neighbouring programs read neighbouring columns, and a token is loaded while the one before is applied.
     """
     wait_and_release(PDL)
-    block, head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    run = tl.program_id(2)
     slot, first, count, start, keep, begin = run_of(table, applied, run, G)
-    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, ROWS)
+    j = block * COLUMNS + tl.arange(0, COLUMNS)
     out += head * SIZE + j
     clear_around(out, j < SIZE, table, run, first, count, G, T, H * SIZE)
     if count == 0:
@@ -111,8 +114,10 @@ def delta_rule_kernel(
     state += (slot * H + head) * (WIDTH * SIZE) + i[:, None] * SIZE + j[None, :]
     written = whole & (i < tl.where(begin > 0, WIDTH, 0))[:, None]
     current = tl.load(state, mask=written, other=0.0, eviction_policy="evict_first")
-    head_rate, head_bias = tl.load(rate + head), tl.load(bias + head)
-    writes_keys, end = (head % (H // HK) == 0) & (block == 0), start + count
+    head_rate = tl.load(rate + head)
+    head_bias = tl.load(bias + head)
+    writes_keys = (head % (H // HK) == 0) & (block == 0)
+    end = start + count
     place = slot * DEPTH + begin % DEPTH
     query, key, value, step, amount, decay, correct = token_at(
         mixed, raw_gates, keys, values, gates, begin, end, start, first, place, head, i, j, gate_stride,
@@ -126,18 +131,14 @@ def delta_rule_kernel(
         )  # fmt: skip
         own = position >= start
         fresh_decay, fresh_correct = gates_meant(step, amount, head_rate, head_bias, CORRECTS)
-        decay, correct = (
-            tl.where(own, tl.exp(fresh_decay), decay),
-            tl.where(own, fresh_correct, correct),
-        )
+        decay = tl.where(own, tl.exp(fresh_decay), decay)
+        correct = tl.where(own, fresh_correct, correct)
         key *= tl.where(own, over_length(tl.sum(key * key, 0), EPSILON, CORRECTS), 1.0)
         query *= over_length(tl.sum(query * query, 0), EPSILON, CORRECTS)
         if position == keep:
             tl.store(state, current, mask=whole, cache_modifier=".cs")
-        key_at, gates_at = (
-            keys + (place * HK + head // (H // HK)) * WIDTH,
-            gates + (place * H + head) * 2,
-        )
+        key_at = keys + (place * HK + head // (H // HK)) * WIDTH
+        gates_at = gates + (place * H + head) * 2
         tl.store(key_at + i, key, mask=i < tl.where(own & writes_keys, WIDTH, 0))
         tl.store(values + (place * H + head) * SIZE + j, value, mask=j < tl.where(own, SIZE, 0))
         tl.store(gates_at, decay, mask=own & (block == 0))
@@ -149,8 +150,14 @@ def delta_rule_kernel(
         if own:
             read = tl.sum(current * (query * scale)[:, None], 0)
             tl.store(out + (first + position - start) * (H * SIZE), read, mask=j < SIZE)
-        query, key, value, place = next_query, next_key, next_value, behind
-        step, amount, decay, correct = next_step, next_amount, next_decay, next_correct
+        query = next_query
+        key = next_key
+        value = next_value
+        place = behind
+        step = next_step
+        amount = next_amount
+        decay = next_decay
+        correct = next_correct
     if keep == end:
         tl.store(state, current, mask=whole, cache_modifier=".cs")
 
@@ -159,9 +166,11 @@ def delta_rule(
     mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     assert raw_gates.stride(1) == 1
-    (heads, width, size), depth = memory.state.shape[1:], memory.keys.shape[1]
+    heads, width, size = memory.state.shape[1:]
+    depth = memory.keys.shape[1]
     out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
-    columns, runs = min(STATE_COLUMNS, power_of_two(size)), rows.table.shape[1]
+    columns = min(STATE_COLUMNS, power_of_two(size))
+    runs = rows.table.shape[1]
     delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
         *(
             mixed,
@@ -187,7 +196,8 @@ def delta_rule(
 
 
 def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
-    (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
+    heads, width, size = memory.state.shape[1:]
+    key_heads = memory.keys.shape[2]
     sizes = {"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)}
     return {
         **sizes,
@@ -211,7 +221,8 @@ def gates_of(
     raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr
 ):
     """Of rows [L]: the logarithm of the decay since before the chunk, and how much is corrected."""
-    said, own = raw_gates + row * gate_stride + head, (tl.load(rate + head), tl.load(bias + head))
+    said = raw_gates + row * gate_stride + head
+    own = (tl.load(rate + head), tl.load(bias + head))
     step, amount = gates_said(said, within, H, CORRECTS)
     decay, amount = gates_meant(step, amount, own[0], own[1], CORRECTS)
     return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, amount, 0.0)
@@ -225,19 +236,24 @@ def delta_solve_kernel(
 ):  # fmt: skip
     """One chunk of one run, one head: how rows read each other, and the inverse of how they write."""
     wait_and_release(PDL)
-    run, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    run = tl.program_id(0)
+    chunk = tl.program_id(1)
+    head = tl.program_id(2)
     _, first, count, _, _, _ = run_of(table, applied, run, G)
     if chunk * L >= count:
         return
     t = tl.arange(0, L)
-    row, within = first + chunk * L + t, chunk * L + t < count
+    row = first + chunk * L + t
+    within = chunk * L + t < count
     total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS)
     fade = tl.exp(
         tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf"))
     )
     source = mixed + row * (2 * HK * WIDTH + H * SIZE) + head // (H // HK) * WIDTH
-    asked, system = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
-    query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+    asked = tl.zeros((L, L), tl.float32)
+    system = tl.zeros((L, L), tl.float32)
+    query_square = tl.zeros((L,), tl.float32)
+    key_square = tl.zeros((L,), tl.float32)
     for part in range(0, ROWS, PART):
         query = rows_of(source, within, part, PART, WIDTH)
         key = rows_of(source + HK * WIDTH, within, part, PART, WIDTH)
@@ -278,9 +294,11 @@ def delta_chunks_kernel(
 ):  # fmt: skip
     """One run, one head, COLUMNS of its state's columns, which one chunk after another reads and writes."""
     wait_and_release(PDL)
-    run, head = tl.program_id(0), tl.program_id(1)
+    run = tl.program_id(0)
+    head = tl.program_id(1)
     slot, first, count, start, _, _ = run_of(table, applied, run, G)
-    j, t = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L)
+    j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    t = tl.arange(0, L)
     clear_around(out + head * SIZE + j, j < SIZE, table, run, first, count, G, T, H * SIZE)
     if count == 0:
         return
@@ -289,7 +307,8 @@ def delta_chunks_kernel(
     )
     at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
     for chunk in range(0, tl.cdiv(count, L)):
-        row, within = first + chunk * L + t, chunk * L + t < count
+        row = first + chunk * L + t
+        within = chunk * L + t < count
         total, correct = gates_of(
             raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS
         )
@@ -298,8 +317,10 @@ def delta_chunks_kernel(
         written_rows = tl.where(
             (start > 0) | (chunk > 0), WIDTH, 0
         )  # what lies there before is another's
-        known, read = tl.zeros((L, COLUMNS), tl.float32), tl.zeros((L, COLUMNS), tl.float32)
-        query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+        known = tl.zeros((L, COLUMNS), tl.float32)
+        read = tl.zeros((L, COLUMNS), tl.float32)
+        query_square = tl.zeros((L,), tl.float32)
+        key_square = tl.zeros((L,), tl.float32)
         for part in range(0, ROWS, PART):
             query = rows_of(query_at, within, part, PART, WIDTH)
             key = rows_of(query_at + HK * WIDTH, within, part, PART, WIDTH)
@@ -309,7 +330,8 @@ def delta_chunks_kernel(
             key_square += tl.sum(key * key, 1)
             known = tl.dot(key, now, known, input_precision=PRECISION)
             read = tl.dot(query, now, read, input_precision=PRECISION)
-        faded, key_unit = tl.exp(total), over_length(key_square, EPSILON, CORRECTS)
+        faded = tl.exp(total)
+        key_unit = over_length(key_square, EPSILON, CORRECTS)
         given = within[:, None] & (j < SIZE)[None, :]
         value_at = (source + 2 * HK * WIDTH + head * SIZE)[:, None] + j[None, :]
         written = tl.load(value_at, mask=given, other=0.0)
@@ -346,7 +368,8 @@ def delta_chunks(
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
     out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
-    columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
+    columns = min(STATE_COLUMNS, max(16, power_of_two(size)))
+    runs = rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
     solved = torch.empty(
         (runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device
@@ -380,7 +403,8 @@ def gated_norm_kernel(
 ):  # fmt: skip
     """One row of one head."""
     wait_and_release(PDL)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     j = tl.arange(0, BLOCK)
     within = j < SIZE
     value = tl.load(x + (row * H + head) * SIZE + j, mask=within, other=0.0)

@@ -63,12 +63,11 @@ def short_conv(
 ) -> Tensor:
     """Compute `Kernels.short_conv` by torch."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    taps, depth = weight.shape[0], ring.shape[1]
+    taps = weight.shape[0]
+    depth = ring.shape[1]
     for slot, first, count, start, _, _ in rows.runs():
-        own, before = (
-            x[first : first + count],
-            torch.arange(start - taps + 1, start, device=x.device),
-        )
+        own = x[first : first + count]
+        before = torch.arange(start - taps + 1, start, device=x.device)
         earlier = ring[slot, before % depth].masked_fill((before < 0)[:, None], 0)
         inputs = torch.cat((earlier, own)).float()
         for row in range(count):  # one by one: vectors' bodies and tails round otherwise

@@ -21,12 +21,11 @@ WALKED = 4
 @triton.jit
 def run_of(table, applied, run, G):
     """Slot, first row, rows, position of the first, position to keep, and applied position, of a run."""
-    slot, first, count = (
-        tl.load(table + run),
-        tl.load(table + G + run),
-        tl.load(table + 2 * G + run),
-    )
-    start, keep = tl.load(table + 3 * G + run), tl.load(table + 4 * G + run)
+    slot = tl.load(table + run)
+    first = tl.load(table + G + run)
+    count = tl.load(table + 2 * G + run)
+    start = tl.load(table + 3 * G + run)
+    keep = tl.load(table + 4 * G + run)
     return slot, first, count, start, keep, tl.load(applied + slot)
 
 
@@ -86,7 +85,8 @@ def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
 ) -> Tensor:
     assert x.stride(1) == 1
-    (count, channels), runs = x.shape, rows.table.shape[1]
+    count, channels = x.shape
+    runs = rows.table.shape[1]
     out = torch.empty((count, channels), dtype=torch.float32, device=x.device)
     sizes = {"C": channels, "TAPS": weight.shape[0], "DEPTH": ring.shape[1], "BLOCK": CHANNELS}
     short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * WALKED))](

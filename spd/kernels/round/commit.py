@@ -9,7 +9,10 @@ from torch import Tensor
 
 from spd.kernels.round.window import COMMITTED, RoundTensors, RoundWindow, mark_time
 
-GOING_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
+GOING_ON = 0
+STOPPED = 1
+FULL = 2
+FAILED = 3
 
 EMISSION_HEAD = 7
 """Columns before the k + 1 samples and the k drafts: those of `Emission` to its match, and k after reason."""
@@ -73,7 +76,10 @@ def round_commit(
 ) -> None:
     """Compute `Kernels.round_commit` by torch."""
     mark_time(state.times, state.counter, COMMITTED, False)
-    draft, num_drafts, tokens, ring = window.draft, window.num_drafts, state.tokens, state.ring
+    draft = window.draft
+    num_drafts = window.num_drafts
+    tokens = state.tokens
+    ring = state.ring
     if accepted is None:
         accepted = coupled_verify(draft, sampled, num_drafts)
     k = draft.shape[1]
@@ -88,7 +94,8 @@ def round_commit(
     state.length.add_(count)
     state.active.logical_and_(reason == GOING_ON)
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), state.match)
-    view, place = ring[:, : before.shape[0]], state.counter % ring.shape[0]
+    view = ring[:, : before.shape[0]]
+    place = state.counter % ring.shape[0]
     emitted = view.index_select(0, place)
     emitted[0, :, : emission_width(k)] = torch.cat(
         (torch.stack(columns, dim=1), sampled, draft), dim=1

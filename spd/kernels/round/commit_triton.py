@@ -12,22 +12,28 @@ from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOP
 from spd.kernels.round.window import COMMITTED, NUM_TIMES, RoundTensors, RoundWindow
 from spd.kernels.round.window_triton import timer_and_now, write_time
 
-_GOING_ON, _STOPPED = tl.constexpr(GOING_ON), tl.constexpr(STOPPED)
-_FULL, _FAILED = tl.constexpr(FULL), tl.constexpr(FAILED)
+_GOING_ON = tl.constexpr(GOING_ON)
+_STOPPED = tl.constexpr(STOPPED)
+_FULL = tl.constexpr(FULL)
+_FAILED = tl.constexpr(FAILED)
 _HEAD = tl.constexpr(EMISSION_HEAD)
-_COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
+_COMMITTED = tl.constexpr(COMMITTED)
+_NUM_TIMES = tl.constexpr(NUM_TIMES)
 
 
 _VARYING = (
-    *(
-        "draft_stride",
-        "sampled_stride",
-        "finite_stride",
-        "tokens_stride",
-        "stop_stride",
-        "generated_stride",
-    ),
-    *("ring_stride", "slot_stride", "depth", "k", "stops", "now"),
+    "draft_stride",
+    "sampled_stride",
+    "finite_stride",
+    "tokens_stride",
+    "stop_stride",
+    "generated_stride",
+    "ring_stride",
+    "slot_stride",
+    "depth",
+    "k",
+    "stops",
+    "now",
 )
 
 
@@ -101,13 +107,14 @@ def round_commit(
     generated: Tensor | None = None,
 ) -> None:
     """Rows of sampled and finite have stride 1."""
-    draft, length, stops, ring = window.draft, state.length, state.stop_ids, state.ring
+    draft = window.draft
+    length = state.length
+    stops = state.stop_ids
+    ring = state.ring
     slots, k = draft.shape
     timer, now = timer_and_now(commit_kernel)
-    counts, given = (
-        length if generated is None else generated,
-        length if accepted is None else accepted,
-    )
+    counts = length if generated is None else generated
+    given = length if accepted is None else accepted
     sizes = {"ROWS": power_of_two(k + 1), "STOPS": power_of_two(stops.shape[1])}
     kinds = {"COUNTED": generated is not None, "GIVEN": accepted is not None, "TIMER": timer}
     commit_kernel[(slots,)](

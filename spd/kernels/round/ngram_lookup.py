@@ -11,7 +11,9 @@ def ngram_lookup(
     state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
 ) -> None:
     """Compute `Kernels.ngram_lookup` by torch."""
-    active, draft, num_drafts = state.active, state.draft, state.num_drafts
+    active = state.active
+    draft = state.draft
+    num_drafts = state.num_drafts
     tokens = state.tokens[:, : max(1, bound)]
     width = tokens.shape[1]
     ends = torch.arange(width, device=tokens.device)

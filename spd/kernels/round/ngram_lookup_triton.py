@@ -96,7 +96,8 @@ def pick_kernel(
     s = tl.program_id(0).to(tl.int64)
     best = tl.max(tl.load(finds + s * PARTS + tl.arange(0, PARTS)))
     last = tl.load(length + s) - 1
-    row, live = tokens + s * tokens_stride, tl.load(active + s) != 0
+    row = tokens + s * tokens_stride
+    live = tl.load(active + s) != 0
     place = draft + s * draft_stride
     write_draft(row, best, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER)
 
@@ -105,7 +106,8 @@ def ngram_lookup(
     state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
 ) -> None:
     """Bound is not used."""
-    tokens, num_drafts = state.tokens, state.num_drafts
+    tokens = state.tokens
+    num_drafts = state.num_drafts
     slots, width = tokens.shape
     parts = 1 if width <= ONE_PROGRAM else PARTS
     finds = (
@@ -114,8 +116,17 @@ def ngram_lookup(
         else torch.empty(slots, PARTS, dtype=torch.int64, device=tokens.device)
     )
     arguments = (
-        *(tokens, state.length, state.active, finds, state.draft, num_drafts, state.match),
-        *(tokens.stride(0), state.draft.stride(0), k, ngram_min),
+        tokens,
+        state.length,
+        state.active,
+        finds,
+        state.draft,
+        num_drafts,
+        state.match,
+        tokens.stride(0),
+        state.draft.stride(0),
+        k,
+        ngram_min,
     )
     constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "OVER": over}
     walk_kernel[(slots, parts)](*arguments, ngram_max, BLOCK=BLOCK, **constants, num_warps=4)

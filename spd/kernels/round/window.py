@@ -14,7 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-BEGAN, VERIFIED, COMMITTED, ENDED = 0, 1, 2, 3
+BEGAN = 0
+VERIFIED = 1
+COMMITTED = 2
+ENDED = 3
 """Columns of `times`: before verification, after it, at the commit, after drafting."""
 NUM_TIMES = 4
 
@@ -84,7 +87,8 @@ def kv_slots(
 def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
     """Compute `Kernels.round_window` by torch."""
     mark_time(state.times, state.counter, BEGAN, False)
-    draft, length = state.draft[:, :k], state.length
+    draft = state.draft[:, :k]
+    length = state.length
     known = (draft >= 0) & (draft < usable_vocab)
     leading = known.long().cumprod(dim=-1).sum(dim=-1)
     room = (state.length_limit - length - 1).clamp(min=0)

@@ -33,16 +33,21 @@ def write_time(times, counter, depth, now, chosen, COLUMN, COLUMNS, TIMER):
 
 
 _VARYING = (
-    *(
-        "tokens_stride",
-        "draft_stride",
-        "table_stride",
-        "table_width",
-        "sampled_stride",
-        "trash_slot",
-        "k",
-    ),
-    *("usable_vocab", "max_len", "limit", "width", "ahead", "step", "depth", "now"),
+    "tokens_stride",
+    "draft_stride",
+    "table_stride",
+    "table_width",
+    "sampled_stride",
+    "trash_slot",
+    "k",
+    "usable_vocab",
+    "max_len",
+    "limit",
+    "width",
+    "ahead",
+    "step",
+    "depth",
+    "now",
 )
 """What differs between calls of one model, and must therefore not choose a program."""
 
@@ -123,9 +128,14 @@ def _empty(length: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
-    tokens, draft, table, length = state.tokens, state.draft, state.page_table, state.length
-    slots, (timer, now) = length.shape[0], timer_and_now(window_kernel)
-    ids, room = length.new_empty(slots, k + 1), _empty(length, k + 1)
+    tokens = state.tokens
+    draft = state.draft
+    table = state.page_table
+    length = state.length
+    slots = length.shape[0]
+    timer, now = timer_and_now(window_kernel)
+    ids = length.new_empty(slots, k + 1)
+    room = _empty(length, k + 1)
     window = RoundWindow(ids, *room, length.new_empty(slots, k), torch.empty_like(length))
     inputs = (tokens, length, draft, state.num_drafts, state.active, state.length_limit, table)
     clock = (state.times, state.counter, state.draft_cap)
@@ -185,8 +195,12 @@ def committed_window(
     first: Tensor | None,
     ahead: int = 0,
 ) -> Rows:
-    tokens, length, table, draft = state.tokens, state.length, state.page_table, state.draft
-    slots, rows = length.shape[0], width + ahead
+    tokens = state.tokens
+    length = state.length
+    table = state.page_table
+    draft = state.draft
+    slots = length.shape[0]
+    rows = width + ahead
     window = Rows(length.new_empty(slots, rows), *_empty(length, rows))
     inputs = (
         tokens,
@@ -229,7 +243,9 @@ def step_kernel(
 
 
 def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
-    length, table, draft = state.length, state.page_table, state.draft
+    length = state.length
+    table = state.page_table
+    draft = state.draft
     room = _empty(length, 1)
     inputs = (sampled, length, state.active, state.draft_limit, table, draft, state.num_drafts)
     strides = (sampled.stride(0), table.stride(0), table.shape[1], draft.stride(0))

@@ -71,7 +71,8 @@ def block_chances(
 ) -> tuple[Tensor, Tensor]:
     """Each prefix's chance to pass [S, k], and the joint ratios [S, k + 1] that scale its residual."""
     ratios = draft_ratios(target, laws, draft)
-    joint, chances = [torch.ones_like(target[:, 0, 0])], []
+    joint = [torch.ones_like(target[:, 0, 0])]
+    chances = []
     for i in range(1, draft.shape[1] + 1):
         chance = (joint[-1] * ratios[:, i - 1]).clamp(max=1)
         joint.append(chance)

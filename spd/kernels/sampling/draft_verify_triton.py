@@ -30,8 +30,10 @@ from spd.kernels.sampling.philox_triton import (
     uniform,
 )
 
-TARGET, ACCEPTANCE = tl.constexpr(STREAM_TARGET), tl.constexpr(STREAM_ACCEPTANCE)
-RESIDUAL, NONE = tl.constexpr(STREAM_RESIDUAL), tl.constexpr(NO_TOKEN)
+TARGET = tl.constexpr(STREAM_TARGET)
+ACCEPTANCE = tl.constexpr(STREAM_ACCEPTANCE)
+RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
+NONE = tl.constexpr(NO_TOKEN)
 STREAMS = tl.constexpr(NUM_STREAMS)
 BLOCK = 2048
 """Token ids a program; a multiple of 4."""
@@ -69,7 +71,9 @@ def excess_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block's share of the excess after i + 1 drafts: float32 [S, k, blocks], where another follows."""
-    slot, i, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1)
+    block = tl.program_id(2)
     if i + 1 < tl.load(num_drafts + slot):
         joint = 1.0
         for j in range(i + 1):
@@ -94,7 +98,8 @@ def decide_kernel(
     real = tl.minimum(tl.load(num_drafts + slot), drafts)
     index = tl.arange(0, BLOCKS)
     passed = tl.zeros((), dtype=tl.int64)
-    joint, scale = 1.0, 1.0
+    joint = 1.0
+    scale = 1.0
     for i in range(real):
         ratio = draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT)
         position = tl.load(positions + slot * (drafts + 1) + i)
@@ -128,7 +133,8 @@ def last_token_kernel(
 
     int64 [S, blocks, 2], with the same noise; both are the target's where no draft was rejected.
     """
-    slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     at = tl.load(accepted + slot)
     rejected = at < tl.minimum(tl.load(num_drafts + slot), drafts)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -158,7 +164,8 @@ def emit_kernel(
 ):
     """A slot's tokens: accepted drafts, the last token, NONE beyond; int64 [S, k + 1]."""
     slot = tl.program_id(0).to(tl.int64)
-    index, rows = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
+    index = tl.arange(0, BLOCKS)
+    rows = tl.arange(0, ROWS)
     parts = ranks + (slot * blocks + index) * 2
     rank = tl.max(tl.load(parts, mask=index < blocks, other=NO_RANK))
     plain = tl.max(tl.load(parts + 1, mask=index < blocks, other=NO_RANK))
@@ -182,19 +189,22 @@ def verify_drafts(
     by_block: bool,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities are float32."""
-    (slots, rows, vocab_size), device = target.shape, target.device
-    drafts, blocks = rows - 1, ceil_div(vocab_size, BLOCK)
+    slots, rows, vocab_size = target.shape
+    device = target.device
+    drafts = rows - 1
+    blocks = ceil_div(vocab_size, BLOCK)
     assert rows <= MAX_ROWS
     sums = torch.empty(slots, max(drafts, 1), blocks, dtype=torch.float32, device=device)
-    accepted, scales = (
-        torch.empty_like(num_drafts),
-        torch.empty(slots, dtype=torch.float32, device=device),
-    )
+    accepted = torch.empty_like(num_drafts)
+    scales = torch.empty(slots, dtype=torch.float32, device=device)
     ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
     tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
-    draft, positions, one_hot = draft.contiguous(), positions.contiguous(), draft_probs is None
+    draft = draft.contiguous()
+    positions = positions.contiguous()
+    one_hot = draft_probs is None
     laws = (target, target if draft_probs is None else draft_probs.contiguous(), draft, num_drafts)
-    sizes, row = (drafts, vocab_size), {"BLOCKS": power_of_two(blocks), "num_warps": 1}
+    sizes = (drafts, vocab_size)
+    row = {"BLOCKS": power_of_two(blocks), "num_warps": 1}
     options = {"ONE_HOT": one_hot, "enable_fp_fusion": False}
     wide = {"BLOCK": BLOCK, "num_warps": WARPS, **options}
     if by_block and drafts > 1:

@@ -36,8 +36,12 @@ def philox(
     for _ in range(ROUNDS):
         high0, low0 = _multiply_high_low(c0, MULTIPLIERS[0])
         high1, low1 = _multiply_high_low(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + WEYL[0]) & MASK
+        k1 = (k1 + WEYL[1]) & MASK
     return c0, c1, c2, c3
 
 

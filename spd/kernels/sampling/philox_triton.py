@@ -43,7 +43,8 @@ def random_bits4(seed, position, stream, groups):
     seed, position int64, scalars or blocks that broadcast against groups; stream a small integer.
     """
     zero = (position * 0).to(tl.uint32)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
     return philox_words(
         groups.to(tl.uint32), position.to(tl.uint32), zero + stream, zero, low, high
     )

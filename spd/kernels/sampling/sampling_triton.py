@@ -40,14 +40,12 @@ BLOCK = 2048
 OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 VARYING = [
-    *(
-        "rows_per_slot",
-        "draft_stride",
-        "mask_stride",
-        "mask_words",
-        "position_stride_0",
-        "position_stride_1",
-    ),
+    "rows_per_slot",
+    "draft_stride",
+    "mask_stride",
+    "mask_words",
+    "position_stride_0",
+    "position_stride_1",
     "stream",
 ]
 """What differs between calls of one model, and must therefore not choose the program."""
@@ -60,7 +58,8 @@ def block_rank(
 ):  # fmt: skip
     """The greatest rank of a block of a row's processed logits."""
     if NOISE:
-        slot, number = row // rows_per_slot, row % rows_per_slot
+        slot = row // rows_per_slot
+        number = row % rows_per_slot
         if tl.load(temperature + slot) > 0:
             position = tl.load(positions + slot * position_stride_0 + number * position_stride_1)
             groups = first // 4 + tl.arange(0, BLOCK // 4)
@@ -83,9 +82,11 @@ def process_kernel(
     Write its greatest rank, int64 [rows, blocks], where there are ranks. Else the processed block, float32
     [rows, V], and its highest order key, int32 [rows, blocks].
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    slot, number = row // rows_per_slot, row % rows_per_slot
+    slot = row // rows_per_slot
+    number = row % rows_per_slot
     inside = ids < vocab_size
     x = tl.load(logits + row * vocab_size + ids, mask=ids < usable_vocab, other=float("-inf"))
     if bias is not None:
@@ -127,7 +128,8 @@ def kept_draw_kernel(
     position_stride_1, stream, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The greatest rank of a block of a processed row among the tokens that truncation keeps."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(processed + row * vocab_size + ids, mask=ids < vocab_size, other=float("-inf"))
     kept = is_kept(x, ids, thresholds, temperature, min_p, row, row // rows_per_slot)
@@ -163,7 +165,8 @@ def weigh_kernel(
     highest_blocks, TRUNCATION: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block's sum of weights, float32 [rows, blocks], and the lowest id that is the row's likeliest."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     weights, likeliest, _ = weights_of(
         processed, highest, thresholds, temperature, min_p, row, row // rows_per_slot, ids, vocab_size,
@@ -181,14 +184,17 @@ def law_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a block of a row's law in the place of its processed logits."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, ids = row // rows_per_slot, block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = row // rows_per_slot
+    ids = block * BLOCK + tl.arange(0, BLOCK)
     weights, _, top_key = weights_of(
         processed, highest, thresholds, temperature, min_p, row, slot, ids, vocab_size, highest_blocks,
         TRUNCATION, HIGHEST_BLOCKS,
     )  # fmt: skip
     index = tl.arange(0, HIGHEST_BLOCKS)
-    at, inside = row * tl.num_programs(1) + index, index < tl.num_programs(1)
+    at = row * tl.num_programs(1) + index
+    inside = index < tl.num_programs(1)
     law = (ids == tl.min(tl.load(firsts + at, mask=inside, other=MAGNITUDE))).to(tl.float32)
     if NOISE:
         total = tl.sum(tl.load(sums + at, mask=inside, other=0.0))
@@ -210,7 +216,9 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """Every tensor but draft and positions lies dense."""
     slots, rows_per_slot, vocab_size = logits.shape
-    rows, blocks, device = slots * rows_per_slot, ceil_div(vocab_size, BLOCK), logits.device
+    rows = slots * rows_per_slot
+    blocks = ceil_div(vocab_size, BLOCK)
+    device = logits.device
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     if tensors.truncation and tensors.noise:
         processed, highest = _process(logits, draft, tensors)
@@ -257,8 +265,10 @@ def _process(
     draw (ranks, positions, stream).
     """
     ranks, positions, stream = draw
-    own, (slots, rows_per_slot, vocab_size) = tensors, logits.shape
-    rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
+    own = tensors
+    slots, rows_per_slot, vocab_size = logits.shape
+    rows = slots * rows_per_slot
+    blocks = ceil_div(vocab_size, BLOCK)
     made: tuple[Any, Any] = (None, None)
     if ranks is None:
         made = logits.new_empty(rows, vocab_size), logits.new_empty(rows, blocks, dtype=torch.int32)

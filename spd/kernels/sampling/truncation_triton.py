@@ -65,7 +65,8 @@ def mass_limit(share, total):
 @triton.jit
 def row_cuts(temperature, top_k, top_p, slot, vocab_size):
     """(whether top-k cuts, whether top-p cuts, k, p) of a slot; at temperatures <= 0 neither does."""
-    k, p = tl.load(top_k + slot), tl.load(top_p + slot)
+    k = tl.load(top_k + slot)
+    p = tl.load(top_p + slot)
     noisy = tl.load(temperature + slot) > 0
     return noisy & (k > 0) & (k < vocab_size), noisy & (p < 1), k, p
 
@@ -102,7 +103,8 @@ def second_bound(low, high, i):
 @triton.jit
 def load_sums(sums, row, blocks, BLOCKS: tl.constexpr):
     """Counts and masses above each bound in each block of a row: int64 [BLOCKS, BOUNDS]."""
-    block, i = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BOUNDS)[None, :]
+    block = tl.arange(0, BLOCKS)[:, None]
+    i = tl.arange(0, BOUNDS)[None, :]
     packed = tl.load(sums + (row * blocks + block) * BOUNDS + i, mask=block < blocks, other=0)
     count = packed >> COUNT_SHIFT
     return count, packed - (count << COUNT_SHIFT)
@@ -130,18 +132,24 @@ def narrow_kernel(
 
     sums int64 [rows, blocks, BOUNDS], and `before`, the first pass's; plan int64 [rows, 8], see collect.
     """
-    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     cuts_k, cuts_p, k, p = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     if cuts_k | cuts_p:
         top = key_value(row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS))
-        low, high = first_bound(top, BOUNDS - 1), first_bound(top, 0)
+        low = first_bound(top, BOUNDS - 1)
+        high = first_bound(top, 0)
         if not FIRST:
             count_parts, mass_parts = load_sums(before, row, blocks, BLOCKS)
-            counts, masses = tl.sum(count_parts, axis=0), tl.sum(mass_parts, axis=0)
+            counts = tl.sum(count_parts, axis=0)
+            masses = tl.sum(mass_parts, axis=0)
             limit = mass_limit(p, pick(masses, BOUNDS - 1))
-            by_count, need = cuts_k | (limit < 1), tl.where(cuts_k, k, tl.maximum(limit, 1))
+            by_count = cuts_k | (limit < 1)
+            need = tl.where(cuts_k, k, tl.maximum(limit, 1))
             i = first_reached(tl.where(by_count, counts, masses), need)
-            low, high = first_bound(top, i), first_bound(top, i - 1)
+            low = first_bound(top, i)
+            high = first_bound(top, i - 1)
             if block == 0:
                 tl.store(plan + row * 8, low)
                 tl.store(plan + row * 8 + 1, high)
@@ -178,11 +186,15 @@ def collect_kernel(
     the list, how much lies above it, how many tokens it holds. Where top-p follows top-k, the list holds
     everything above the interval too. list_keys, list_ids int32 [rows, V], list_masses int64.
     """
-    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     cuts_k, cuts_p, _, _ = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     if cuts_k | cuts_p:
-        low, high = tl.load(plan + row * 8), tl.load(plan + row * 8 + 1)
-        need, by_count = tl.load(plan + row * 8 + 2), tl.load(plan + row * 8 + 3) != 0
+        low = tl.load(plan + row * 8)
+        high = tl.load(plan + row * 8 + 1)
+        need = tl.load(plan + row * 8 + 2)
+        by_count = tl.load(plan + row * 8 + 3) != 0
         count_parts, mass_parts = load_sums(sums, row, blocks, BLOCKS)
         amounts = tl.where(by_count, tl.sum(count_parts, axis=0), tl.sum(mass_parts, axis=0))
         i = first_reached(amounts, need)
@@ -266,9 +278,12 @@ def threshold_kernel(
     tl.store(thresholds + row * 3 + 2, top_key)
     if cuts_k | cuts_p:
         top = key_value(top_key)
-        keys, masses = list_keys + row * vocab_size, list_masses + row * vocab_size
-        need, by_count = tl.load(plan + row * 8 + 2), tl.load(plan + row * 8 + 3) != 0
-        low, base = tl.load(plan + row * 8 + 4), tl.load(plan + row * 8 + 6)
+        keys = list_keys + row * vocab_size
+        masses = list_masses + row * vocab_size
+        need = tl.load(plan + row * 8 + 2)
+        by_count = tl.load(plan + row * 8 + 3) != 0
+        low = tl.load(plan + row * 8 + 4)
+        base = tl.load(plan + row * 8 + 6)
         high = tl.minimum(tl.load(plan + row * 8 + 5), top_key.to(tl.int64))
         listed = tl.load(plan + row * 8 + 7).to(tl.int32)
         key, above = bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK)
@@ -276,7 +291,8 @@ def threshold_kernel(
             mass = token_mass(key_value(key.to(tl.int32)), top)
             kept = amount_above(keys, masses, listed, key, False, CHUNK) + (need - above) * mass
             limit = mass_limit(p, kept)
-            by_count, need = limit < 1, tl.maximum(limit, 1)
+            by_count = limit < 1
+            need = tl.maximum(limit, 1)
             key, above = bisect(keys, masses, listed, key - 1, high, base, need, by_count, CHUNK)
         key = key.to(tl.int32)
         weight = tl.where(by_count, 1, token_mass(key_value(key), top))
@@ -294,8 +310,10 @@ def threshold_kernel(
 @triton.jit
 def is_kept(x, ids, thresholds, temperature, min_p, row, slot):
     """Whether top-k, top-p and min-p keep a row's processed logits of a block of ids."""
-    key, share = order_key(x), tl.load(min_p + slot)
-    last_key, last_id = tl.load(thresholds + row * 3), tl.load(thresholds + row * 3 + 1)
+    key = order_key(x)
+    share = tl.load(min_p + slot)
+    last_key = tl.load(thresholds + row * 3)
+    last_id = tl.load(thresholds + row * 3 + 1)
     top_key = tl.load(thresholds + row * 3 + 2)
     kept = (key > last_key) | ((key == last_key) & (ids <= last_id))
     if (share > 0) & (tl.load(temperature + slot) > 0):
@@ -312,7 +330,8 @@ def find_thresholds(
     processed float32 [rows, V], rows of a slot beside each other; highest int32 [rows, N], order keys
     whose maximum is the row's.
     """
-    (rows, vocab_size), device = processed.shape, processed.device
+    rows, vocab_size = processed.shape
+    device = processed.device
     blocks = ceil_div(vocab_size, BLOCK)
     sums = torch.empty(2, rows, blocks, BOUNDS.value, dtype=torch.int64, device=device)
     plan = torch.empty(rows, 8, dtype=torch.int64, device=device)

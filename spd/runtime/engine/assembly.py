@@ -50,10 +50,8 @@ def _runners(
     runners = []
     rows = max(place.kernels.capabilities.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
     place = replace(place, rows=rows)
-    pool, depth = (
-        (shape.num_pages, PAGE_SIZE, place.dtype, plan.device),
-        ring_depth(shape.draft_max),
-    )
+    pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
+    depth = ring_depth(shape.draft_max)
     for model in load_model(folder, place, load=plan.wishes.load, meter=meter, head=head):
         cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
@@ -85,7 +83,8 @@ def _drafters(
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     """Counts the bytes that are read: weights that are rounded at load are read as they are."""
-    shape, rounded = plan.shape, plan.wishes.quantize != "none"
+    shape = plan.shape
+    rounded = plan.wishes.quantize != "none"
     form, draft_form = (WIDE, WIDE) if rounded else (shape.form, shape.draft_form)
     total = tensor_bytes(shape.target, shape.dtype, form, shape.tp)
     if shape.draft is not None:

@@ -28,19 +28,20 @@ SAMPLES = (
 ENOUGH = 2  # times of a k before they are believed; the first may have been cold
 WARM_UP_ROUNDS = 4  # at the largest k, before anything else
 PATIENCE = 8  # rounds in which plain ones seem better before one is run
-TIME_FIRST, TIME_EVERY = (
-    8,
-    48,
-)  # rounds with drafts before another k is timed: at first, from then on
-PROBE_EVERY, PROBE_SELDOM = (
-    16,
-    256,
-)  # rounds without drafts between probes: at first, after vain ones
-PROBE_LENGTH, PROBE_OUTCOMES = 2, 8  # a probe's k, and how many requests' rounds it tries, at least
+# rounds with drafts before another k is timed: at first, from then on
+TIME_FIRST = 8
+TIME_EVERY = 48
+# rounds without drafts between probes: at first, after vain ones
+PROBE_EVERY = 16
+PROBE_SELDOM = 256
+# a probe's k, and how many requests' rounds it tries, at least
+PROBE_LENGTH = 2
+PROBE_OUTCOMES = 8
 PROBE_MEMORY = (
     16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
 )
-COPIED, PRIOR_COPIES = 0.6, 4.0
+COPIED = 0.6
+PRIOR_COPIES = 4.0
 """Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
 
@@ -66,7 +67,8 @@ def expected_tokens(rates: Sequence[float], caps: Sequence[int], maximum: int) -
 
     rates: how likely the first draft of each is accepted; caps: how many drafts each wants at most.
     """
-    chances, tokens = [1.0] * len(rates), [1.0]
+    chances = [1.0] * len(rates)
+    tokens = [1.0]
     for position in range(maximum):
         chances = [
             chance * chance_of_next(rate, position) if most > position else 0.0
@@ -123,7 +125,8 @@ class RoundTimes:
     def costs(self, ks: Iterable[int], *, model: bool = True) -> dict[int, float]:
         """Seconds of a round at each k, whose drafts a model makes or none; at first in verifications."""
         always = max(min(self.gaps), 1e-9)  # a clock may say zero
-        verify, draft = medians(self.verify) or {0: 1.0}, {0: 0.0, **medians(self.draft)}
+        verify = medians(self.verify) or {0: 1.0}
+        draft = {0: 0.0, **medians(self.draft)}
         return {k: always + _at(k, verify) + _at(k if model else 0, draft) for k in ks}
 
 
@@ -170,7 +173,8 @@ class DraftLength:
         if not self.adaptive or maximum == 0:
             return maximum or (self._copying_k(1.0 / times.costs([0])[0]) if self.copying else 0)
         if not times.begun:
-            times.begun, first = True, not any(load.verify for load in self.by_load.values())
+            first = not any(load.verify for load in self.by_load.values())
+            times.begun = True
             times.trials.extend(
                 [self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH
             )
@@ -282,6 +286,7 @@ def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
 def _at(k: int, known: Mapping[int, float]) -> float:
     """The value at k on the line through the nearest two known; none falls, and none is below 0."""
     near = sorted(known, key=lambda other: abs(other - k))[:2]
-    first, last = near[0], near[-1]
+    first = near[0]
+    last = near[-1]
     slope = (known[first] - known[last]) / (first - last) if first != last else 0.0
     return max(known[first] + (k - first) * max(slope, 0.0), 0.0)

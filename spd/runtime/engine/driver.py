@@ -69,9 +69,12 @@ class EngineThread(Generic[E]):
     ) -> None:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None  # why there is no engine
-        self._build, self._expected, self._short = build, expected, short
+        self._build = build
+        self._expected = expected
+        self._short = short
         self._engine: E | None = None
-        self.ready, self._leave = threading.Event(), threading.Event()
+        self.ready = threading.Event()
+        self._leave = threading.Event()
         """Whether loading has ended, well or not; whether it is to end."""
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
         self._lock = threading.Lock()
@@ -107,7 +110,8 @@ class EngineThread(Generic[E]):
 
         def begin(engine: EngineClient) -> None:
             engine.add(request)
-            self._listeners[request.id], self._broken = listener, False
+            self._listeners[request.id] = listener
+            self._broken = False
 
         with self._lock:
             if self._ended is not None:
@@ -213,6 +217,7 @@ class EngineThread(Generic[E]):
                 listener(event)
 
     def _tell_all(self, error: BaseException) -> None:
-        listeners, self._listeners = self._listeners, {}
+        listeners = self._listeners
+        self._listeners = {}
         for listener in listeners.values():
             listener(error)

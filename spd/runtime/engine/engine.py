@@ -38,7 +38,8 @@ from spd.runtime.round.round_queue import RoundQueue, RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
-IDLE_PASSES, BUSY_PASSES = 16, 4
+IDLE_PASSES = 16
+BUSY_PASSES = 4
 """Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
 KEPT = 4096
 REASONS = (None, "stop", "length", "error")
@@ -67,7 +68,8 @@ class Engine(EngineClient):
         self.info = EngineInfo.of_plan(plan)
         shape = plan.shape
         self._checks = RequestChecks(plan)
-        self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
+        self.eos_ids = self._checks.eos_ids
+        self.usable_vocab = self._checks.usable_vocab
         self._device = open_device(plan, self.usable_vocab, progress)
         self._pages = PageTable(shape.num_pages)
         sizes = PAGE_SIZE, self._device.runner.pages_per_block, shape.ctx
@@ -130,7 +132,8 @@ class Engine(EngineClient):
     @property
     def pages(self) -> tuple[int, int]:
         """Pages of the cache that requests hold, and all that they can hold."""
-        free, most = self._pages.num_available, self._pages.num_pages - NUM_RESERVED
+        free = self._pages.num_available
+        most = self._pages.num_pages - NUM_RESERVED
         return most - free, most
 
     def abort(self, request_id: str) -> None:
@@ -155,7 +158,8 @@ class Engine(EngineClient):
         Nothing else may run meanwhile. What is not finished when the caller stops listening is aborted.
         Raises what `add` raises.
         """
-        source, names = iter(requests), set[str]()
+        source = iter(requests)
+        names = set[str]()
         try:
             while True:
                 for request in islice(
@@ -218,7 +222,8 @@ class Engine(EngineClient):
             refusal = memory_refusal(error, self.plan, "running")
             self._fail_running("memory ran out")
             raise refusal from None
-        events, self._ready = self._ready, []
+        events = self._ready
+        self._ready = []
         return events
 
     def _fail_running(self, why: str) -> None:
@@ -236,8 +241,11 @@ class Engine(EngineClient):
 
     def _prefill(self) -> None:
         """Write prompts: one pass, or a few where more wait."""
-        scheduler, stalls, began = self._scheduler, self._scheduler.busy, clock.now()
-        passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
+        scheduler = self._scheduler
+        stalls = self._scheduler.busy
+        began = clock.now()
+        passes = 0.0
+        most = BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
         while (
             sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)
@@ -286,11 +294,14 @@ class Engine(EngineClient):
 
     def _write_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
-        scheduler, start, end = self._scheduler, sequence.prefilled, sequence.prefill_end
+        scheduler = self._scheduler
+        start = sequence.prefilled
+        end = sequence.prefill_end
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            runner, chunked = self._device.runner, run.kind == "chunk"
+            runner = self._device.runner
+            chunked = run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             scored = sequence.request.prompt_logprobs if sequence.scores_prompt else None
@@ -312,7 +323,8 @@ class Engine(EngineClient):
         What is on its way is read first: it may end a sequence, and bounds become lengths. Returns those
         still there or ready meanwhile, and what the round may reach of each.
         """
-        scheduler, ctx = self._scheduler, self.plan.shape.ctx
+        scheduler = self._scheduler
+        ctx = self.plan.shape.ctx
         while True:
             reaches = [min(sequence.bound + rows, ctx) for sequence in live]
             short = [
@@ -336,7 +348,8 @@ class Engine(EngineClient):
 
     def _gather(self, live: list[Sequence]) -> None:
         """Note what follows from the sequences of a round, where one came or went."""
-        self._gathered, most = live, self.plan.shape.draft_max
+        self._gathered = live
+        most = self.plan.shape.draft_max
         self._needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
         wanted = (sequence.request.params.logprobs for sequence in live)
         self._logprobs = max((one for one in wanted if one is not None), default=None)
@@ -350,7 +363,8 @@ class Engine(EngineClient):
             return False
         if decoding != self._gathered:
             self._gather(decoding)
-        k, next_k = self._k, self._draft_length.choose()
+        k = self._k
+        next_k = self._draft_length.choose()
         rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
         live, reaches = self._make_room(decoding, rows)
         if not live:
@@ -373,7 +387,8 @@ class Engine(EngineClient):
     # -- reading what happened ---------------------------------------------------------------------
 
     def _read_oldest(self) -> None:
-        scheduler, oldest = self._scheduler, self._scheduler.in_flight[0]
+        scheduler = self._scheduler
+        oldest = self._scheduler.in_flight[0]
         result = oldest.ticket.read()
         scheduler.round_over()
         self.rounds += 1

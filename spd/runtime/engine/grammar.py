@@ -92,10 +92,8 @@ class Grammar:
         state is afterwards what it was. Raises GrammarError.
         """
         rows.fill_(-1)
-        legal, left = (
-            len(drafts) if self._matcher is None else self._guided(drafts, rows),
-            self._left,
-        )
+        legal = len(drafts) if self._matcher is None else self._guided(drafts, rows)
+        left = self._left
         for i in range(legal + 1 if self._budget is not None else 0):
             assert self._budget is not None
             if left is not None and left <= 0:
@@ -108,7 +106,9 @@ class Grammar:
         return legal
 
     def _guided(self, drafts: Sequence[int], rows: Tensor) -> int:
-        began, consumed, legal = self.began, 0, len(drafts)
+        began = self.began
+        consumed = 0
+        legal = len(drafts)
         thinks = self._thinks
         for i, draft in enumerate((*drafts, None)):
             if began and self._matcher.is_stopped():

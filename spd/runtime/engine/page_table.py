@@ -31,7 +31,9 @@ class TextHashes:
         known: list[bytes] | None = None,
     ) -> None:
         """known: hashes at the ends of its first full pages, to which those that are asked for are added."""
-        self.tokens, self.runs, self.page_size = tokens, runs, page_size
+        self.tokens = tokens
+        self.runs = runs
+        self.page_size = page_size
         self.known = [] if known is None else known
 
     def before(self, end: int) -> bytes:

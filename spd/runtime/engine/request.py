@@ -148,7 +148,8 @@ class Gathered:
         self.pieces.append(event.text)
         self.drafted += event.drafted
         self.logprobs += event.logprobs
-        self.finish_reason, self.error = event.finish_reason, event.error
+        self.finish_reason = event.finish_reason
+        self.error = event.error
 
     @property
     def text(self) -> str:

@@ -54,13 +54,11 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
-        self.pages, self.page_size, self.block, self.ctx, self.sharing = (
-            pages,
-            page_size,
-            block,
-            ctx,
-            sharing,
-        )
+        self.pages = pages
+        self.page_size = page_size
+        self.block = block
+        self.ctx = ctx
+        self.sharing = sharing
         self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
         self.by_id: dict[str, Sequence] = {}  # waiting and running ones, by their requests' ids
@@ -93,7 +91,8 @@ class Scheduler:
     @property
     def more_could_join(self) -> bool:
         """Whether more would decode if their prompts were written than decode now."""
-        written, free = self.prefilling is not None, self.slots.count(None)
+        written = self.prefilling is not None
+        free = self.slots.count(None)
         return min(len(self.waiting), free) + written > len(self.slots) - free - written
 
     # -- prefill ---------------------------------------------------------------------------------
@@ -108,7 +107,8 @@ class Scheduler:
             if None in self.slots and self._take_pages(sequence, lookahead):
                 self.waiting.popleft()
                 self._epoch += 1
-                sequence.slot, sequence.epoch = self.slots.index(None), self._epoch
+                sequence.slot = self.slots.index(None)
+                sequence.epoch = self._epoch
                 sequence.placed = False
                 self.slots[sequence.slot] = self.prefilling = sequence
         return self.prefilling
@@ -120,19 +120,19 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
-        size, end, text, kept = (
-            self.page_size,
-            sequence.prefill_end,
-            self._text(sequence),
-            self.checkpoints,
-        )
+        size = self.page_size
+        end = sequence.prefill_end
+        text = self._text(sequence)
+        kept = self.checkpoints
         sharing = self.sharing and not sequence.scores_prompt
         shared = self.pages.match(text.pages(end)) if sharing else []
         found = cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
         while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
             cached = whole
-        stops, checkpoint, tail = {cached, end}, None, None
+        stops = {cached, end}
+        checkpoint = None
+        tail = None
         if kept is not None:
             stops.add(
                 whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0)
@@ -226,7 +226,9 @@ class Scheduler:
         """Send a sequence back to the head of the line. No round with it may be on its way."""
         assert not sequence.in_flight
         self._vacate(sequence, publish=True)
-        sequence.slot, sequence.prefilled, sequence.hashes = NO_SLOT, 0, []
+        sequence.slot = NO_SLOT
+        sequence.prefilled = 0
+        sequence.hashes = []
         sequence.metrics.preemptions += 1
         self.waiting.appendleft(sequence)
 
@@ -246,7 +248,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
         """Free a slot and its pages; publish those that hold committed tokens only."""
         if publish and self.sharing and sequence is not self.prefilling:
-            text, end = self._text(sequence), sequence.prefill_end
+            text = self._text(sequence)
+            end = sequence.prefill_end
             for page, digest in zip(sequence.pages, text.pages(end), strict=False):
                 self.pages.publish(page, digest)
             if (held := end % self.page_size) and self.checkpoints is None:

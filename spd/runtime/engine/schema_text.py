@@ -31,7 +31,8 @@ from spd.runtime.engine.schema_cycles import PREFIX, EndlessSchemaError, without
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MOST_STATES, MOST_PATTERNS = 100_000, 12
+MOST_STATES = 100_000
+MOST_PATTERNS = 12
 """Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref`
 combine some."""
 MAX_BYTES = 512 * 1024

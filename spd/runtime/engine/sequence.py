@@ -51,7 +51,9 @@ class Detokenizer:
     def __init__(
         self, bytes_of: Callable[[Listed[int]], bytes], stops: Listed[str], min_tokens: int
     ) -> None:
-        self._bytes_of, self._stops, self._min_tokens = bytes_of, tuple(stops), min_tokens
+        self._bytes_of = bytes_of
+        self._stops = tuple(stops)
+        self._min_tokens = min_tokens
         self._rest = b""  # the beginning of a character, whose other bytes are to come
         self._pending = ""
         self._ignored = (
@@ -102,7 +104,8 @@ class Detokenizer:
             0 if final else max((tail_of(stop, self._pending) for stop in self._stops), default=0)
         )
         end = len(self._pending) - held
-        text, self._pending = self._pending[:end], self._pending[end:]
+        text = self._pending[:end]
+        self._pending = self._pending[end:]
         self._ignored = max(0, self._ignored - len(text))
         return text
 
@@ -246,7 +249,9 @@ class Sequence:
         wanted = self.request.params.logprobs
         if wanted is None:
             return ()
-        own, values, ids = scores.own[self.slot], scores.values[self.slot], scores.ids[self.slot]
+        own = scores.own[self.slot]
+        values = scores.values[self.slot]
+        ids = scores.ids[self.slot]
         return tuple(
             TokenLogprob(
                 token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True))
@@ -270,7 +275,8 @@ class Sequence:
 
     def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:
         """Add a round's tokens, read at `now` in seconds; so many of its drafts are among them."""
-        metrics, outcome = self.metrics, (drafts, accepted)
+        metrics = self.metrics
+        outcome = (drafts, accepted)
         metrics.outcomes[outcome] = metrics.outcomes.get(outcome, 0) + 1
         if not tokens:
             return
@@ -279,7 +285,8 @@ class Sequence:
         metrics.completion_tokens += len(tokens)
         since = 1000 * (now - self.arrived_at)
         if not metrics.first_tokens:
-            metrics.first_tokens, metrics.first_token_ms = len(tokens), since
+            metrics.first_tokens = len(tokens)
+            metrics.first_token_ms = since
         metrics.predicted_ms = since - metrics.first_token_ms
 
     @property
@@ -301,8 +308,10 @@ class RequestChecks:
     """Everything about a model that decides whether a request can run: vocabulary, ends, context."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        config, folder = plan.model.config, plan.model
-        self.plan, self.vocab_size = plan, config.vocab_size
+        config = plan.model.config
+        folder = plan.model
+        self.plan = plan
+        self.vocab_size = config.vocab_size
         self.tokenizer = folder.tokenizer
         if (
             self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
@@ -319,7 +328,8 @@ class RequestChecks:
     def sequence(self, request: Request) -> Sequence:
         """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""
         self._check(request)
-        params, length = request.params, len(request.prompt_ids)
+        params = request.params
+        length = len(request.prompt_ids)
         ends = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
         stops = tuple(ends)[:NUM_STOP_IDS]
         limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
@@ -340,7 +350,8 @@ class RequestChecks:
         )
 
     def _check(self, request: Request) -> None:
-        params, length = request.params, len(request.prompt_ids)
+        params = request.params
+        length = len(request.prompt_ids)
         if not length:
             raise UsageError(
                 "the prompt has no tokens", reason=["a first token is needed to continue from"]

@@ -22,7 +22,9 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
 from spd.version import __version__
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
+OK = "ok"
+WARNING = "warning"
+FAILED = "failed"
 GIB = 2**30
 LOW_DISK = 2 * GIB
 NUM_TOKENS = 24
@@ -90,7 +92,8 @@ ASKED = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
 def package_versions() -> Finding:
     """The interpreter and versions of what `spd` imports, against what it asks for."""
     found: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
-    missing, odd = [], []
+    missing = []
+    odd = []
     for wanted in filter(None, map(ASKED.fullmatch, importlib.metadata.requires("spd") or ())):
         name, words, optional = wanted.groups()
         try:
@@ -121,7 +124,8 @@ def _existing(folder: Path) -> Path:
 
 def storage() -> Finding:
     """Models that were downloaded, and room for more and for temporary files."""
-    cache, models = cache_folder(), list_cached_models()
+    cache = cache_folder()
+    models = list_cached_models()
     if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
         return Finding(FAILED, f"{cache} cannot be read", (f"make {cache} a folder you can read",))
     free = {
@@ -157,7 +161,8 @@ def processor() -> Finding:
 
     from spd.kernels.native.build import instructions, obstacle
 
-    load, why = OtherLoad(), obstacle()
+    load = OtherLoad()
+    why = obstacle()
     time.sleep(0.3)  # in which other programs are watched
     facts = {
         **describe_machine(),
@@ -197,10 +202,8 @@ def cuda_devices() -> Finding:
         return Finding(OK, "no CUDA device: everything runs on the CPU", (), facts)
     shown = []
     for index in range(torch.cuda.device_count()):
-        name, capability = (
-            torch.cuda.get_device_name(index),
-            torch.cuda.get_device_capability(index),
-        )
+        name = torch.cuda.get_device_name(index)
+        capability = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         devices.append(
             {"name": name, "capability": capability, "free_bytes": free, "total_bytes": total}
@@ -219,11 +222,13 @@ def triton_library() -> Finding:
         import triton
         from triton import knobs
     except ImportError as error:
-        line, fix = f"cannot be imported: {error}", ("pip install triton",)
+        line = f"cannot be imported: {error}"
+        fix = ("pip install triton",)
         return Finding(
             FAILED if torch.cuda.is_available() else WARNING, line, fix, {"version": None}
         )
-    interpreted, cache = bool(knobs.runtime.interpret), Path(knobs.cache.dir)
+    interpreted = bool(knobs.runtime.interpret)
+    cache = Path(knobs.cache.dir)
     facts = {"version": triton.__version__, "interpreted": interpreted, "cache": str(cache)}
     if interpreted:
         line = f"triton {triton.__version__}, interpreted (TRITON_INTERPRET is set): very slow"

@@ -174,10 +174,9 @@ def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
             line = linear_regression(list(known), list(known.values()))
             share = line.intercept + line.slope * log(k)
         shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
-    before, after = (
-        sum(shares[:-1]),
-        sum(shares[1:]),
-    )  # the last alone may be of a handful of rounds
+    # the last alone may be of a handful of rounds
+    before = sum(shares[:-1])
+    after = sum(shares[1:])
     rate = after / before if before else sum(shares)
     while len(shares) < k:
         shares.append((shares[-1] if shares else 1.0) * rate)
@@ -240,7 +239,8 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     own_records = [record for trace in drafting for record in trace.rounds] or records
     asked = [_model_drafts(trace) for trace in drafting]
-    costs, survival = fit_costs(records), fit_acceptance(asked)
+    costs = fit_costs(records)
+    survival = fit_acceptance(asked)
     used = Counter(record.k for rounds in asked for record in rounds)
     method = own_records[0].method if drafting else "off"
     furthest = min(MAX_DRAFT, max(used) + (0 if split_spec(method)[1] else BEYOND)) if used else 0
@@ -284,7 +284,9 @@ def bottleneck(e: Explanation) -> str:
     """Return the part that a round spends most on; acceptance where that alone decides."""
     if not e.k:
         return "that nothing was drafted"
-    now, added, plain = e.now, dict(e.parts), round_parts(e.costs, 0)
+    now = e.now
+    added = dict(e.parts)
+    plain = round_parts(e.costs, 0)
     added["verification"] -= plain["verification"] * e.plain.round_ms / sum(plain.values())
     dearest = max(added, key=lambda part: added[part])
     if now.round_ms < 1.1 * e.plain.round_ms:
@@ -296,7 +298,8 @@ def bottleneck(e: Explanation) -> str:
 
 def next_step(e: Explanation) -> str:
     """The option that promises most, by the trace."""
-    now, best = e.prospects[e.k], e.best
+    now = e.prospects[e.k]
+    best = e.best
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
     if (
@@ -311,7 +314,8 @@ def next_step(e: Explanation) -> str:
 
 def paragraph(e: Explanation) -> str:
     """What a person wants to know, in a few sentences."""
-    now, best = e.now, e.best
+    now = e.now
+    best = e.best
     sentences = [f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms."]
     if e.k:
         shares = ", ".join(

@@ -66,7 +66,8 @@ def run_pass(
                     break
                 timelines[admitted].arrived = began + due
                 engine.add(timelines[admitted].request)
-                admitted, running = admitted + 1, running + 1
+                admitted = admitted + 1
+                running = running + 1
             if engine.has_work:
                 return True
             time.sleep(max(0.0, due - now))
@@ -183,7 +184,8 @@ def compare_texts(
 
     There stand the token that was expected and the one that came, or for an end its reason.
     """
-    tokens, differences = 0, []
+    tokens = 0
+    differences = []
     for name, a, b in zip(names, expected.timelines, found.timelines, strict=True):
         tokens += max(len(a.token_ids), len(b.token_ids))
         pairs = zip([*a.token_ids, a.finish_reason], [*b.token_ids, b.finish_reason], strict=False)

@@ -74,7 +74,8 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
         return line, "file"
     try:
         value = json.loads(line)
-        text, category = value["prompt"], value.get("category", "file")
+        text = value["prompt"]
+        category = value.get("category", "file")
         f"{text}{category}".encode()  # half of a surrogate pair is no text
         whole = (
             isinstance(text, str)
@@ -136,7 +137,8 @@ def encode_questions(
 def _encode(
     files: ModelFolder, prompt: Prompt, prompts: Sequence[Prompt], length: int | None, context: int
 ) -> list[int]:
-    tokenizer, template = files.tokenizer, files.template
+    tokenizer = files.tokenizer
+    template = files.template
     if tokenizer is None:
         draws = random.Random(prompt.digest)
         return [draws.randrange(files.config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]

@@ -62,7 +62,8 @@ def replay_requests(
 
     `watch` is told what runs and how many of its requests have ended; it may raise to end it.
     """
-    names, bare = [name for name, _ in requests], [request for _, request in requests]
+    names = [name for name, _ in requests]
+    bare = [request for _, request in requests]
 
     def run(config: EngineConfig, what: str) -> tuple[dict[str, Any], Pass]:
         engine = Engine(config)
@@ -70,7 +71,8 @@ def replay_requests(
         engine.close()
         return engine.plan.as_dict(), ran
 
-    (plain, expected), (plan, found) = run(reference, "reference"), run(candidate, "candidate")
+    plain, expected = run(reference, "reference")
+    plan, found = run(candidate, "candidate")
     tokens, differences = compare_texts(names, expected, found)
     return Replay(
         (plain, plan), tokens, sum(record.accepted for record in found.records), differences

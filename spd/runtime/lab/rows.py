@@ -172,7 +172,8 @@ def _keyed(
     result: Mapping[str, Any], *, ignore_model: bool
 ) -> dict[tuple[Any, ...], Mapping[str, Any]]:
     """Return rows by what two must have in common to be compared: work, method, real or made-up."""
-    settings, found = result["settings"], dict[tuple[Any, ...], Mapping[str, Any]]()
+    settings = result["settings"]
+    found = dict[tuple[Any, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(
@@ -190,7 +191,8 @@ def _change(
 ) -> dict[str, Any]:
     """How a row's speed has changed; it is noise where either run's interval holds the other's median."""
     old, new = (row["tokens_per_second"] for row in (before, after))
-    then, now = old["median"], new["median"]
+    then = old["median"]
+    now = new["median"]
     crossed = ((old, now), (new, then))
     noise = any(
         run["low"] is None or run["low"] <= median <= run["high"] for run, median in crossed
@@ -223,7 +225,8 @@ def repeat_interval(values: Sequence[float]) -> Interval:
     WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of the machine
     says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty sample.
     """
-    middle, n = median(values), len(values)
+    middle = median(values)
+    n = len(values)
     if n < 2:
         return {
             "median": middle,
@@ -238,7 +241,8 @@ def repeat_interval(values: Sequence[float]) -> Interval:
         logarithms[0], logarithms[-1] = logarithms[1], logarithms[-2]
     deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
     reach = student_quantile(n - 1 - 2 * drawn_in) * deviation * sqrt(pi / n)
-    low, high = middle * exp(-reach), middle * exp(reach)
+    low = middle * exp(-reach)
+    high = middle * exp(reach)
     share = (high - low) / (2 * middle)
     return {
         "median": middle,

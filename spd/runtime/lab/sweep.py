@@ -15,7 +15,9 @@ from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
-LEAST, MOST = 3, 20  # repetitions where their number follows from the time
+# repetitions where their number follows from the time
+LEAST = 3
+MOST = 20
 BATCH_REQUESTS = 16  # requests of a pass at a rate, at least
 
 
@@ -42,7 +44,9 @@ class Sweep:
         settings: Settings,
     ) -> None:
         """Take a list of questions for each configuration: the same prompts in its model's own tokens."""
-        self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
+        self.configs = tuple(configs)
+        self.questions = tuple(questions)
+        self.settings = settings
         self.report: Callable[[str, int, int], object] = lambda what, done, total: None
         self.watch: Callable[[int], object] = lambda ended: None
         """What hears how far it has come, passes done and to do; what is called each round, and may raise."""
@@ -69,8 +73,11 @@ class Sweep:
             requests = self._requests(index, *units[0], "warming up")
             run_pass(engine, requests, watch=self.watch)
             self.report("warming up", index + 1, len(engines))
-        began, done, each = time.perf_counter(), 0, len(units) * len(engines)
-        planned, repetition = self.settings.repetitions, 0
+        began = time.perf_counter()
+        done = 0
+        each = len(units) * len(engines)
+        planned = self.settings.repetitions
+        repetition = 0
         while planned is None or repetition < planned:
             for number, (work, asked) in enumerate(units):
                 ran: dict[int, Pass] = {}

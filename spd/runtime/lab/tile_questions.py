@@ -27,7 +27,8 @@ def ask_gpus(cache: Callable[[], Path]) -> list[dict[str, Any]]:
     """Ask each kind of GPU here that runs the kernels, and keep what it answers."""
     answers: list[dict[str, Any]] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
-        bound, capability = bound_to(device), torch.cuda.get_device_capability(device)
+        bound = bound_to(device)
+        capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
             continue
         with torch.cuda.device(device):
@@ -47,7 +48,8 @@ def ask(
     for kind in kinds:
         products = list(_products(kind, device, shapes))
         for tile in TILES[1:]:
-            narrow, wide = load({}), load({kind: tile})
+            narrow = load({})
+            wide = load({kind: tile})
             if not all(
                 _alike(getattr(narrow, name), getattr(wide, name), given)
                 for name, given in products

@@ -91,7 +91,8 @@ def attended(query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tens
 
     attend: of windows of query [S, W, ...]; rows behind them give zeros.
     """
-    rows, total = batch.num_slots * batch.width, query.shape[0]
+    rows = batch.num_slots * batch.width
+    total = query.shape[0]
     mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(
         rows, -1
     )

@@ -20,7 +20,8 @@ def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
     """Slow frequencies divided by the factor, fast ones kept, a smooth band between."""
     original = float(rope.original_max_positions or 8192)
     wavelength = 2 * math.pi / inverse
-    low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
+    low = original / rope.low_freq_factor
+    high = original / rope.high_freq_factor
     smooth = (original / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -38,10 +39,13 @@ def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
             head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
         )
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     span = (high - low) or 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     return inverse / rope.factor * ramp + inverse * (1 - ramp)
@@ -115,8 +119,10 @@ class RotaryTable:
     ) -> None:
         inverse = inverse_frequencies(rope, dims.rotated)
         angles = (torch.arange(max_positions, dtype=torch.float32)[:, None] - shift) * inverse
-        scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
-        cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
+        scale = attention_factor(rope)
+        still = (0, (dims.width - dims.rotated) // 2)
+        cos = F.pad(angles.cos() * scale, still, value=1.0)
+        sin = F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions
         self.local: RotaryTable | None = (
             None  # of the layers that turn in another way, where there are any

@@ -101,7 +101,9 @@ def q3_k(blocks: Tensor) -> Tensor:
 
 def scales_k(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return 8 scales and 8 minima of 6 bits in 12 bytes: uint8 [B, 8] each."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    first = packed[:, :4]
+    second = packed[:, 4:8]
+    third = packed[:, 8:]
     scales = torch.cat((first & 0x3F, third & 0x0F | first >> 2 & 0x30), dim=1)
     minima = torch.cat((second & 0x3F, third >> 4 | second >> 2 & 0x30), dim=1)
     return scales, minima

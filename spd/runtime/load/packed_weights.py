@@ -80,7 +80,8 @@ def unpacking_fill(
             )
             if found is None:
                 continue
-            whole, cut = unpack(checkpoint, *found, shapes[name]), cuts.get(name)
+            whole = unpack(checkpoint, *found, shapes[name])
+            cut = cuts.get(name)
             own = {part: rest.pop(part_name(name, part), None) for part in ("scales", "zeros")}
             del rest[name]
             if view.dtype == torch.uint8:
@@ -108,7 +109,8 @@ def keep_packed(
         why = "columns of a group are not neighbours, though quantization_config says so"
         raise checkpoint.refused(name, why)
     view.copy_(paired(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
-    scales, zeros = own["scales"], own["zeros"]
+    scales = own["scales"]
+    zeros = own["zeros"]
     assert scales is not None
     scales.copy_(stored.scales)
     if zeros is not None:
@@ -123,9 +125,13 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
             words = "%s: tensor %s holds values that are not finite"
             logger.warning(words, checkpoint.tensors[f"{module}.{last}"].shard, f"{module}.{last}")
     rows, columns = shape
-    group, codes, zeros, order = scheme.group or columns, stored[scheme.codes], None, None
+    group = scheme.group or columns
+    codes = stored[scheme.codes]
+    zeros = None
+    order = None
     if scheme.layout == "pack":
-        codes, scales = unpacked_words(codes, scheme.bits, columns), stored["weight_scale"].float()
+        codes = unpacked_words(codes, scheme.bits, columns)
+        scales = stored["weight_scale"].float()
         if not scheme.symmetric:
             zeros = unpacked_words(stored["weight_zero_point"].t(), scheme.bits, rows).t()
         if (name := f"{module}.weight_g_idx") in checkpoint.tensors:
@@ -136,13 +142,16 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
     else:
         codes, scales = _floats_or_bytes(stored, scheme, rows)
     if order is not None:
-        groups, last = scales.shape[1], "g_idx" if "g_idx" in stored else "weight_g_idx"
+        groups = scales.shape[1]
+        last = "g_idx" if "g_idx" in stored else "weight_g_idx"
         if bool(((order < 0) | (order >= groups)).any()):
             raise checkpoint.refused(
                 f"{module}.{last}", f"names a group beyond the {groups} of them"
             )
         if not torch.equal(order, torch.arange(columns) // group):
-            group, scales, zeros = 1, scales[:, order], None if zeros is None else zeros[:, order]
+            group = 1
+            scales = scales[:, order]
+            zeros = None if zeros is None else zeros[:, order]
     if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
         if bool((zeros != 1 << (scheme.bits - 1)).any()):
             why = "zero points differ, but quantization_config calls the weights symmetric"
@@ -162,13 +171,15 @@ def _by_columns(stored: Stored, scheme: Scheme, shape: Shape) -> tuple[Tensor, T
         zeros = (zeros + scheme.offset) & ((1 << scheme.bits) - 1)
     else:
         order = torch.arange(rows) // 8 * 8 + torch.tensor(AWQ_ORDER).repeat(rows // 8 + 1)[:rows]
-        codes, zeros = unpacked_words(stored["qweight"], 4, rows)[:, order].t(), zeros[:, order]
+        codes = unpacked_words(stored["qweight"], 4, rows)[:, order].t()
+        zeros = zeros[:, order]
     return codes.contiguous(), stored["scales"].t().float(), zeros.t()
 
 
 def _floats_or_bytes(stored: Stored, scheme: Scheme, rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of layouts that pack no words."""
-    codes, scales = stored[scheme.codes].view(torch.uint8), stored["weight_scale"]
+    codes = stored[scheme.codes].view(torch.uint8)
+    scales = stored["weight_scale"]
     if scheme.layout == "int8":
         codes = codes ^ 128  # two's complement to offset binary
     if scheme.kind != "e2m1":
@@ -218,7 +229,8 @@ def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
         )  # words are little-endian, as the file and the processor are
         return (unpaired(codes) if bits == 4 else codes)[:, :count].contiguous()
     first = torch.arange(count) * bits
-    word, shift = first // 32, first % 32
+    word = first // 32
+    shift = first % 32
     following = (word + 1).clamp(max=max(0, words.shape[1] - 1))
     codes = torch.empty(words.shape[0], count, dtype=torch.uint8)
     step = max(1, STRIP // max(1, count))

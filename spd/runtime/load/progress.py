@@ -25,7 +25,8 @@ class LoadMeter:
     """Counts what several models load together; reports from the thread that builds the engine."""
 
     def __init__(self, report: Progress | None = None, total: int = 0) -> None:
-        self.report, self.total = report, total
+        self.report = report
+        self.total = total
         self._done: dict[Phase, int] = {"read": 0, "pack": 0}
 
     def advance(self, nbytes: int, phase: Phase = "read") -> None:

@@ -24,7 +24,8 @@ from spd.runtime.models.weights import check_weights, destinations
 
 def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
     """The matrices that `--quantize int4` rounds; with mtp_too, those of MTP layers that are called alike."""
-    config, layout = folder.config, family_layout(folder.config)
+    layout = family_layout(folder.config)
+    config = folder.config
     if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")
     check_weights(folder.checkpoint, config, layout)
@@ -35,7 +36,8 @@ def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
         for part in destination.parts
         if part.name.endswith(".weight")
     ]
-    names, own = {prefix + name for prefix, name in found}, tuple({f".{name}" for _, name in found})
+    names = {prefix + name for prefix, name in found}
+    own = tuple({f".{name}" for _, name in found})
     tensors = folder.checkpoint.tensors
     if mtp_too:
         heads = (n for n in tensors if n.endswith(own) and is_mtp_tensor(n, config.num_layers))
@@ -53,7 +55,8 @@ def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[Ou
         if name not in rounded:
             found += outputs(checkpoint, [meta._replace(name=_called(name, meta))])
             continue
-        stem, (rows, columns) = _called(name, meta).removesuffix("weight"), meta.shape
+        stem = _called(name, meta).removesuffix("weight")
+        rows, columns = meta.shape
 
         def codes(name: str = name) -> Iterator[bytes]:
             groups = int4_groups(checkpoint.read(name))

@@ -22,7 +22,9 @@ from torch import Tensor
 from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, read_exactly
 
 CHUNK_BYTES = 16 * 2**20
-THREADS, BUFFERS = 6, 2  # so many buffers each: little pinned memory, and enough to fill the bus
+# so many buffers each: little pinned memory, and enough to fill the bus
+THREADS = 6
+BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,10 @@ def read_tensors(
     chunks = plan_chunks(checkpoint, destinations, chunk_bytes)
     if not chunks:
         return
-    device, threads = chunks[0].target.device, min(threads, len(chunks))
-    make, size = buffer or _buffer_for(device, chunks), max(chunk.nbytes for chunk in chunks)
+    device = chunks[0].target.device
+    threads = min(threads, len(chunks))
+    make = buffer or _buffer_for(device, chunks)
+    size = max(chunk.nbytes for chunk in chunks)
     buffers = [make(size) for _ in range(threads * BUFFERS)]
     free = queue.SimpleQueue[Buffer]()
     for each in buffers:

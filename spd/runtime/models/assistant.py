@@ -33,7 +33,9 @@ def layout(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> weig
 
 def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
     """What surrounds the layers; with clusters the head's table is whole on every rank."""
-    facts, hidden, size = config.assistant, config.hidden_size, config.vocab_size
+    facts = config.assistant
+    hidden = config.hidden_size
+    size = config.vocab_size
     assert facts is not None
     wide = facts.target_hidden_size
     found = {
@@ -58,7 +60,8 @@ def read_layers(target: weights.ModelLayout) -> dict[bool, int]:
 
 def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """Names that an assistant does not use. Raises one CheckpointError for everything that it lacks."""
-    what, facts = "tensors of the assistant", config.assistant
+    what = "tensors of the assistant"
+    facts = config.assistant
     assert facts is not None
     expected = weights.expected_tensors(config, layout(config))
     if facts.clusters:
@@ -71,8 +74,10 @@ def parts(
     config: ModelConfig, target: weights.ModelLayout, checkpoint: Checkpoint | None
 ) -> list[weights.HeadPart]:
     """What loads an assistant, its one part. Raises CheckpointError."""
-    whole, facts = layout(config, read_layers(target)), config.assistant
-    rules, order = weights.HeadRules(), None
+    whole = layout(config, read_layers(target))
+    facts = config.assistant
+    rules = weights.HeadRules()
+    order = None
     assert facts is not None
     if checkpoint is not None:
         weights.tell_unused(check_assistant(config, checkpoint), checkpoint.folder)

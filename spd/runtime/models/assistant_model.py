@@ -20,8 +20,11 @@ class OrderedHead(AnyHead):
         self, table: Tensor, centroids: Tensor, order: Tensor, kept: int, squares: bool
     ) -> None:
         """table [V, H]; centroids [C, H]; order int64 [V], the ids of one cluster after the other's."""
-        self.table, self.centroids, self.kept = table, centroids, kept
-        self.order, self.carries_squares = order.view(centroids.shape[0], -1), squares
+        self.table = table
+        self.centroids = centroids
+        self.kept = kept
+        self.order = order.view(centroids.shape[0], -1)
+        self.carries_squares = squares
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V] of hidden [T, H], minus infinity outside the clusters."""
@@ -37,7 +40,9 @@ class NarrowedHead(AnyHead):
 
     def __init__(self, inner: AnyHead, never: Tensor) -> None:
         """never: int64 [N]."""
-        self.inner, self.never, self.carries_squares = inner, never, inner.carries_squares
+        self.inner = inner
+        self.never = never
+        self.carries_squares = inner.carries_squares
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V] of hidden [T, H]."""
@@ -59,8 +64,10 @@ class AssistantModel(Decoder):
         """order: of an assistant with clusters the ids int64 [V], one cluster after the other."""
         super().__init__(parts, build)
         tables = parts.tables
-        self.target, self.hidden_size = target, tables["pre_projection"].shape[0]
-        self.state_size, self.caches = facts.target_hidden_size, target.caches
+        self.target = target
+        self.hidden_size = tables["pre_projection"].shape[0]
+        self.state_size = facts.target_hidden_size
+        self.caches = target.caches
         self.varied_layers = len(target.caches)
         self.before = build.residual_projection(tables["pre_projection"])
         self.behind = build.projection(tables["post_projection"])
@@ -81,7 +88,8 @@ class AssistantModel(Decoder):
         assert batch.states is not None
         ids, table = looked_up(self.target.embedding, batch.token_ids)
         scale = self.target.embedding_scale or 1.0
-        rings, depth = batch.states.rings, batch.states.depth
+        rings = batch.states.rings
+        depth = batch.states.depth
         slots = (torch.arange(len(ids), device=ids.device) // batch.width).clamp(max=len(rings) - 1)
         pairs = torch.cat((table[ids] * scale, rings[slots, batch.positions % depth]), -1)
         stream = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))

@@ -169,18 +169,23 @@ class LatentAttention:
 
         That is queries, or what `query` makes them of.
         """
-        order, latent = layout.rotary.order, layout.latent
+        order = layout.rotary.order
+        latent = layout.latent
         if order is not None:
             head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
             queries = "query" if "query" in tensors else "down"
             build.reorder(tensors, queries, head, slice(layout.query_rows))
             build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
-        self.latent, self.layout, self.scale = latent, layout, layout.scale
-        self.kernels, native = build.kernels, build.kernels.native
+        self.latent = latent
+        self.layout = layout
+        self.scale = layout.scale
+        native = build.kernels.native
+        self.kernels = build.kernels
         self.query: tuple[Tensor, Projection] | None = None
         if "query" in tensors:
             self.query = tensors["query_norm"], build.matrix(tensors, "query")
-        self.down, self.latent_norm = build.after_norm(tensors, "down"), tensors["latent_norm"]
+        self.down = build.after_norm(tensors, "down")
+        self.latent_norm = tensors["latent_norm"]
         self.output = build.summed(tensors, "output")
         heads = tensors["up"].view(
             layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank
@@ -228,7 +233,8 @@ class LatentAttention:
         """Queries [T, H, N + R], neither rotated nor absorbed, and what is to be kept [T, L + R]."""
         kept = self.latent.rank + self.latent.rope_dim
         down = self.down(stream, batch)
-        query, latent = down[:, :-kept], down[:, -kept:]
+        query = down[:, :-kept]
+        latent = down[:, -kept:]
         if self.query is not None:
             norm, product = self.query
             rows = normed(Residual(query), norm, LATENT_EPSILON, self.kernels)
@@ -238,7 +244,8 @@ class LatentAttention:
 
 def _gates_last(layout: GqaLayout) -> list[int]:
     """The old index of each row: all queries, keys, values, then the gates, which stood beside queries."""
-    size, heads = layout.head_dim, layout.num_heads
+    size = layout.head_dim
+    heads = layout.num_heads
     starts = [2 * size * head for head in range(heads)]
     rest = range(2 * size * heads, 2 * size * heads + 2 * layout.num_kv_heads * size)
     queries = [start + i for start in starts for i in range(size)]

@@ -102,12 +102,14 @@ class WeightSpace:
 
     def take(self) -> Mapping[str, Tensor]:
         """Checkpoint names and the views that they fill, of everything allocated since the last call."""
-        views, self._views = self._views, {}
+        views = self._views
+        self._views = {}
         return views
 
     def layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
         """Allocate one layer whose tensors stand below `prefix`, such as `model.layers.0.`."""
-        attention, mlp = layout.attention.destinations(), layout.mlp.destinations()
+        attention = layout.attention.destinations()
+        mlp = layout.mlp.destinations()
         return self.block(attention, prefix), self.block(mlp, prefix)
 
     def block(self, destinations: Mapping[str, Destination], prefix: str = "") -> Tensors:
@@ -115,7 +117,8 @@ class WeightSpace:
 
         A matrix in codes is among the `grouped`.
         """
-        form, made = self.place.form, Tensors({})
+        form = self.place.form
+        made = Tensors({})
         for name, each in destinations.items():
             packs = bool(prefix) or (form.packs_tables and name in ("embedding", "head"))
             if packs and (spec := form.stays_packed(each, prefix)) is not None:
@@ -309,7 +312,8 @@ class LayerBuilder:
 
         cut: ranks have parts of its rows; int8 scales are those of the whole ones.
         """
-        weight, kind = tensors[name], self.form.kind
+        weight = tensors[name]
+        kind = self.form.kind
         if (grouped := tensors.grouped.get(name)) is not None:
             return grouped
         if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:

@@ -109,12 +109,11 @@ class AuxStates:
         """Of the head's tables, from which `fuse` is taken away; layers: how many its target has."""
         facts = config.eagle3
         assert facts is not None
-        self.layers, self.epsilon = facts.aux_layers(layers), config.rms_norm_eps
+        self.layers = facts.aux_layers(layers)
+        self.epsilon = config.rms_norm_eps
         self.norms = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
-        self.whole_norm, self.projection = (
-            tables.get("aux_norm"),
-            build.projection(tables.pop("fuse")),
-        )
+        self.whole_norm = tables.get("aux_norm")
+        self.projection = build.projection(tables.pop("fuse"))
 
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
         """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
@@ -156,15 +155,20 @@ class Decoder:
     """
 
     def __init__(self, parts: Parts, build: LayerBuilder) -> None:
-        self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
+        self.embedding = parts.embedding
+        self.layers = parts.layers
+        self.head = parts.head
         self.final_norm = parts.tables.get("final_norm")
-        self.rotary, self.heads = parts.rotary, parts.heads
+        self.rotary = parts.rotary
+        self.heads = parts.heads
         self.layer_embeddings: LayerEmbeddings | None = None
         if "embed_tokens_per_layer" in parts.tables:
             self.layer_embeddings = LayerEmbeddings(parts.tables, build, len(parts.layers))
-        self.epsilon, self.kernels = build.epsilon, build.kernels
+        self.epsilon = build.epsilon
+        self.kernels = build.kernels
         self.products = [*build.products, self.head]
-        self.layout, self.logit_softcap = parts.layout, parts.logit_softcap
+        self.layout = parts.layout
+        self.logit_softcap = parts.logit_softcap
         scale = parts.layout.embedding_scale
         self.embedding_scale = (
             None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
@@ -278,14 +282,14 @@ class HeadModel(Decoder):
         None where they are the same.
         """
         super().__init__(parts, build)
-        self.rules, self.ids, self.layer = rules, ids, self.layers[0]
+        self.rules = rules
+        self.ids = ids
+        self.layer = self.layers[0]
         self.projection: products.ResidualProjection | None = None
         if "projection" in parts.tables:
             self.projection = build.residual_projection(parts.tables["projection"])
-            self.token_norm, self.state_norm = (
-                parts.tables["token_norm"],
-                parts.tables["state_norm"],
-            )
+            self.token_norm = parts.tables["token_norm"]
+            self.state_norm = parts.tables["state_norm"]
         else:
             assert (
                 isinstance(self.layer.attention, Attention)
@@ -296,7 +300,8 @@ class HeadModel(Decoder):
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
         assert batch.states is not None
-        rules, projection = self.rules, self.projection
+        rules = self.rules
+        projection = self.projection
         ids, table = looked_up(self.embedding, batch.token_ids)
         norms = PairNorms(
             self.token_norm, self.state_norm, self.epsilon, rules.masked, rules.hidden_first

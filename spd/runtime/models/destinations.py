@@ -40,7 +40,8 @@ class Rows(NamedTuple):
     @classmethod
     def below(cls, *pieces: Rows) -> Rows:
         """Those of several pieces below each other."""
-        ranges, first = [], 0
+        ranges = []
+        first = 0
         for piece in pieces:
             ranges += [(first + start, first + stop) for start, stop in piece.ranges]
             first += piece.total

@@ -39,9 +39,11 @@ def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelL
 
 def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
     """What surrounds the layer, or a rank's part of it, under its full names."""
-    facts, hidden = config.eagle3, config.hidden_size
+    facts = config.eagle3
+    hidden = config.hidden_size
     assert facts is not None
-    width, rows = facts.target_hidden_size, facts.draft_vocab_size
+    width = facts.target_hidden_size
+    rows = facts.draft_vocab_size
     found = {
         "fuse": Destination.of({FUSE: (hidden, facts.num_aux * width)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
@@ -72,10 +74,8 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     tensors that would change what it drafts and are not read.
     """
     assert config.eagle3 is not None
-    rows, without = (
-        config.eagle3.draft_vocab_size,
-        ("head",) if shares_head(config, checkpoint) else (),
-    )
+    rows = config.eagle3.draft_vocab_size
+    without = ("head",) if shares_head(config, checkpoint) else ()
     expected = weights.expected_tensors(config, layout(config, without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
@@ -106,7 +106,8 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
         if facts.own_embedding
         else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
     )
-    rows, size = facts.draft_vocab_size, config.vocab_size
+    rows = facts.draft_vocab_size
+    size = config.vocab_size
     if checkpoint is None:
         import torch
 

@@ -331,7 +331,8 @@ def deepseek(config: ModelConfig) -> ModelLayout:
 
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and their published configurations.
     """
-    rope, latent = config.rope, config.latent
+    rope = config.rope
+    latent = config.latent
     assert latent is not None
     # YaRN's correction grows with the stretch of the context.
     correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
@@ -389,7 +390,9 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     published configurations.
     """
     assert config.gemma4 is not None
-    facts, sources, layers = config.gemma4, dict(reads or {}), []
+    facts = config.gemma4
+    sources = dict(reads or {})
+    layers = []
     sliding = changed(
         usual_attention(config),
         {

@@ -17,7 +17,8 @@ class GatedDelta:
     """One layer's recurrence over a state a slot, float32 whatever the weights are."""
 
     def __init__(self, layout: DeltaLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.layout, self.kernels = layout, build.kernels
+        self.layout = layout
+        self.kernels = build.kernels
         if layout.delta.interleaved:
             order, gates = _by_kind(layout.delta)
             build.reorder(tensors, "inputs", order)
@@ -31,9 +32,11 @@ class GatedDelta:
         self.inputs = build.after_norm(tensors, "inputs")
         self.gates = build.after_norm(tensors, "gates") if "gates" in tensors else None
         self.output = build.summed(tensors, "output")
-        self.taps, self.bias = tensors["conv"].squeeze(1).t().contiguous(), tensors.get("conv_bias")
+        self.taps = tensors["conv"].squeeze(1).t().contiguous()
+        self.bias = tensors.get("conv_bias")
         self.rule = Rule(tensors["rate"], tensors["step_bias"], layout.delta.corrects)
-        self.norm, self.skip = tensors["head_norm"], tensors.get("skip")
+        self.norm = tensors["head_norm"]
+        self.skip = tensors.get("skip")
         if not layout.delta.corrects:  # a norm a group
             self.norm = self.norm.view(layout.delta.key_heads, -1)
 
@@ -48,7 +51,8 @@ class GatedDelta:
         values = delta.value_heads * delta.value_dim
         behind = self.layout.channels + values
         gates = mixed[:, behind:] if self.gates is None else self.gates(stream, batch)
-        mixed, opening = mixed[:, : behind - values], mixed[:, behind - values : behind]
+        opening = mixed[:, behind - values : behind]
+        mixed = mixed[:, : behind - values]
         convolved = self.kernels.short_conv(mixed, self.taps, self.bias, ring, batch.segments)
         apply = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
         read = apply(convolved, gates, self.rule, DeltaMemory(*memory), batch.segments)
@@ -72,11 +76,10 @@ class ShortConv:
     """One layer's convolution over its inputs of a slot: what came before a pass stands in a ring."""
 
     def __init__(self, layout: ConvLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.inputs, self.output = (
-            build.after_norm(tensors, "inputs"),
-            build.summed(tensors, "output"),
-        )
-        self.taps, self.kernels = tensors["conv"].squeeze(1).t().contiguous(), build.kernels
+        self.inputs = build.after_norm(tensors, "inputs")
+        self.output = build.summed(tensors, "output")
+        self.taps = tensors["conv"].squeeze(1).t().contiguous()
+        self.kernels = build.kernels
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache

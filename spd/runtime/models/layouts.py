@@ -56,9 +56,14 @@ class LatentLayout:
         return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
 
     def destinations(self) -> dict[str, Destination]:
-        hidden, rank, block, of = self.hidden_size, self.latent.rank, "self_attn", self.latent
-        kept, query_rank = {"kv_a_proj_with_mqa": rank + of.rope_dim}, of.query_rank
-        query, mixed = self.shard.rows(self.query_rows), self.num_heads * of.value_dim
+        hidden = self.hidden_size
+        rank = self.latent.rank
+        block = "self_attn"
+        of = self.latent
+        kept = {"kv_a_proj_with_mqa": rank + of.rope_dim}
+        query_rank = of.query_rank
+        query = self.shard.rows(self.query_rows)
+        mixed = self.num_heads * of.value_dim
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
         if query_rank is None:
             found |= fused("down", block, {"q_proj": query, **kept}, hidden)
@@ -287,7 +292,8 @@ class SideLayout:
         )
 
     def destinations(self) -> dict[str, Destination]:
-        hidden, found = self.mlp.hidden_size, self.mlp.destinations()
+        hidden = self.mlp.hidden_size
+        found = self.mlp.destinations()
         found["scalar"] = Destination.of({"layer_scalar": (1,)}, exact=True)
         if self.per_layer:
             shapes = {"per_layer_input_gate": (self.per_layer, hidden)}

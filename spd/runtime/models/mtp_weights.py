@@ -44,8 +44,10 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
 
 def _glue(source: MtpSource, module: int, shard: Shard) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
-    hidden, named = source.config.hidden_size, source.layout.named
-    names, shapes = source.layout.family.glue.items(), {"projection": (hidden, 2 * hidden)}
+    hidden = source.config.hidden_size
+    named = source.layout.named
+    names = source.layout.family.glue.items()
+    shapes = {"projection": (hidden, 2 * hidden)}
     return {
         key: Destination.of({named(name, module): shapes.get(key, (hidden,))})
         for key, name in names
@@ -58,7 +60,9 @@ def module_parts(
     """What loads the first `modules` modules, seen to be in a checkpoint. Raises CheckpointError."""
     if checkpoint is not None:
         check_source(source, checkpoint)
-    config, layout, family = source.config, source.layout, source.layout.family
+    family = source.layout.family
+    layout = source.layout
+    config = source.config
     parts = []
     for number in range(modules):
         own = weights.ModelLayout(
@@ -93,12 +97,15 @@ def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = 
 
 def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     """Names and shapes of all that the head's modules need, seen to be there, and nothing else of it."""
-    config, layout, expected = source.config, source.layout, dict[str, Shape]()
+    config = source.config
+    layout = source.layout
+    expected = dict[str, Shape]()
     for part in module_parts(source, layout.modules, None):
         expected |= weights.expected_tensors(config, part.layout)
         copies = {table.own: (table.rows, config.hidden_size) for table in part.shared.values()}
         expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
-    what, kinds = "tensors of the MTP head", dict[str, tuple[str, ...]]()
+    what = "tensors of the MTP head"
+    kinds = dict[str, tuple[str, ...]]()
     if config.quantization is not None:
         expected, kinds = config.quantization.stored(expected, checkpoint.tensors)
     unexpected = check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=HOW_TO_ATTACH)

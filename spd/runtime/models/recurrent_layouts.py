@@ -47,14 +47,15 @@ class DeltaLayout:
         return 2 * keys + values
 
     def destinations(self) -> dict[str, Destination]:
-        delta, hidden, values = self.delta, self.hidden_size, self.sizes[1]
-        (block, convolved, inputs, gates), heads = (
-            self._products,
-            self.shard.rows(delta.value_heads),
-        )
+        delta = self.delta
+        hidden = self.hidden_size
+        values = self.sizes[1]
+        block, convolved, inputs, gates = self._products
+        heads = self.shard.rows(delta.value_heads)
         exact: dict[str, tuple[str, Rows, Shape]] = {
             "conv": ("conv1d.weight", convolved, (1, delta.kernel)),
-            **{"rate": ("A_log", heads, ()), "step_bias": ("dt_bias", heads, ())},
+            "rate": ("A_log", heads, ()),
+            "step_bias": ("dt_bias", heads, ()),
             "head_norm": ("norm.weight", WHOLE.rows(delta.value_dim), ()),
         }
         if not delta.corrects:
@@ -80,8 +81,11 @@ class DeltaLayout:
     @property
     def _products(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
         """What stands before the names, rows of what is convolved, of what makes inputs, and gates."""
-        (keys, values), heads, rows = self.sizes, self.delta.value_heads, self.shard.rows
-        convolved, inputs = rows(keys, keys, values), {"in_proj_qkvz": rows(self.channels + values)}
+        keys, values = self.sizes
+        heads = self.delta.value_heads
+        rows = self.shard.rows
+        convolved = rows(keys, keys, values)
+        inputs = {"in_proj_qkvz": rows(self.channels + values)}
         if self.delta.interleaved:  # stored key head by key head
             return "linear_attn", convolved, inputs, {"in_proj_ba": rows(2 * heads)}
         inputs = {"in_proj_qkv": convolved, "in_proj_z": rows(values)}
@@ -153,7 +157,10 @@ class ConvLayout:
         )
 
     def destinations(self) -> dict[str, Destination]:
-        hidden, own, block, shard = self.hidden_size, self.channels, "conv", self.shard
+        hidden = self.hidden_size
+        own = self.channels
+        block = "conv"
+        shard = self.shard
         taps = {f"{block}.conv.weight": (own, 1, self.kernel)}
         return {
             "norm": Destination.of({"input_layernorm.weight": (hidden,)}),

@@ -141,7 +141,8 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     """What stands outside the layers, under its full names; a tied head is not among them."""
     if layout.tables is not None:
         return layout.tables(layout.shard)
-    rows, hidden = config.vocab_size, config.hidden_size
+    rows = config.vocab_size
+    hidden = config.hidden_size
     exact = layout.centred_norm or layout.logit_scale != 1.0
     tables = {"embedding": table_of_ids(EMBEDDING, rows, hidden, layout.shard)}
     if not config.tie_embeddings:
@@ -197,7 +198,8 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     Raises one CheckpointError for everything missing, mis-shaped or stored in a dtype that cannot be read.
     """
     expected = expected_tensors(config, layout)
-    how, kinds = config.quantization, dict[str, tuple[str, ...]]()
+    how = config.quantization
+    kinds = dict[str, tuple[str, ...]]()
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
     unexpected = check_tensors(checkpoint, expected, kinds=kinds)
@@ -300,7 +302,8 @@ class WeightForm:
         if self.kind != "packed" or not destination.multiplied or not destination.parts:
             return None
         specs = [self.packed.get(prefix + part.name) for part in destination.parts]
-        first, columns = specs[0], destination.shape[1]
+        first = specs[0]
+        columns = destination.shape[1]
         if first is None or (first.paired and columns % 2):
             return None
         for spec, part in zip(specs, destination.parts, strict=True):
@@ -348,7 +351,8 @@ class WeightForm:
         self, destination: Destination, prefix: str, dtype: str, *, table: bool = False
     ) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
-        (rows, *columns), size = destination.shape, destination.size
+        rows, *columns = destination.shape
+        size = destination.size
         if not table or self.packs_tables:
             spec = self.stays_packed(destination, prefix)
             if spec is not None:

@@ -38,7 +38,9 @@ WEIGHT_WISHES = (
     "mtp",
     "draft_tp",
 )  # what can be asked of a model or head that drafts
-NGRAM_MIN, LONG_MATCH = 3, 5  # tokens of a match: where lookup drafts alone, and instead of a model
+# tokens of a match: where lookup drafts alone, and instead of a model
+NGRAM_MIN = 3
+LONG_MATCH = 5
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")

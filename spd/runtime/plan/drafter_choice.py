@@ -53,7 +53,8 @@ class Drafter:
 
 def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""
-    method, why = config.method, UNKNOWN
+    method = config.method
+    why = UNKNOWN
     refuse_head(target.config, target.path)
     if method == "mtp" or config.mtp is not None:
         return _asked_mtp(config, target)
@@ -154,9 +155,11 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
 
 def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
     """Drafting with a head, of EAGLE-3 or an assistant. Raises IncompatibleError where it does not fit."""
-    head, kind = draft.config, draft.config.head_kind
+    head = draft.config
+    kind = draft.config.head_kind
     if kind is None or config.method not in ("auto", kind):
-        asked, is_a = HEADS.get(config.method, "a model"), HEADS.get(kind or "", "a model")
+        asked = HEADS.get(config.method, "a model")
+        is_a = HEADS.get(kind or "", "a model")
         fix = [
             f"--spec {kind or 'draft'} --draft-model {draft}",
             f"--draft-model FOLDER of {asked}",

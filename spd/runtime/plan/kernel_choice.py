@@ -171,7 +171,9 @@ def _packed(
     if kernels == "triton" and dtype == "float16":
         why = "float16 could overflow before the norm's scales"
         return WIDE, f"{how.method} weights are multiplied out: {why}"
-    tensors, packed, odd = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
+    tensors = folder.checkpoint.tensors
+    packed = dict[str, PackedSpec]()
+    odd = 0
     for name in tensors:
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None

@@ -13,10 +13,9 @@ from typing import Any
 from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
-LIBRARY, OK = (
-    "libnvidia-ml.so.1",
-    0,
-)  # NVIDIA's management library, and the status of a call that worked
+# NVIDIA's management library, and the status of a call that worked
+LIBRARY = "libnvidia-ml.so.1"
+OK = 0
 FAST_BFLOAT16 = {
     "amx_tile",
     "avx512_bf16",
@@ -68,11 +67,11 @@ def machine_of(wish: str) -> Machine:
 
 def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
-    device, memory = (
-        ctypes.c_void_p(),
-        (ctypes.c_ulonglong * 3)(),
-    )  # nvmlMemory_t: total, free, used
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    # nvmlMemory_t: total, free, used
+    device = ctypes.c_void_p()
+    memory = (ctypes.c_ulonglong * 3)()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     with suppress(OSError, AttributeError):
         library = load(LIBRARY)
         status = (

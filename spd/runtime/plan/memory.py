@@ -162,7 +162,8 @@ def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
 
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
-    width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
+    width = DTYPE_BYTES[shape.dtype]
+    depth = ring_depth(shape.draft_max)
     kept = [
         each for block in rank_layout(config, ranks).recurrent for each in block.slot_shapes(depth)
     ]
@@ -171,7 +172,8 @@ def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
 
 def checkpoint_bytes(shape: EngineShape) -> int:
     """Bytes of one checkpoint: states and latest inputs, and a page, of the target and of what drafts."""
-    width, total = DTYPE_BYTES[shape.dtype], 0
+    width = DTYPE_BYTES[shape.dtype]
+    total = 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
             inputs = sum(
@@ -188,7 +190,10 @@ def checkpoint_bytes(shape: EngineShape) -> int:
 
 def measure(shape: EngineShape) -> MemoryNeed:
     """What an engine of this shape takes."""
-    target, draft, ranks, pages = shape.target, shape.draft, shape.draft_tp, shape.num_pages
+    target = shape.target
+    draft = shape.draft
+    ranks = shape.draft_tp
+    pages = shape.num_pages
     rows = shape.slots * (shape.draft_max + 1)
     window = rows + shape.slots * CATCH_UP
     draft_weights = draft_cache = 0
@@ -245,7 +250,9 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
 
 def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     """Bytes of an MTP head's weights, and of its cache and states."""
-    config, modules, width = mtp.config, shape.mtp_modules, DTYPE_BYTES[shape.dtype]
+    config = mtp.config
+    modules = shape.mtp_modules
+    width = DTYPE_BYTES[shape.dtype]
     shard = shape.draft_shard
     positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _states(shape, modules) * config.hidden_size
@@ -277,7 +284,8 @@ def _workspace(
 ) -> int:
     """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
     rows = max(rows, CAPABILITIES[shape.kernels].tail_rows)
-    width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
+    width = DTYPE_BYTES[shape.dtype]
+    widest = max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
     shapes = {block.heads for block in layout.attending}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
@@ -360,9 +368,11 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
     `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
     `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
     """
-    now, found = measure(shape).total, []
+    now = measure(shape).total
+    found = []
     for flag, changed in [*_smaller(shape, usable), *_otherwise(shape, draft_flag)]:
-        frees, suffices = now - measure(changed).total, fits(changed, usable)
+        frees = now - measure(changed).total
+        suffices = fits(changed, usable)
         if suffices or frees >= WORTH_NAMING * now:
             alone = "" if suffices or usable is None else ", not enough alone"
             order = (0, frees) if suffices else (1, -frees)
@@ -416,7 +426,8 @@ def refusal(
     shape: EngineShape, device: str, free: int, fraction: float, draft_flag: bool = False
 ) -> ResourceError:
     """The error for a shape that takes more than `fraction` of the `free` bytes of a device."""
-    need, usable = measure(shape), int(free * fraction)
+    need = measure(shape)
+    usable = int(free * fraction)
     fix = remedies(shape, usable, draft_flag)
     percent = -(-100 * need.total // max(1, free))
     if percent <= 100:

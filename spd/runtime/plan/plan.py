@@ -42,18 +42,19 @@ CHECKPOINTS = 8  # of recurrent states, besides two a slot
 MOST_RANKS = 64
 FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
-    *(
-        "dtype",
-        "mtp_modules",
-        "draft_max",
-        "model_drafts",
-        "draft_ctx",
-        "graphs",
-        "kernels",
-        "slots",
-        "ctx",
-    ),
-    *("num_pages", "chunk", "tp", "draft_tp"),
+    "dtype",
+    "mtp_modules",
+    "draft_max",
+    "model_drafts",
+    "draft_ctx",
+    "graphs",
+    "kernels",
+    "slots",
+    "ctx",
+    "num_pages",
+    "chunk",
+    "tp",
+    "draft_tp",
 )
 """What `as_dict` shows of what a plan holds."""
 
@@ -116,7 +117,10 @@ class EnginePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values, flat; folders by their paths."""
-        shape, need, draft, mtp = self.shape, self.need, self.drafter.folder, self.shape.mtp
+        mtp = self.shape.mtp
+        draft = self.drafter.folder
+        need = self.need
+        shape = self.shape
         held = ("wishes", "model", "drafter", "shape")
         return {
             "model": str(self.model),
@@ -200,7 +204,8 @@ def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[s
 
     With adaptive k and two drafters, lookup may draft more tokens at once than the model's default maximum.
     """
-    usual, asked = METHODS[method].draft_max, config.draft_max
+    usual = METHODS[method].draft_max
+    asked = config.draft_max
     if method == "off" or asked == 0:
         return "off", 0, 0
     if method == "ngram" or not split_spec(config.spec)[1]:
@@ -222,7 +227,8 @@ def divide(
     wishes: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
     """Ranks of each group that runs the drafter, and why so many. Raises IncompatibleError, UsageError."""
-    tp, draft_tp = wishes.tp, wishes.draft_tp
+    tp = wishes.tp
+    draft_tp = wishes.draft_tp
     if tp == 1:
         return 1, "one rank"
     _check_ranks("--tp", tp, model, "the target")
@@ -248,7 +254,8 @@ def divide(
 
 def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
     """Those numbers of ranks among which a model can be divided."""
-    layout, found = family_layout(config), []
+    layout = family_layout(config)
+    found = []
     for size in sizes:
         with suppress(IncompatibleError):
             layout.sharded(Shard(0, size))
@@ -268,14 +275,16 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     reason += f", MLPs {config.intermediate_size:,}"
     if config.experts:
         reason += f" and {config.experts.intermediate_size:,}"
-    why, fix = f"{flag} {ranks} does not divide {what}", [f"{flag} {n}" for n in possible[:6]]
+    why = f"{flag} {ranks} does not divide {what}"
+    fix = [f"{flag} {n}" for n in possible[:6]]
     raise IncompatibleError(why, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
 
 
 def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
     target = ModelFolder.of(wishes.model)
-    model, drafter = target.config, choose_drafter(wishes, target)
+    model = target.config
+    drafter = choose_drafter(wishes, target)
     dtype, kernels, why_kernels, draft_kernels = _kernels(wishes, machine, model, drafter)
     graphs = _graphs(wishes.graphs, machine, kernels)
     adaptive = wishes.verify == "coupled" if wishes.adaptive is None else wishes.adaptive
@@ -289,7 +298,8 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         raise UsageError(why, reason=[reason], fix=["--draft-max K with a larger K"])
     form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
     form, why_form = form_of(model, target)
-    ctx, source = _context(wishes.ctx, model), drafter.source()
+    ctx = _context(wishes.ctx, model)
+    source = drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
     draft_tp, why_ranks = divide(wishes, model, draft, mtp)

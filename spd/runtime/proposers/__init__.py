@@ -28,7 +28,8 @@ def build_proposer(
     plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]
 ) -> Proposer | None:
     """The proposer that the plan names, with the models that draft; None when nothing is speculated."""
-    (method, arbitrated), shape = split_spec(plan.spec), plan.shape
+    method, arbitrated = split_spec(plan.spec)
+    shape = plan.shape
     if method == "off":
         return None
     lookup = Lookup(sampler.kernels, plan.ngram_min, plan.wishes.ngram_max)

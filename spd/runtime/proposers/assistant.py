@@ -33,7 +33,8 @@ class AssistantProposer(ModelProposer):
     def _draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
     ) -> None:
-        runner, rows = self.runners[0], self._window(1, 0, window.valid[:, 0].contiguous())
+        runner = self.runners[0]
+        rows = self._window(1, 0, window.valid[:, 0].contiguous())
         read = (rows.positions - 1).clamp(min=0)  # what is drafted is never in the cache
         last = (read - window.positions[:, :1]).clamp(0, self._states.shape[1] - 1)
         states = self._states.take_along_dim(last[:, :, None], 1)

@@ -66,8 +66,12 @@ class ModelProposer(Proposer):
         beside: Beside | None = None,
     ) -> None:
         """limit: positions that the models take."""
-        self.state, self.kernels, self.sampler = sampler.state, sampler.kernels, sampler
-        self.runners, first, self.lookup = list(runners), runners[0], None
+        self.state = sampler.state
+        self.kernels = sampler.kernels
+        self.sampler = sampler
+        self.runners = list(runners)
+        first = runners[0]
+        self.lookup = None
         self.refeeds = self.captures or beside is not None
         self.places = Places(first.cache.page_size, limit, first.trash_slot)
         if beside is not None:
@@ -75,7 +79,8 @@ class ModelProposer(Proposer):
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
-        first, cache = self.state.prompt_length - 1, self.runners[0].cache
+        first = self.state.prompt_length - 1
+        cache = self.runners[0].cache
         if cache.recurrent:  # what a state has taken in cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
         rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
@@ -119,8 +124,10 @@ class ModelProposer(Proposer):
         # After the prefill the last prompt token is fed too, though the round committed one token only.
         # A request that ended in this round is fed as well: later ones find its pages.
         width = max(2, window.draft.shape[1] + 1) if self.refeeds else 2
-        took_part, last = window.valid[:, 0].contiguous(), len(self.runners) - 1
-        made, following = torch.empty(0), None
+        took_part = window.valid[:, 0].contiguous()
+        last = len(self.runners) - 1
+        made = torch.empty(0)
+        following = None
         for step in range(max(k, last + 1)):
             if following is None or step <= last:
                 made = self._run(step, self._window(width, step, took_part), views)[:, -1:]

@@ -42,7 +42,8 @@ class HeadProposer(ModelProposer):
         beside: Beside | None = None,
     ) -> None:
         super().__init__(sampler, runners, limit, beside)
-        state, first = self.state, runners[0]
+        state = self.state
+        first = runners[0]
         self.depth = state_depth(first.chunk, state.max_draft, len(runners))
         ring = (state.slots, self.depth + 1, first.model.hidden_size)
         page = (first.cache.num_pages, first.model.hidden_size)

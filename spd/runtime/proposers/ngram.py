@@ -23,7 +23,8 @@ class NgramProposer(Proposer):
     by_slot = ("state",)
 
     def __init__(self, state: RoundState, lookup: Lookup) -> None:
-        self.state, self.lookup = state, lookup
+        self.state = state
+        self.lookup = lookup
 
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass

@@ -48,7 +48,10 @@ class ProcessGroup:
     """A group of ranks, seen from one of them. The group is gloo's on CPU, NCCL's on CUDA."""
 
     def __init__(self, group: Any, rank: int, size: int, pulse: Pulse) -> None:
-        self.group, self.rank, self.size, self.pulse = group, rank, size, pulse
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.pulse = pulse
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks in rank order: [N, *part.shape], the same shape everywhere."""
@@ -110,9 +113,11 @@ def open_store(place: str) -> Any:
 
 def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
     """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
-    size, draft_size = plan.shape.tp, plan.shape.draft_tp
+    size = plan.shape.tp
+    draft_size = plan.shape.draft_tp
     number, place = divmod(rank, draft_size)
-    draft, pulse.waiting = None, True
+    draft = None
+    pulse.waiting = True
     try:
         everyone = _group(store, "target", rank, size, plan.device, host)
         if 1 < draft_size < size:

@@ -77,12 +77,14 @@ class Crew:
     """
 
     def __init__(self, plan: EnginePlan) -> None:
-        self.plan, self.pulse = plan, Pulse()
+        self.plan = plan
+        self.pulse = Pulse()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._coming: list[Line] = []
         self._lines: dict[int, Line] = {}
         self.broken = False  # whether an order broke off, or the others were ended
-        self._host, self._place = LOOPBACK, ""
+        self._host = LOOPBACK
+        self._place = ""
         try:
             if plan.wishes.rendezvous is None:
                 self._spawn()
@@ -116,8 +118,10 @@ class Crew:
         if (tp := self.plan.shape.tp) > started:
             fix = [f"--tp {started}", f"torchrun with {tp} processes in all"]
             raise UsageError(f"--tp {tp}, but torchrun started {started} ranks", fix=fix)
-        key, store = secrets.token_bytes(32), meet()
-        self._place, master = key.hex(), store
+        key = secrets.token_bytes(32)
+        store = meet()
+        self._place = key.hex()
+        master = store
         self._store = store  # where no agent of torchrun holds one, it ends with this one
         while hasattr(master, "underlying_store"):
             master = master.underlying_store
@@ -131,7 +135,8 @@ class Crew:
 
     def _gather(self, listeners: Sequence[socket.socket], key: bytes) -> None:
         """Wait until all have said that they are there, and that they are of one kind."""
-        own, until = describe_rank(self.plan.device), time.monotonic() + START_SECONDS
+        own = describe_rank(self.plan.device)
+        until = time.monotonic() + START_SECONDS
         others = range(1, self.plan.shape.tp)
         while missing := [n for n in others if n not in self._lines]:
             for line in self._lines.values():

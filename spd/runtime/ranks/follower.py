@@ -96,10 +96,13 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
         open_store,
     )
 
-    pulse, rank, orders = Pulse(), spec["rank"], SimpleQueue[Any]()
+    pulse = Pulse()
+    rank = spec["rank"]
+    orders = SimpleQueue[Any]()
     try:
         if spec["lines"]:
-            line, own_host = Line(spec["lines"][0]), spec["host"]
+            line = Line(spec["lines"][0])
+            own_host = spec["host"]
         else:
             line, own_host = connect(spec["host"], spec["port"], bytes.fromhex(spec["key"]))
     except (OSError, EOFError):
@@ -128,9 +131,11 @@ def listen(
     line: Line, order: Callable[[Any], None], pulse: Any, leave: Callable[[int], None]
 ) -> None:
     """Pass on rank 0's orders, tell it how far this rank is, and end this process where it is gone."""
-    parent, quiet = os.getppid(), 0
+    parent = os.getppid()
+    quiet = 0
     while os.getppid() == parent:
-        quiet, until = quiet + 1, time.monotonic() + BEAT_SECONDS
+        quiet = quiet + 1
+        until = time.monotonic() + BEAT_SECONDS
         try:
             while line.poll(max(0.0, until - time.monotonic())):
                 quiet = 0

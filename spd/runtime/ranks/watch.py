@@ -51,7 +51,8 @@ class _Member:
     def beat(self, steps: int, waiting: bool) -> None:
         """Take in how far it is."""
         self.still = 0 if steps != self.steps else self.still
-        self.steps, self.waiting = steps, waiting
+        self.steps = steps
+        self.waiting = waiting
 
 
 class Watch:
@@ -71,9 +72,12 @@ class Watch:
     ) -> None:
         self.failure: EngineError | None = None
         self.failed = threading.Event()
-        self._lines, self._pulse, self._kill = list(lines.values()), pulse, kill
+        self._lines = list(lines.values())
+        self._pulse = pulse
+        self._kill = kill
         others = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
-        self._others, self._all = others, {0: _Member(), **others}
+        self._others = others
+        self._all = {0: _Member(), **others}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
         self._thread.start()

@@ -25,7 +25,8 @@ def usable_cpus() -> tuple[int, ...]:
 
 def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
     """Seconds that these CPUs have worked or were taken by the machine's host; 0 where nothing tells."""
-    ticks, wanted = 0, {f"cpu{number}" for number in cpus}
+    ticks = 0
+    wanted = {f"cpu{number}" for number in cpus}
     try:
         for line in source.read_text().splitlines():
             name, *fields = line.split()
@@ -51,7 +52,8 @@ class OtherLoad:
 
     def read(self) -> float:
         """CPUs, from 0 to all that this process may use."""
-        (began, before), (at, others) = self.last, self._look()
+        began, before = self.last
+        at, others = self._look()
         self.last = at, others
         return min(max(0.0, (others - before) / max(at - began, 1e-3)), float(len(self.cpus)))
 
@@ -67,7 +69,8 @@ class FollowedThreads(OtherLoad):
     def __init__(self, counts: Sequence[int], use: Callable[[int], None]) -> None:
         """counts: numbers of threads that give the same bits, ascending; the last is the usual one."""
         super().__init__()
-        self._counts, self._use = counts, use
+        self._counts = counts
+        self._use = use
         self.count = self._counts[-1]
 
     def follow(self) -> None:

@@ -92,7 +92,8 @@ class CapturedRounds:
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
         """Run a shape once with every slot silent, so that all is compiled and loaded, then capture it."""
-        state, laws = self.round.state, self.round.sampler.draft_laws
+        state = self.round.state
+        laws = self.round.sampler.draft_laws
         written = [state.active, state.draft, state.num_drafts, state.counter]
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
@@ -131,13 +132,17 @@ class RecordedRounds(CapturedRounds):
 
     def __init__(self, round_: Round, library: NativeKernels) -> None:
         super().__init__(round_)
-        self.library, self.met, self.lazily = library, set[RoundShape](), True
+        self.library = library
+        self.met = set[RoundShape]()
+        self.lazily = True
         self.pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
         self.sizes = tuple(range(1, round_.state.slots + 1))
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """See `CapturedRounds.run`; the log-probabilities have their own memory."""
-        shape, replay, logprobs = replace(shape, threads=self.library.threads), None, None
+        shape = replace(shape, threads=self.library.threads)
+        replay = None
+        logprobs = None
         if all(view.bound for view in views[: shape.slots]):
             if (
                 shape in self.met

@@ -44,12 +44,14 @@ class KvCache:
         slots: int = 0,
         depth: int = 0,
     ) -> None:
-        self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
-        self.paged, self.layers = [not isinstance(layer, RecurrentLayout) for layer in layers], []
-        self.layouts, self.recurrent = (
-            layers,
-            not all(self.paged),
-        )  # recurrent: a layer keeps states
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.dtype = dtype
+        self.paged = [not isinstance(layer, RecurrentLayout) for layer in layers]
+        self.layers = []
+        # recurrent: a layer keeps states
+        self.recurrent = not all(self.paged)
+        self.layouts = layers
         for layer in layers:
             if isinstance(layer, RecurrentLayout):
                 kept = layer.slot_shapes(depth)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from spd.kernels.capabilities import CAPABILITIES
 
 PAGE_SIZE = 64
-TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
+TRASH_PAGE = 0
+ZERO_PAGE = 1
+NUM_RESERVED = 2
 """Page 0 takes rows that must not be kept, page 1 stays zero and pads gathers."""
 CATCH_UP = 16  # tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them
 WORD = 32  # token ids a word of a mask

@@ -77,7 +77,8 @@ class HostCopies:
         """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
         # A graph's outputs, not `drafts`, are overwritten by its next replay, which does not wait for this.
         kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
-        ran, copied = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+        ran = torch.cuda.current_stream().record_event()
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(ran)
             self.ring[row].copy_(self.state.ring[row], non_blocking=True)
@@ -114,9 +115,16 @@ class LocalRoundQueue:
         alone: bool,
     ) -> None:
         """reach: positions up to which is drafted; alone: whether this is the only rank."""
-        self.round, self.captured, self.states, self.threads = round_, captured, states, threads
-        self.state, self.runner, self.sampler = round_.state, round_.runner, round_.sampler
-        self.proposer, self.reach, self.alone = round_.proposer, reach, alone
+        self.round = round_
+        self.captured = captured
+        self.states = states
+        self.threads = threads
+        self.state = round_.state
+        self.runner = round_.runner
+        self.sampler = round_.sampler
+        self.proposer = round_.proposer
+        self.reach = reach
+        self.alone = alone
         self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
         """Of the ring, with their times."""
@@ -259,10 +267,9 @@ class LocalRoundQueue:
                 self.proposer.prefill(self.unwritten, [output.states for output in outputs])
         for each in self.unsaved:
             self.states.save(*each)
-        self.unwritten, self.unsaved = (
-            [],
-            [],
-        )  # and not before: what broke off is still to be written
+        # and not before: what broke off is still to be written
+        self.unwritten = []
+        self.unsaved = []
 
     def prompt_scores(self, slot: int) -> PromptScores:
         """Return, and forget, the scores of a slot's prompt; waits until they are computed."""
@@ -284,7 +291,8 @@ class LocalRoundQueue:
         self.threads.follow()
         if self.is_writing:
             self.flush()
-        proposer, forwards = self.proposer, 0
+        proposer = self.proposer
+        forwards = 0
         if proposer is not None:
             known = zip(views, self.last_views, strict=True)
             self.last_views = [view if view.bound else last for view, last in known]
@@ -314,7 +322,8 @@ class LocalRoundQueue:
     @torch.inference_mode()
     def _catch_up(self) -> None:
         """Bring the proposer's cache up, before it drafts or others may find what is on its pages."""
-        proposer, views = self.proposer, self.last_views
+        proposer = self.proposer
+        views = self.last_views
         if proposer is not None and self.behind and any(view.bound for view in views):
             proposer.catch_up(self.behind, views)
         self.behind = 0
@@ -332,14 +341,16 @@ class LocalRoundQueue:
             if not (self.alone and is_out_of_memory(error)):
                 raise
             captured.captured.clear()
-            captured.pool, captured.lazily = None, True
+            captured.pool = None
+            captured.lazily = True
             let_go(error)
             return False
         return True
 
     def restart(self) -> None:
         """After a round that broke off: the next one writes the row of the ring that will be read for it."""
-        self.unwritten, self.unsaved = [], []
+        self.unwritten = []
+        self.unsaved = []
         self.state.counter.fill_(self.launched)
         self.behind = 0
 

@@ -65,10 +65,14 @@ class ModelRunner:
         alone: bool = True,
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
-        self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
+        self.model = model
+        self.cache = cache
+        self.chunk = chunk
+        self.device = device
         self.draws = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
         """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
-        self.kernels, self.dtype = kernels, cache.dtype
+        self.kernels = kernels
+        self.dtype = cache.dtype
         self.merges = kernels.capabilities.row_independent
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         self.pages_per_block = (
@@ -91,7 +95,8 @@ class ModelRunner:
         if end < WIDEST:
             return
         self.buckets = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
-        generator, start = torch.Generator().manual_seed(0), end - WIDEST
+        generator = torch.Generator().manual_seed(0)
+        start = end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         layers = model.caches[: max(probe.PROBED_LAYERS, model.varied_layers)]
         room = (pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
@@ -140,7 +145,8 @@ class ModelRunner:
         states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
         keeps: whether all before the rows is committed, which recurrent layers may then write down.
         """
-        given, present = SlotRows(rows, page_table, views, states), self._present(views)
+        given = SlotRows(rows, page_table, views, states)
+        present = self._present(views)
         if present is not None:
             given = given.of(present)
         slots, width = given.rows.token_ids.shape
@@ -162,9 +168,12 @@ class ModelRunner:
 
         states: of each part's slot. Every layer writes all rows before any reads.
         """
-        own, tables = [self.prompt_rows(part, width) for part in parts], self.page_tables(parts)
+        own = [self.prompt_rows(part, width) for part in parts]
+        tables = self.page_tables(parts)
         rows = Rows(*map(torch.cat, zip(*map(columns, own), strict=True)))
-        counts, held, segments = [len(each.valid) for each in own], None, None
+        counts = [len(each.valid) for each in own]
+        held = None
+        segments = None
         if states[0] is not None:
             rings = [
                 each.rings.expand(n, -1, -1) for each, n in zip(states, counts, strict=True) if each
@@ -205,7 +214,8 @@ class ModelRunner:
     def _batch(
         self, own: SlotRows, tile: int | None = None, chunk_start: int | None = None
     ) -> ForwardBatch:
-        rows, tile = own.rows, tile or self.tile
+        rows = own.rows
+        tile = tile or self.tile
         slots, width = rows.token_ids.shape
         ids, positions, places = (
             t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)
@@ -313,7 +323,8 @@ class ModelRunner:
         width = width or part.end - part.begin
         count = -(-(part.end - part.begin) // width)
         own = part.begin + torch.arange(count * width, device=self.device).view(count, width)
-        valid, positions = own < part.end, own.clamp(max=part.end - 1)
+        valid = own < part.end
+        positions = own.clamp(max=part.end - 1)
         table = self.page_tables([part]).expand(count, -1)
         slots = kv_slots(table, positions, valid, self.cache.page_size, self.trash_slot)
         return Rows(part.token_ids[0][positions], positions, valid, slots)
@@ -364,7 +375,8 @@ class ModelRunner:
 
         states: of its slot, for models that read some.
         """
-        given, count = self._of_prompts([part], [states]), part.end - part.begin
+        given = self._of_prompts([part], [states])
+        count = part.end - part.begin
         batch = (
             self._batch(given, count, chunk_start=part.begin)
             if part.chunked

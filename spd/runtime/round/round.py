@@ -56,8 +56,14 @@ class Round:
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
         """share: makes a tensor the same on ranks that draft apart."""
-        self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
-        self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
+        self.state = state
+        self.runner = runner
+        self.sampler = sampler
+        self.proposer = proposer
+        self.kernels = kernels
+        self.imposed = imposed
+        self.verify = verify
+        self.share = share
 
     @torch.inference_mode()
     def run(
@@ -73,7 +79,8 @@ class Round:
         views bound each slot's cache through this round's drafting; only kernels in torch's form ask
         for them. Moves the state's counter on by one.
         """
-        state, kernels = self.state, self.kernels
+        state = self.state
+        kernels = self.kernels
         places = Places(self.runner.cache.page_size, state.max_len, self.runner.trash_slot)
         window = kernels.round_window(state, k, places, self.sampler.usable_vocab)
         hidden, states = self.runner.forward(window, state.page_table, views)
@@ -109,7 +116,8 @@ class Round:
         Coupled, tokens are the target's own draws, and the commit says how many drafts equal them; so too
         where nothing is drawn, for there every rule accepts just that. Else the rule decides.
         """
-        coupled, accepted = self.verify == "coupled" or not needs.noise, None
+        coupled = self.verify == "coupled" or not needs.noise
+        accepted = None
         if coupled and num_logprobs is None:
             drawn = self.sampler.draw_fused(self.runner, hidden, 0, needs)
             if drawn is not None:
@@ -133,6 +141,7 @@ class Round:
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
-        scores, sampled = logits.log_softmax(dim=-1), sampled.clamp(min=0)
+        scores = logits.log_softmax(dim=-1)
+        sampled = sampled.clamp(min=0)
         values, ids = scores.topk(top, dim=-1)
         return scores.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), values, ids

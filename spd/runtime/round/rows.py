@@ -75,8 +75,10 @@ class SlotRows(NamedTuple):
 
         keeps: whether what is before the rows is committed, so that states may be written as of there.
         """
-        valid, positions = self.rows.valid.long(), self.rows.positions
-        first, count = valid.argmax(1), valid.sum(1)
+        valid = self.rows.valid.long()
+        positions = self.rows.positions
+        first = valid.argmax(1)
+        count = valid.sum(1)
         start = positions.gather(1, first[:, None])[:, 0]
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
         keep = start if keeps else applied[slots]

@@ -51,9 +51,12 @@ class Sampler:
     def __init__(
         self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels
     ) -> None:
-        slots, device = state.slots, state.device
+        slots = state.slots
+        device = state.device
         self.kernels = kernels
-        self.state, self.vocab_size, self.usable_vocab = state, vocab_size, usable_vocab
+        self.state = state
+        self.vocab_size = vocab_size
+        self.usable_vocab = usable_vocab
         self.numbers = {
             name: torch.full(
                 (slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device
@@ -179,7 +182,8 @@ class Sampler:
             if drawn is not None:
                 return drawn[0]
         logits = runner.logits(hidden)
-        nothing, vocab_size = self.state.draft[:, :0], logits.shape[-1]
+        nothing = self.state.draft[:, :0]
+        vocab_size = logits.shape[-1]
         usable = min(self.usable_vocab, vocab_size)
         tensors = self.tensors(wanted, usable)
         if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # padded otherwise
@@ -204,7 +208,8 @@ class Sampler:
         """Of k drafts, those that prompt lookup made instead of a model were drawn from nothing."""
         if self.draft_laws is None:
             return
-        state, laws = self.state, self.draft_laws[:, :k]
+        state = self.state
+        laws = self.draft_laws[:, :k]
         certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
         looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
         laws.copy_(torch.where(looked_up, certain, laws))

@@ -52,24 +52,29 @@ class RoundState:
     """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
 
     by_slot = (
-        *(
-            "tokens",
-            "length",
-            "prompt_length",
-            "length_limit",
-            "min_length",
-            "draft",
-            "num_drafts",
-            "match",
-        ),
-        *("draft_limit", "draft_cap", "page_table", "stop_ids", "active", "occupied"),
+        "tokens",
+        "length",
+        "prompt_length",
+        "length_limit",
+        "min_length",
+        "draft",
+        "num_drafts",
+        "match",
+        "draft_limit",
+        "draft_cap",
+        "page_table",
+        "stop_ids",
+        "active",
+        "occupied",
     )
 
     def __init__(self, slots: int, max_len: int, max_draft: int, pages: int, device: str) -> None:
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((slots, *shape), fill, dtype=torch.long, device=device)
 
-        self.max_len, self.max_draft, self.device = max_len, max_draft, device
+        self.max_len = max_len
+        self.max_draft = max_draft
+        self.device = device
         self.tokens = integers(max_len + max_draft + 1)
         self.length = integers(fill=1)
         self.prompt_length = integers(fill=1)

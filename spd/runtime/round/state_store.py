@@ -20,7 +20,8 @@ class StateStore:
     """
 
     def __init__(self, runners: Sequence[ModelRunner], proposer: Proposer | None) -> None:
-        self.runners, self.proposer = runners, proposer
+        self.runners = runners
+        self.proposer = proposer
         self.places: dict[int, list[Tensor]] = {}
 
     def _parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:

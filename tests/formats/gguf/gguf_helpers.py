@@ -54,7 +54,8 @@ def value_bytes(value: Value, *, typed: bool = True) -> bytes:
         items = [value_bytes(each) for each in value]
         inner = items[0][:4] if items else struct.pack("<I", 8)
         body = b"".join(item[4:] for item in items)
-        kind, data = 9, inner + struct.pack("<Q", len(items)) + body
+        kind = 9
+        data = inner + struct.pack("<Q", len(items)) + body
     elif isinstance(value, Typed):
         several = isinstance(value.value, list | tuple)
         numbers = list(value.value) if isinstance(value.value, list | tuple) else [value.value]
@@ -64,13 +65,16 @@ def value_bytes(value: Value, *, typed: bool = True) -> bytes:
             data = struct.pack("<IQ", kind, len(numbers)) + data
             kind = 9
     elif isinstance(value, bool):
-        kind, data = 7, struct.pack("<?", value)
+        kind = 7
+        data = struct.pack("<?", value)
     elif isinstance(value, int):
         kind, data = (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
     elif isinstance(value, float):
-        kind, data = 6, struct.pack("<f", value)
+        kind = 6
+        data = struct.pack("<f", value)
     else:
-        kind, data = 8, text_bytes(value)
+        kind = 8
+        data = text_bytes(value)
     return (struct.pack("<I", kind) if typed else b"") + data
 
 

@@ -22,7 +22,9 @@ from spd.runtime.lab.explain import (
     read_trace,
 )
 
-GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
+GOOD = (10.0, 0.2)
+WIDE = (6.0, 2.5)
+NARROW = (5.0, 1.5)
 CASES: dict[str, tuple[int, float, dict[str, Any], str, str]] = {
     "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
     "a poor drafter": (
@@ -182,10 +184,14 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "change"),
     [
-        *((2, {"ms": {}}), (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}})),
+        (2, {"ms": {}}),
+        (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}}),
         (2, {"ms": {"draft": 0.0, "verify": 0.0, "rest": 0.0, "host": 0.0}}),
-        *((2, {"accepted": "2"}), (2, {"k": 99}), (21, {"ms": {}})),
-        *((1, {"plan": None}), (1, {"plan": {"model_drafts": "all"}})),
+        (2, {"accepted": "2"}),
+        (2, {"k": 99}),
+        (21, {"ms": {}}),
+        (1, {"plan": None}),
+        (1, {"plan": {"model_drafts": "all"}}),
     ],
 )
 def test_a_damaged_line_of_a_trace_is_named(

@@ -28,7 +28,10 @@ class CountingEngine:
     """Three steps a request of `seconds` each, two tokens in each; remembers how many it held at once."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.trace, self.seconds, self.left, self.most = None, seconds, dict[str, int](), 0
+        self.trace = None
+        self.seconds = seconds
+        self.left = dict[str, int]()
+        self.most = 0
 
     def add(self, request: Request) -> None:
         self.left[request.id] = 3
@@ -55,7 +58,8 @@ def requests(count: int) -> list[Request]:
 
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
-    engine, ended = CountingEngine(), list[int]()
+    engine = CountingEngine()
+    ended = list[int]()
     ran = run_pass(cast(Engine, engine), requests(7), concurrency=concurrency, watch=ended.append)
     assert engine.most == min(concurrency, 7)
     assert [line.token_ids for line in ran.timelines] == [[1, 2] * 3] * 7
@@ -65,7 +69,8 @@ def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
 
 def test_an_open_loop_admits_by_the_clock() -> None:
     """A request that is due while the engine is busy has arrived when it was due: waiting counts."""
-    engine, arrivals = CountingEngine(), [0.0, 0.03, 0.06]
+    engine = CountingEngine()
+    arrivals = [0.0, 0.03, 0.06]
     ran = run_pass(cast(Engine, engine), requests(3), arrivals=arrivals)
     assert engine.most == 1, "each ended before the next one came"
     starts = [line.arrived - ran.timelines[0].arrived for line in ran.timelines]
@@ -173,18 +178,17 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     tiny: Tiny, monkeypatch: Patch
 ) -> None:
     """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
-    sizes, encode = list[int](), Tokenizer._encode
+    sizes = list[int]()
+    encode = Tokenizer._encode
 
     def watched(self: Tokenizer, text: str, special: bool) -> Any:
         sizes.append(len(text))
         return encode(self, text, special)
 
     monkeypatch.setattr(Tokenizer, "_encode", watched)
-    folder, long, short = (
-        tiny("qwen3"),
-        Prompt("a/1", "a", "word " * 200_000),
-        Prompt("a/2", "a", "hi"),
-    )
+    folder = tiny("qwen3")
+    long = Prompt("a/1", "a", "word " * 200_000)
+    short = Prompt("a/2", "a", "hi")
     for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
         with pytest.raises(error, match="context"):
             encode_questions(folder, [long, short], lengths, 4)
@@ -214,7 +218,7 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
 
 @pytest.mark.parametrize(
     ("ids", "reason", "parted"),
-    [*(([5, 7], "", (1, 6, 7)), ([5], "", (1, 6, ""))), ([5, 6], "stop", (2, "length", "stop"))],
+    [([5, 7], "", (1, 6, 7)), ([5], "", (1, 6, "")), ([5, 6], "stop", (2, "length", "stop"))],
 )
 def test_texts_part_at_a_token_or_an_end(
     ids: list[int], reason: str, parted: tuple[Any, ...]

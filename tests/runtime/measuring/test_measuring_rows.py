@@ -47,7 +47,8 @@ def test_all_categories_follow_each_one() -> None:
 
 
 def record(draft: list[int], accepted: int) -> RoundRecord:
-    zeros, ms = [0] * 4, {"draft": 1.0, "verify": 1.0, "rest": 0.0}
+    zeros = [0] * 4
+    ms = {"draft": 1.0, "verify": 1.0, "rest": 0.0}
     both = zeros[: len(draft) + 1], accepted, zeros[: accepted + 1]
     return RoundRecord("r", 1, 9, "draft", draft, *both, ms, 2, 2)
 
@@ -78,8 +79,10 @@ def change(
 @pytest.mark.parametrize(
     ("to", "spread", "threshold", "told"),
     [
-        *((90, 1, 0.03, ("slower", True)), (90, 1, 0.2, ("slower", False))),
-        *((90, 30, 0.03, ("within noise", False)), (120, 1, 0.0, ("faster", False))),
+        (90, 1, 0.03, ("slower", True)),
+        (90, 1, 0.2, ("slower", False)),
+        (90, 30, 0.03, ("within noise", False)),
+        (120, 1, 0.0, ("faster", False)),
     ],
 )
 def test_a_change_is_told_from_noise(
@@ -131,7 +134,9 @@ def test_a_second_run_lies_within_the_interval_as_often_as_said(
     repetitions: int, hiccups: float
 ) -> None:
     """4,000 pairs: 95 % +- 1.4 points at four standard errors, a chance of 6e-5 to fail; so with hiccups."""
-    draws, inside, widths = random.Random(repetitions), 0, []
+    draws = random.Random(repetitions)
+    inside = 0
+    widths = []
 
     def value() -> float:
         far = draws.choice((0.6, 1.6)) if draws.random() < hiccups else 1.0
