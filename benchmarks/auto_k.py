@@ -56,7 +56,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Sweep:
+def sweep_of(
+    model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
+) -> Sweep:
     """Plain, every fixed k, and adaptive k, on one mix of prompts."""
     prompts = [
         replace(prompt, category="mixed")
@@ -72,7 +74,7 @@ def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace
         prefix_sharing=False,
         spec="off",
     )
-    speculating = replace(plain, **wishes, draft_max=max(fixed), adaptive=True)
+    speculating = replace(plain, **drafting_options, draft_max=max(fixed), adaptive=True)
     configs = [
         plain,
         *(replace(speculating, draft_max=k, adaptive=False) for k in fixed),

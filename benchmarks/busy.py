@@ -32,8 +32,14 @@ def work(options: dict[str, Any]) -> None:
     from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
 
     model = Path(options["model"]) if options["model"] else demo_folder()
-    wishes = {"dtype": options["dtype"], "threads": options["threads"], "spec": options["spec"]}
-    engine = Engine(EngineConfig(model=model, slots=16, ctx=1024, prefix_sharing=False, **wishes))
+    engine_options = {
+        "dtype": options["dtype"],
+        "threads": options["threads"],
+        "spec": options["spec"],
+    }
+    engine = Engine(
+        EngineConfig(model=model, slots=16, ctx=1024, prefix_sharing=False, **engine_options)
+    )
     print(engine.plan.shape.kernels, engine.plan.threads, flush=True)
     for line in sys.stdin:
         together, tokens = map(int, line.split())

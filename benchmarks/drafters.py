@@ -16,7 +16,7 @@ def model_folder(name: str) -> Path:
 
 
 def drafters(model: Path) -> dict[str, dict[str, Any]]:
-    """Wishes of an `EngineConfig` by method, the learned ones first."""
+    """Return the options of an `EngineConfig` by method, the learned ones first."""
     found: dict[str, dict[str, Any]] = {}
     if mtp_source(ModelFolder(model)) is not None:
         found["mtp"] = {"spec": "mtp"}

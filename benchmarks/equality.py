@@ -109,13 +109,13 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
 
 
 def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
-    """What can draft for a model, as wishes."""
+    """What can draft for a model, as options."""
     found: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
     for spec in ("mtp", "draft"):
-        wishes: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
+        options: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
         with contextlib.suppress(SpdError):
-            choose_drafter(EngineConfig(model=folder, **wishes), ModelFolder.of(folder))
-            found += [wishes, {**wishes, "spec": f"{spec}+ngram", "ngram_min": 2}]
+            choose_drafter(EngineConfig(model=folder, **options), ModelFolder.of(folder))
+            found += [options, {**options, "spec": f"{spec}+ngram", "ngram_min": 2}]
     return found
 
 
@@ -126,7 +126,7 @@ def differing(found: Sequence[Text], wanted: Sequence[Text]) -> int:
 
 
 def run_cell(
-    wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]
+    options: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]
 ) -> dict[str, Any]:
     """One drafter and k at every lag."""
     began = time.monotonic()
@@ -147,7 +147,7 @@ def run_cell(
             (requests, {"slots": SLOTS, "cache_pages": pages}),
             (requests[::ALONE], {"slots": 1}),
         ):
-            engine = Engine(EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**wishes, **own}))
+            engine = Engine(EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**options, **own}))
             right = wanted[:: 1 if some is requests else ALONE]
             texts = run(engine, some)
             row["tokens"] += sum(len(text.tokens) for text in texts)
@@ -169,13 +169,19 @@ def run_cell(
 
 
 def cells(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every cell's name and wishes."""
+    """Every cell's name and options."""
     for dtype in asked.dtype.split(","):
         for method in methods_of(folder, asked.draft_model):
             for k in (None,) if method["spec"] == "off" else KS:
-                wishes = {"model": folder, "dtype": dtype, "tp": asked.tp, "draft_max": k, **method}
+                options = {
+                    "model": folder,
+                    "dtype": dtype,
+                    "tp": asked.tp,
+                    "draft_max": k,
+                    **method,
+                }
                 name = f"{dtype}/{method['spec']}" + ("" if k is None else f"/k{k}")
-                yield name, wishes
+                yield name, options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,13 +214,13 @@ def main(arguments: list[str] | None = None) -> int:
     rows: dict[str, Any] = {}
     if not head["changed"] and all(kept.get(key) == value for key, value in head.items()):
         rows = kept["cells"]
-    every = {name: wishes for name, wishes in cells(asked, folder) if fnmatch(name, asked.only)}
+    every = {name: options for name, options in cells(asked, folder) if fnmatch(name, asked.only)}
     right: dict[str, tuple[list[Request], list[Text]]] = {}
-    for name, wishes in every.items():
+    for name, options in every.items():
         if name in rows or time.monotonic() > end:
             continue
-        if (dtype := wishes["dtype"]) not in right:
-            plain = {**wishes, "spec": "off", "draft_max": None, "draft_model": None}
+        if (dtype := options["dtype"]) not in right:
+            plain = {**options, "spec": "off", "draft_max": None, "draft_model": None}
             plain = {key: value for key, value in plain.items() if not key.startswith("ngram")}
             engine = Engine(
                 EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain)
@@ -222,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
             requests = make_requests(engine, asked.requests, asked.tokens)
             right[dtype] = requests, [run(engine, [one])[0] for one in requests]
             engine.close()
-        rows[name] = run_cell(wishes, *right[dtype])
+        rows[name] = run_cell(options, *right[dtype])
         print(name, json.dumps(rows[name]), flush=True)
         if asked.out is not None:
             asked.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")

@@ -55,7 +55,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def run_rounds(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Records:
+def run_rounds(
+    model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
+) -> Records:
     """The rounds of every k, each k once a repetition, in turn; the first repetition warms up."""
     prompts = choose(read_prompts(OWN), None, options.each)
     questions = encode_questions(model, prompts, [None], options.tokens)
@@ -69,7 +71,7 @@ def run_rounds(model: Path, wishes: Mapping[str, Any], options: argparse.Namespa
     engines = {}
     for word in options.draft_max.split(","):
         k = int(word)
-        drafting = {**wishes, "draft_max": k, "adaptive": False} if k else {"spec": "off"}
+        drafting = {**drafting_options, "draft_max": k, "adaptive": False} if k else {"spec": "off"}
         engines[k] = Engine(EngineConfig(**base, **drafting))
     params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     found: dict[int, list[RoundRecord]] = {k: [] for k in engines}

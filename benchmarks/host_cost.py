@@ -62,14 +62,14 @@ class Clocks:
         self.cpu += now.cpu - began.cpu
 
 
-def engine_of(model: Path, slots: int, **wishes: Any) -> Engine:
+def engine_of(model: Path, slots: int, **engine_options: Any) -> Engine:
     """An engine whose slots all hold a few hundred positions."""
-    wishes = {
+    engine_options = {
         "threads": 1,
         "graphs": False,
-        **wishes,
+        **engine_options,
     }  # a recorded round never comes to `Round.run`
-    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, **wishes))
+    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, **engine_options))
 
 
 def requests(count: int) -> list[Request]:
@@ -116,13 +116,17 @@ def replaying(queue: LocalRoundQueue, written: Written) -> Run:
 
 
 def host_microseconds(
-    model: Path, slots: int, steps: int, **wishes: Any
+    model: Path, slots: int, steps: int, **engine_options: Any
 ) -> dict[str, dict[str, float]]:
     """`host_share` behind the device program, and behind what it wrote."""
     written: Written = []
     return {
-        "behind the device program": host_share(model, slots, steps, recording, written, **wishes),
-        "behind what it wrote": host_share(model, slots, steps, replaying, written, **wishes),
+        "behind the device program": host_share(
+            model, slots, steps, recording, written, **engine_options
+        ),
+        "behind what it wrote": host_share(
+            model, slots, steps, replaying, written, **engine_options
+        ),
     }
 
 
@@ -132,14 +136,14 @@ def host_share(
     steps: int,
     device: Callable[[LocalRoundQueue, Written], Run],
     written: Written,
-    **wishes: Any,
+    **engine_options: Any,
 ) -> dict[str, float]:
     """The host's share of a step with every slot decoding, over at most `steps` of them, in microseconds.
 
     By the wall and by the processor: the latter leaves out what other processes took. Raises SystemExit
     where requests end before every slot decodes.
     """
-    engine = engine_of(model, slots, **wishes)
+    engine = engine_of(model, slots, **engine_options)
     inside = Clocks()
     queue = engine._device
     assert isinstance(queue, LocalRoundQueue)
@@ -196,9 +200,9 @@ def main() -> None:
         **describe_commit(),
         "host_us": {},
     }
-    for name, wishes in ROUNDS.items():
+    for name, engine_options in ROUNDS.items():
         found = host_microseconds(
-            options.model, options.slots, options.steps, threads=options.threads, **wishes
+            options.model, options.slots, options.steps, threads=options.threads, **engine_options
         )
         result["host_us"][name] = found
         for where, cost in found.items():

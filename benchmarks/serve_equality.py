@@ -204,14 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for temperature in TEMPERATURES:
                 chats = make_chats(asked.requests, seed, temperature, LENGTH)
                 right = generated(model, chats, asked.threads)
-                for spec, wishes in drafters(model).items():
+                for spec, drafting_options in drafters(model).items():
                     options = ServeOptions(
                         model=model,
                         ctx=CTX,
                         concurrency=CLIENTS,
                         threads=asked.threads,
                         adaptive=False,
-                        **wishes,
+                        **drafting_options,
                     )
                     found = run_cell(options, chats, right)
                     cell = cells.setdefault(

@@ -183,8 +183,8 @@ class Soak:
 
     def _body(self, draws: random.Random, **more: Any) -> dict[str, Any]:
         content = f"{draws.choice(QUESTIONS)} {draws.randrange(50)}"
-        wishes = {"max_tokens": draws.randint(1, 24), "temperature": draws.choice((0, 0.8)), **more}
-        return {"messages": [{"role": "user", "content": content}], **wishes}
+        params = {"max_tokens": draws.randint(1, 24), "temperature": draws.choice((0, 0.8)), **more}
+        return {"messages": [{"role": "user", "content": content}], **params}
 
     def _send(self, path: str, body: Any) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
@@ -245,8 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             assert server.stderr is not None
             port = re.search(r":(\d+)/v1", server.stderr.readline())
             assert port is not None, "no server"
-            wish = GenerateOptions(**options, prompt=QUESTION, temperature=0, max_tokens=24)
-            soak = Soak(int(port[1]), server.pid, Path(home) / "spd", wish)
+            request_options = GenerateOptions(
+                **options, prompt=QUESTION, temperature=0, max_tokens=24
+            )
+            soak = Soak(int(port[1]), server.pid, Path(home) / "spd", request_options)
             soak.run(asked.requests, asked.clients, max(1, asked.requests // 20))
             server.send_signal(signal.SIGTERM)
             ended = server.wait(60)

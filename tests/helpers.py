@@ -32,7 +32,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
     **{spec: {"spec": spec, "draft_max": 3} for spec in ("draft", "mtp", "eagle3")},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
-}  # Wishes for every proposer that the matrices run; a draft model or a head is added by the test.
+}  # Engine options of every proposer that the matrices run; a draft model or a head is added by the test.
 WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
 INTERPRETED = [
     pytest.mark.skipif(torch.cuda.is_available(), reason=WHY),
@@ -111,19 +111,19 @@ def read_model_config(folder: Path) -> ModelConfig:
     return ModelFolder(folder).config
 
 
-def make_engine(model: Path, **wishes: Any) -> Engine:
+def make_engine(model: Path, **options: Any) -> Engine:
     """A small engine: one thread, torch in float32, a short context, fixed k unless said otherwise."""
-    wishes = {
+    options = {
         "threads": 1,
         "dtype": "float32",
         "ctx": 256,
         "adaptive": False,
         "spec": "off",
-        **wishes,
+        **options,
     }
-    reference = wishes["dtype"] == "float32" and wishes.get("device", "cpu") == "cpu"
+    reference = options["dtype"] == "float32" and options.get("device", "cpu") == "cpu"
     return Engine(
-        EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **wishes})
+        EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **options})
     )
 
 
@@ -134,9 +134,9 @@ def local_queue(engine: Engine) -> LocalRoundQueue:
     return queue
 
 
-def quick_engine(model: Path, **wishes: Any) -> Engine:
+def quick_engine(model: Path, **options: Any) -> Engine:
     """`make_engine` by C kernels where there are any: for what is decided, not for how it is computed."""
-    return make_engine(model, **{"kernels": "auto", **wishes})
+    return make_engine(model, **{"kernels": "auto", **options})
 
 
 def run_all(engine: Engine, prompts: list[Prompt], params: list[SamplingParams]) -> list[Run]:
@@ -194,8 +194,8 @@ def next_turn(
     return Request("x", (*prompt, *reply, *said), params, spans if said else spans[:2])
 
 
-def run_one(model: Path, prompt: Prompt, params: SamplingParams, **wishes: Any) -> Run:
-    return run_all(make_engine(model, **wishes), [prompt], [params])[0]
+def run_one(model: Path, prompt: Prompt, params: SamplingParams, **options: Any) -> Run:
+    return run_all(make_engine(model, **options), [prompt], [params])[0]
 
 
 def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:

@@ -78,17 +78,17 @@ class Pair:
         None  # Of a head: what its drafts are by their definition.
     )
 
-    def plain(self, **wishes: Any) -> Engine:
-        return quick_engine(self.model, **wishes)
+    def plain(self, **options: Any) -> Engine:
+        return quick_engine(self.model, **options)
 
-    def engine(self, k: int, **wishes: Any) -> Engine:
-        """One that drafts k tokens a round, or as other wishes say."""
+    def engine(self, k: int, **options: Any) -> Engine:
+        """One that drafts k tokens a round, or as other options say."""
         drafts = {} if self.speculation["spec"] == "off" else {"draft_max": k}
-        return self.plain(**{**self.speculation, **drafts, **wishes})
+        return self.plain(**{**self.speculation, **drafts, **options})
 
-    def changing(self, lengths: Iterable[int] = LENGTHS, **wishes: Any) -> Engine:
+    def changing(self, lengths: Iterable[int] = LENGTHS, **options: Any) -> Engine:
         """An engine whose drafts are as many as the lengths say, over and over."""
-        engine = self.engine(COPYING, **{"adaptive": True, **wishes})
+        engine = self.engine(COPYING, **{"adaptive": True, **options})
         turns = itertools.cycle(lengths)
         engine._draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
         return engine

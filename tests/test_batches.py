@@ -95,19 +95,19 @@ class Bench:
         drafts: dict[str, Path],
         prompts: list[Prompt],
         tokens: int,
-        **wishes: Any,
+        **options: Any,
     ) -> None:
         """drafts: the folders of what drafts, by method."""
         self.target = target
         self.drafts = drafts
         self.prompts = prompts
         self.tokens = tokens
-        self.wishes = wishes
-        self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
+        self.options = options
+        self.solo_engine = make_engine(target, prefix_sharing=False, **options)
         self.known: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
         self.squeezed = -(
-            -wishes["ctx"] // 64
+            -options["ctx"] // 64
         )  # Pages under pressure: by default those of one request.
         self.parity = 32  # Batches up to this size are run at lag 0 too, for their drafts.
 
@@ -132,18 +132,18 @@ class Bench:
         return self.known[key]
 
     def engine(self, case: Case, lag: int) -> Engine:
-        wishes: dict[str, Any] = {
-            **self.wishes,
+        options: dict[str, Any] = {
+            **self.options,
             **PROPOSERS.get(case["method"], {}),
             "slots": case["size"],
         }
         if case["method"] in self.drafts:
-            wishes["draft_model"] = self.drafts[case["method"]]
+            options["draft_model"] = self.drafts[case["method"]]
         if case["pressure"]:
-            wishes["cache_pages"] = self.squeezed
+            options["cache_pages"] = self.squeezed
         elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
-            wishes["cache_pages"] = pages_a_slot(self.wishes["ctx"]) * (case["size"] + KINDS)
-        return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **wishes)
+            options["cache_pages"] = pages_a_slot(self.options["ctx"]) * (case["size"] + KINDS)
+        return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **options)
 
     def run(self, case: Case, lag: int) -> list[Run]:
         engine = self.engine(case, lag)

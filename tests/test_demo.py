@@ -54,11 +54,11 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
     return tuple(encode_rendered(tokenizer, render_chat(tokenizer, template, messages)))
 
 
-def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:
-    """Drafted by the MTP layer unless wishes say otherwise: the texts are the same, and sooner there."""
+def replies(folder: Path, temperature: float, count: int, **options: object) -> list[Run]:
+    """Drafted by the MTP layer unless options say otherwise: the texts are the same, and sooner there."""
     names = list(QUESTIONS)
     drafts = {"spec": "mtp", "draft_max": 2, "adaptive": False}
-    engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **{**drafts, **wishes})
+    engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **{**drafts, **options})
     prompts = [ask(names[i % len(names)], folder) for i in range(count)]
     params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
     return run_all(engine, prompts, params)
@@ -115,8 +115,8 @@ def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
 
 def test_natural_acceptance() -> None:
     draft = {"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}
-    for wishes, least in ((draft, 0.05), ({"spec": "eagle3"}, 0.25)):
-        runs = replies(demo_folder(), 0.0, 10, **wishes)
+    for options, least in ((draft, 0.05), ({"spec": "eagle3"}, 0.25)):
+        runs = replies(demo_folder(), 0.0, 10, **options)
         assert accepted(runs) > least * drafted(runs), f"{accepted(runs)} of {drafted(runs)}"
 
 

@@ -104,10 +104,10 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
         assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
 
 
-def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> Engine:
+def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> Engine:
     """Three slots, of which those with a grammar sit out rounds; drafts are as many as the lengths say."""
     most = {} if pair.speculation["spec"].endswith("+ngram") else {"draft_max": 3}
-    return pair.changing(lengths, **{**most, "slots": 3, "lag": lag, **wishes})
+    return pair.changing(lengths, **{**most, "slots": 3, "lag": lag, **options})
 
 
 def requests(regex: str) -> list[Request]:
@@ -164,8 +164,8 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 
     monkeypatch.setattr(LocalRoundQueue, "launch", checked)
     pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
-    wishes = {"kernels": "torch", **({"ngram_min": 1} if "+" in spec else {})}
-    run_requests(engine_of(pair, lengths, lag, **wishes), requests("(abcdef){30,60}!"))
+    options = {"kernels": "torch", **({"ngram_min": 1} if "+" in spec else {})}
+    run_requests(engine_of(pair, lengths, lag, **options), requests("(abcdef){30,60}!"))
     assert compared[0] > 15
 
 
@@ -212,8 +212,8 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     prompts = random_prompts(5, 40, VOCAB, seed=8)
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair = pairs.get("self+ngram")
-    wishes: dict[str, Any] = {"slots": 3, "lag": lag, "ngram_min": 1}
-    engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
+    options: dict[str, Any] = {"slots": 3, "lag": lag, "ngram_min": 1}
+    engine = pair.changing(**options) if changes else pair.engine(K, **options)
     rounds = [
         record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft
     ]

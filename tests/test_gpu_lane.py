@@ -27,8 +27,8 @@ class Through(CapturedRounds):
         self.captured.setdefault(shape, (None, None))
 
 
-def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Engine:
-    engine = make_engine(model, **{**wishes, "device": "cpu"})
+def engine_on_cpu(model: Path, graphs: bool | None = None, **options: Any) -> Engine:
+    engine = make_engine(model, **{**options, "device": "cpu"})
     shape = dataclasses.replace(engine.plan.shape, kernels="triton", graphs=graphs is not False)
     engine.plan = dataclasses.replace(engine.plan, shape=shape)
     if graphs is not False:

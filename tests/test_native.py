@@ -134,7 +134,7 @@ def test_the_target_alone_decides(model: Tiny) -> None:
 def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
     """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
     dense = model("tiny-qwen3")
-    for folder, wishes, why in (
+    for folder, options, why in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
         (
             model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1),
@@ -142,9 +142,9 @@ def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
             "heads of 640 are too large",
         ),
     ):
-        assert why in make_engine(folder, **wishes).plan.kernels_reason
+        assert why in make_engine(folder, **options).plan.kernels_reason
         with pytest.raises(IncompatibleError, match="--kernels native") as refused:
-            make_engine(folder, **wishes, kernels="native")
+            make_engine(folder, **options, kernels="native")
         assert why in refused.value.reason[0]
     monkeypatch.setattr(build, "find_compiler", tuple)
     plan = make_engine(dense, **BFLOAT16).plan
@@ -155,8 +155,8 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
     """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says why."""
     of_torch = "bfloat16" if Machine("cpu", 0).fast_bfloat16 else "float32"
 
-    def planned(**wishes: Any) -> tuple[str, str, str]:
-        plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **wishes))
+    def planned(**options: Any) -> tuple[str, str, str]:
+        plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **options))
         return plan.shape.dtype, plan.shape.kernels, plan.kernels_reason
 
     if obstacle() is None:

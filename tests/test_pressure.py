@@ -38,14 +38,14 @@ def alone(target: Path) -> list[Any]:
     return run_all(quick_engine(target, ctx=CTX, slots=1), PROMPTS, PARAMS)
 
 
-def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
+def squeezed(target: Path, method: str, **options: Any) -> Engine:
     methods: dict[str, dict[str, Any]] = {
         "ngram": {"ngram_min": 1},
         "draft": {"draft_model": target},
         "off": {},
     }
     return quick_engine(
-        target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **methods[method], **wishes
+        target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **methods[method], **options
     )
 
 

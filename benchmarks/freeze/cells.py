@@ -144,21 +144,21 @@ def demo_cells(prompts: list[str]) -> Iterator[Cell]:
     for shift, spec in enumerate(DRAFTERS):
         ks = (1, 3, 5) if shift else (0,)
         base = f"generate --threads 1 --seed 7 -n 32 {ALIKE} --spec {spec} --temperature"
-        wishes = [
+        variants = [
             (f"{heat} --lag {lag}", k) for heat in ("0", "0.8") for k in ks for lag in range(3)
         ]
-        wishes += [
+        variants += [
             (f"0.8 {form}", ks[-1]) for form in DEMO_FORMS if OLD_NATIVE or "--dtype" not in form
         ]
-        wishes += [
+        variants += [
             (f"0.8 --verify {rule} --lag {n}", 4)
             for rule in ("block", "rejection")
             for n in (0, 2)
             if shift
         ]
-        for turn, (wish, k) in enumerate(wishes, shift):
-            argv = f"{base} {wish}" + (f" --no-adaptive --draft-max {k}" if k else "")
-            name = f"demo/{spec}/k{k}-T{wish.replace('--', '').replace(' ', '-')}"
+        for turn, (variant, k) in enumerate(variants, shift):
+            argv = f"{base} {variant}" + (f" --no-adaptive --draft-max {k}" if k else "")
+            name = f"demo/{spec}/k{k}-T{variant.replace('--', '').replace(' ', '-')}"
             single = [alone(argv, prompt) for prompt in prompts[turn % 18 :: 18]]
             yield name, [batch(argv, prompts[turn % 9 :: 9]), *single]
         fixed = f"{base} 0.9" + (" --no-adaptive --draft-max 4" if shift else "")

@@ -145,11 +145,11 @@ def config_of_kind(
     parent: Path, target: Shape, draft: Shape, kind: str, slots: int, length: float, **rest: Any
 ) -> EngineConfig:
     """An engine of one kind ("plain", "fixed", "auto"); refused where a slot could not reach its context."""
-    wishes = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
-    wishes["cache_pages"] = slots * pages_a_slot(wishes["ctx"])
+    options = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
+    options["cache_pages"] = slots * pages_a_slot(options["ctx"])
     if kind == "plain":
-        return config_of(parent, target, **wishes)
-    return config_of(parent, target, draft, K, length, **{"adaptive": kind == "auto", **wishes})
+        return config_of(parent, target, **options)
+    return config_of(parent, target, draft, K, length, **{"adaptive": kind == "auto", **options})
 
 
 def build(config: EngineConfig, kind: str, vocab: int, length: float) -> Runner:

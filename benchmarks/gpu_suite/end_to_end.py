@@ -73,16 +73,16 @@ def config_of(
     **rest: Any,
 ) -> EngineConfig:
     """An engine on random weights at fixed k, with `length` tokens a round imposed where that is built."""
-    wishes: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
+    options: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
     if draft is not None:
         method = "eagle3" if isinstance(draft, Eagle3Shape) else "draft"
-        wishes |= {"spec": method, "draft_model": write_folder(draft, parent), "draft_max": k}
-        wishes["adaptive"] = False
+        options |= {"spec": method, "draft_model": write_folder(draft, parent), "draft_max": k}
+        options["adaptive"] = False
         if length is not None and "synthetic_acceptance" in {
             field.name for field in fields(EngineConfig)
         }:
-            wishes["synthetic_acceptance"] = length
-    return EngineConfig(model=write_folder(target, parent), **{**wishes, **rest})
+            options["synthetic_acceptance"] = length
+    return EngineConfig(model=write_folder(target, parent), **{**options, **rest})
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def sweep_drafts(
     free_memory()
     engine = Engine(config)
     recorder = Recorder.of(engine)
-    imposed = engine.plan.wishes.synthetic_acceptance
+    imposed = engine.plan.config.synthetic_acceptance
     by_k: dict[str, Any] = {}
     found = {"plain": plain, "acceptance": "natural" if imposed is None else "imposed", "k": by_k}
 
@@ -280,8 +280,8 @@ def run_draft(
                 config = config_of(parent, target, ctx=load.context(0), **rest)
                 plains[target.name] = attempt(partial(with_engine, config, work))
             plain = plains[target.name]
-            wishes = {"ctx": load.context(most), **rest}
-            config = config_of(parent, target, draft, most, reference_length(most), **wishes)
+            options = {"ctx": load.context(most), **rest}
+            config = config_of(parent, target, draft, most, reference_length(most), **options)
             try:
                 for pair in sweep_drafts(config, target, draft, plain, rate, load):
                     found[name] = pair

@@ -364,14 +364,14 @@ def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> di
     return {**found, **stated, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
 
 
-def wishes_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
+def options_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
     """An engine on random weights that drafts k tokens at imposed acceptance."""
-    wishes: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
-    wishes |= {"ctx": load.context(k), "spec": "off"}
+    options: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
+    options |= {"ctx": load.context(k), "spec": "off"}
     if k:
-        wishes |= {"spec": "mtp", "draft_max": k, "adaptive": False}
-        wishes |= {"synthetic_acceptance": LENGTHS[k]}
-    return wishes
+        options |= {"spec": "mtp", "draft_max": k, "adaptive": False}
+        options |= {"synthetic_acceptance": LENGTHS[k]}
+    return options
 
 
 def lengths_of(model: Published) -> tuple[int, ...]:
@@ -386,7 +386,7 @@ def shorten_to_fit(model: Published, parent: Path, load: Load, **rest: Any) -> P
         if layers < model.fewest_layers:
             return True
         folder = write_hollow(model.shortened(layers), parent)
-        config = EngineConfig(**{**wishes_at(folder, load, max(lengths_of(model))), **rest})
+        config = EngineConfig(**{**options_at(folder, load, max(lengths_of(model))), **rest})
         plan = plan_anyway(config)
         return needed_bytes(plan) <= usable_bytes(config, plan.device)
 
@@ -411,15 +411,15 @@ def run(
             folder = write_hollow(chosen, Path(place))
             rows = found.setdefault(model.name, {})
             for k in lengths_of(model):
-                wishes = {**wishes_at(folder, load, k), **rest}
+                options = {**options_at(folder, load, k), **rest}
 
-                def rounds(wishes: dict[str, Any] = wishes) -> dict[str, Any]:
-                    eager = EngineConfig(**{**wishes, "graphs": False})
-                    vocab = ModelFolder(wishes["model"]).config.vocab_size
+                def rounds(options: dict[str, Any] = options) -> dict[str, Any]:
+                    eager = EngineConfig(**{**options, "graphs": False})
+                    vocab = ModelFolder(options["model"]).config.vocab_size
                     touched = with_engine(eager, partial(touched_experts, load=few, vocab=vocab))
                     free_memory()
                     work = partial(measure_model, load=load, rate=rate, touched=touched)
-                    return with_engine(EngineConfig(**wishes), work)
+                    return with_engine(EngineConfig(**options), work)
 
                 rows[f"k={k}"] = {"layers": chosen.layers, "of": model.layers, **attempt(rounds)}
                 yield report

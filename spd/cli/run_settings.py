@@ -52,7 +52,7 @@ def sampling_wishes(options: ReplyOptions) -> SamplingWishes:
     return SamplingWishes(**{**same, **parsed})
 
 
-WISHES = (
+ENGINE_OPTIONS = (
     "device",
     "dtype",
     "quantize",
@@ -99,7 +99,7 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
-    """The options as wishes for the engine. Raises what EngineConfig refuses."""
+    """Return the options as an engine's configuration. Raises what EngineConfig refuses."""
     heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     if heads := {name: given for name, given in heads.items() if given is not None}:
         from spd.formats.folder import ModelFolder
@@ -110,7 +110,7 @@ def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineC
         **heads,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
-        **{name: getattr(options, name) for name in WISHES if hasattr(options, name)},
+        **{name: getattr(options, name) for name in ENGINE_OPTIONS if hasattr(options, name)},
     )
 
 

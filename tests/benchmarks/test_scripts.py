@@ -110,7 +110,7 @@ def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wh
 
     def changed(engine: Engine, requests: Sequence[Request]) -> list[equality.Text]:
         texts = honest(engine, requests)
-        if engine.plan.wishes.lag == 2 and len(requests) > 1:
+        if engine.plan.config.lag == 2 and len(requests) > 1:
             if what == "token":
                 texts[1].tokens[3] += 1
             elif what == "draft":

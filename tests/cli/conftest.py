@@ -99,7 +99,7 @@ class FakePlan:
     """As much of a plan as the command line reads."""
 
     ctx: int
-    wishes: Any
+    config: Any
     model: str = "folder"
     spec: str = "draft"
     adaptive: bool = True
@@ -127,7 +127,7 @@ class FakePlan:
             "cache_bytes": 2**19,
             "weights": "bfloat16",
         }
-        said |= {"verify": self.wishes.verify, "device": self.device}
+        said |= {"verify": self.config.verify, "device": self.device}
         said |= {"kernels_reason": self.kernels_reason, "synthetic_acceptance": None}
         return {**said, **vars(self.shape)}
 
@@ -171,7 +171,7 @@ class FakeEngine:
         self.load_ms = script.load_ms
         if script.on_load:
             script.on_load(progress)
-        self.plan = FakePlan(script.ctx or config.ctx or 128, wishes=config)
+        self.plan = FakePlan(script.ctx or config.ctx or 128, config=config)
         self.info = EngineInfo.of_json(self.plan.as_dict())
         self.tokenizer = ModelFolder.of(config.model).tokenizer if script.tokenizer else None
         self.has_tokenizer = self.tokenizer is not None
@@ -185,8 +185,8 @@ class FakeEngine:
         """What was to be captured, and how much."""
         script.engines.append(self)
 
-    def capture_ahead(self, params: Sequence[Any], **wishes: Any) -> int:
-        self.captured.append((list(params), wishes))
+    def capture_ahead(self, params: Sequence[Any], **options: Any) -> int:
+        self.captured.append((list(params), options))
         if self.script.on_capture:
             self.script.on_capture(len(self.captured))
         return int(len(self.captured) < self.script.captures)

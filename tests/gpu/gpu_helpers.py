@@ -22,10 +22,10 @@ Work = list[tuple[tuple[int, ...], SamplingParams]]
 
 
 @contextmanager
-def gpu_engine(model: Path, **wishes: Any) -> Iterator[Engine]:
+def gpu_engine(model: Path, **options: Any) -> Iterator[Engine]:
     """An engine on the device, whose memory is given back."""
     engine = make_engine(
-        model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **wishes}
+        model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **options}
     )
     try:
         yield engine
@@ -94,16 +94,16 @@ def write_hybrid(folder: Path, **more: Any) -> Path:
     return write_tiny_hybrid(folder, agreeing=True, **sizes)
 
 
-def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:
+def likely_stop(model: Path, prompt: tuple[int, ...], **options: Any) -> int:
     """A token in the middle of the greedy text after a prompt."""
-    with gpu_engine(model, **wishes) as engine:
+    with gpu_engine(model, **options) as engine:
         return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[
             0
         ].tokens[8]
 
 
-def method_wishes(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
-    """Wishes for a method with k drafts; the demo's own draft model unless another is given."""
+def method_options(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
+    """Return engine options of a method with k drafts; the demo's own draft model unless another is given."""
     models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
     found = {
         "spec": method,

@@ -6,7 +6,7 @@ import pytest
 
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_wishes, run_work, story
+from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_options, run_work, story
 from tests.helpers import outputs
 
 PENALTIES = SamplingParams(
@@ -24,11 +24,11 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
 def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> None:
     """Four at once, then one alone; tables that only some requests need are there when it is captured."""
-    wishes = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_wishes(method, 3)}
+    options = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_options(method, 3)}
     work = [(prompt, params) for prompt in demo_prompts()[:4]]
-    with gpu_engine(demo_folder(), graphs=False, **wishes) as engine:
+    with gpu_engine(demo_folder(), graphs=False, **options) as engine:
         told = [run_work(engine, some) for some in (work, work[:1])]
-    with gpu_engine(demo_folder(), **wishes) as engine:
+    with gpu_engine(demo_folder(), **options) as engine:
         captured = engine._device.captured
         assert captured is not None
         count = engine.capture_ahead([params])
@@ -42,8 +42,8 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
 
 def test_what_adaptive_lengths_try_first_is_captured() -> None:
     """Of a request alone, with the target as drafter: its rounds are over before any time is judged."""
-    wishes = {**method_wishes("draft", 3, demo_folder()), "adaptive": True}
-    with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **wishes) as engine:
+    options = {**method_options("draft", 3, demo_folder()), "adaptive": True}
+    with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **options) as engine:
         captured = engine._device.captured
         assert captured is not None and engine.capture_ahead([GREEDY]) == 9
         params = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -33,7 +33,7 @@ def test_rows_and_chunks_however_passes_cut_them(shape: Shape) -> None:
     recurrent.test_how_many_chunks_a_call_holds_changes_no_bit(shape, form)
 
 
-WISHES: dict[str, Any] = {"dtype": "bfloat16", "ctx": 1024}
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "ctx": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def test_pages_that_run_short(hybrid: Path) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
     long = [(random_prompts(1, n, 256, seed=n)[0], params) for n in (5, 75, 300, 600)]
     told = []
-    for wishes in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
-        with lane.gpu_engine(hybrid, **WISHES, **wishes) as engine:
+    for options in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
+        with lane.gpu_engine(hybrid, **OPTIONS, **options) as engine:
             told.append(outputs(lane.run_work(engine, long, 1)))
     assert told[0] == told[1]
 
@@ -61,8 +61,8 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
     for length in (40, 64, 300):
         told = []
         for sharing in (True, False):
-            wishes = {**WISHES, **drafted, "spec": spec, "prefix_sharing": sharing, "lag": lag}
-            with lane.gpu_engine(hybrid, **wishes) as engine:
+            options = {**OPTIONS, **drafted, "spec": spec, "prefix_sharing": sharing, "lag": lag}
+            with lane.gpu_engine(hybrid, **options) as engine:
                 prompt = random_prompts(1, length, 256, seed=length)[0]
                 first = run_requests(engine, [Request("first", prompt, params)])[0]
                 turn = next_turn(prompt, first.tokens, params)

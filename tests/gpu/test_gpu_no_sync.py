@@ -12,7 +12,7 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, SamplingParams
 from spd.runtime.round import transfer
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_options, run_work, story
 from tests.helpers import outputs, replace_transfers
 
 WARM = 12
@@ -45,14 +45,14 @@ def test_steady_rounds_wait_for_nothing(
 
     Requests of unlike needs are in every slot, the first one about to need another block of pages.
     """
-    wishes = {
+    options = {
         "dtype": "bfloat16",
         "slots": 4,
         "graphs": graphs,
         "lag": lag,
-        **method_wishes(method, 3),
+        **method_options(method, 3),
     }
-    with gpu_engine(demo_folder(), **wishes) as engine:
+    with gpu_engine(demo_folder(), **options) as engine:
         prompts = demo_prompts()
         for i, kind in enumerate(KINDS):
             prompt = prompts[1] if i % 2 else (prompts[3] * 2)[: START + i]
@@ -94,7 +94,7 @@ def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> No
         for i in range(6)
     ]
     with gpu_engine(
-        demo_folder(), dtype="bfloat16", slots=2, **method_wishes("ngram", 3)
+        demo_folder(), dtype="bfloat16", slots=2, **method_options("ngram", 3)
     ) as engine:
         reference = run_work(engine, work, 0)
         replace_transfers(monkeypatch, late)

@@ -33,14 +33,14 @@ class Model:
     name: str
     folder: Path
     draft: Path
-    wishes: dict[str, Any]
+    options: dict[str, Any]
     work: lane.Work
     plain: list[Run]
 
     def engine(self, method: str, k: int, **more: Any) -> AbstractContextManager[Engine]:
         """One that speculates so, or not at all."""
-        asked = lane.method_wishes(method, k, self.draft)
-        return lane.gpu_engine(self.folder, **self.wishes, **asked, **more)
+        asked = lane.method_options(method, k, self.draft)
+        return lane.gpu_engine(self.folder, **self.options, **asked, **more)
 
     def check(self, method: str, k: int, times: int = 1, **more: Any) -> list[Run]:
         """Eager and captured runs, in step and behind, against the plain text and against each other.
@@ -67,7 +67,10 @@ class Model:
 
 def make_model(name: str, place: Path) -> Model:
     """The demo as it is stored, rounded to int8, or its twin in FP8 blocks; a tiny model of another kind."""
-    wishes: dict[str, Any] = {"dtype": "bfloat16", "quantize": "int8" if name == "int8" else "none"}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "quantize": "int8" if name == "int8" else "none",
+    }
     folder = demo_folder()
     draft = demo_draft_folder()
     prompts = lane.demo_prompts()
@@ -78,15 +81,15 @@ def make_model(name: str, place: Path) -> Model:
         draft = lane.write_hybrid(place / "draft", num_hidden_layers=2, full_attention_interval=2)
         prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
     elif name == "float32":
-        wishes |= {"dtype": "float32", "ctx": 256}
+        options |= {"dtype": "float32", "ctx": 256}
         tiny = {**VARIANTS["qwen3"], "residual_gain": Damped(loud=2), "seed": 3}
         folder, draft = (write_tiny(place / f"{n} layers", **{**tiny, "layers": n}) for n in (4, 2))
         prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
-    work = lane.every_kind(prompts, lane.likely_stop(folder, prompts[2], **wishes), 40)
-    with lane.gpu_engine(folder, graphs=False, **wishes) as engine:
-        weights = {"fp8": "e4m3", "int8": "int8"}.get(name, wishes["dtype"])
+    work = lane.every_kind(prompts, lane.likely_stop(folder, prompts[2], **options), 40)
+    with lane.gpu_engine(folder, graphs=False, **options) as engine:
+        weights = {"fp8": "e4m3", "int8": "int8"}.get(name, options["dtype"])
         assert engine.plan.weights == weights, engine.plan.weights_reason
-        return Model(name, folder, draft, wishes, work, lane.run_work(engine, work, 0))
+        return Model(name, folder, draft, options, work, lane.run_work(engine, work, 0))
 
 
 EVERY = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
@@ -149,12 +152,12 @@ def test_a_shared_prefix() -> None:
     prompt = lane.demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]
-    for wishes in ({}, lane.method_wishes("draft", 4)):
+    for options in ({}, lane.method_options("draft", 4)):
         with lane.gpu_engine(
-            demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes
+            demo_folder(), dtype="bfloat16", prefix_sharing=True, **options
         ) as engine:
             shared = [lane.run_work(engine, work, 1)[0] for work in works]
-        with lane.gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:
+        with lane.gpu_engine(demo_folder(), dtype="bfloat16", **options) as engine:
             fresh = [lane.run_work(engine, work, 1)[0] for work in works]
         assert outputs(shared) == outputs(fresh)
         assert [run.metrics.cached_tokens > 0 for run in shared] == [False, True, True, True]

@@ -9,7 +9,7 @@ from spd.errors import ResourceError
 from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_options, run_work
 from tests.helpers import outputs, run_one
 
 PROMPT = "def read_lines(path):"
@@ -40,8 +40,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int, slot
         (prompt, SamplingParams(max_tokens=30, temperature=0.8 * (i % 2), seed=i, ignore_eos=True))
         for i, prompt in enumerate(demo_prompts())
     ]
-    wishes = {"dtype": dtype, **method_wishes("draft", k, demo_folder())}
-    with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
+    options = {"dtype": dtype, **method_options("draft", k, demo_folder())}
+    with gpu_engine(demo_folder(), slots=slots, **options) as engine:
         for run in run_work(engine, work, 1):
             assert run.metrics.draft_n_accepted == run.metrics.draft_n > 0
 

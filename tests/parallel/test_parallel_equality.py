@@ -87,10 +87,10 @@ def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: 
 def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     """Each rank rounds its part of a row as one rank rounds the row: the text is the same."""
     folder = tiny(name)
-    wishes = {"slots": 2, "quantize": "int8"}
-    plain = outputs(texts(quick_engine(folder, **wishes)))
-    assert outputs(texts(quick_engine(folder, tp=4, **wishes))) == plain
-    short = {**wishes, "tp": 2, "dtype": "bfloat16"}
+    options = {"slots": 2, "quantize": "int8"}
+    plain = outputs(texts(quick_engine(folder, **options)))
+    assert outputs(texts(quick_engine(folder, tp=4, **options))) == plain
+    short = {**options, "tp": 2, "dtype": "bfloat16"}
     one, other = (outputs(texts(quick_engine(folder, **short, **spec))) for spec in ({}, NGRAM))
     assert one == other
 
@@ -104,27 +104,32 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     ],
 )
 def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
-    wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2, "ngram_min": 2}
+    options: dict[str, Any] = {
+        "spec": method.split()[0],
+        "draft_max": 3,
+        "slots": 2,
+        "ngram_min": 2,
+    }
     if method in EAGLES:
         target = tmp_path / "target"
         shape = {"layers": 3, "kv_heads": 4}
-        options = {"aux": (1, 2, 3), "target_options": shape, **EAGLES[method]}
-        wishes["draft_model"] = write_tiny_pair(target, tmp_path / "head", **options)
+        head_options = {"aux": (1, 2, 3), "target_options": shape, **EAGLES[method]}
+        options["draft_model"] = write_tiny_pair(target, tmp_path / "head", **head_options)
         if method.endswith("without a head"):  # it shares what makes logits of the target's states
-            edit_weights(wishes["draft_model"], lambda tensors: tensors.pop("lm_head.weight"))
+            edit_weights(options["draft_model"], lambda tensors: tensors.pop("lm_head.weight"))
     elif method.startswith("draft"):
         target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
-        wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
+        options["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     else:
         target = write_tiny_mtp(
             tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft
         )
     plain = outputs(texts(quick_engine(target, slots=2)))
-    alone = texts(quick_engine(target, **wishes))
+    alone = texts(quick_engine(target, **options))
     assert outputs(alone) == plain
     assert EAGLES.get(method, {}).get("kind") == "random" or helpers.accepted(alone)
     for group in (1, 2, 4)[: ranks // 2 + 1]:
-        runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **wishes))
+        runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **options))
         assert (outputs(runs), drafts(runs)) == (plain, drafts(alone)), group
 
 
@@ -141,9 +146,9 @@ def test_every_parameter(tiny: Tiny) -> None:
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_other_rules(rule: str, tiny: Tiny) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
-    wishes = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
-    one = texts(quick_engine(target, **wishes))
-    assert outputs(texts(quick_engine(target, tp=2, draft_tp=1, **wishes))) == outputs(one)
+    options = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
+    one = texts(quick_engine(target, **options))
+    assert outputs(texts(quick_engine(target, tp=2, draft_tp=1, **options))) == outputs(one)
 
 
 def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> None:
@@ -183,7 +188,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("tp", "draft_tp", "wishes", "said", "fix"),
+    ("tp", "draft_tp", "options", "said", "fix"),
     [
         (3, None, {}, "--tp 3 does not divide the target", "--tp 2"),
         (8, None, {}, "--tp 8 does not divide", "--tp 4"),
@@ -193,21 +198,21 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
     ],
 )
 def test_sizes_that_are_refused(
-    tp: int, draft_tp: Any, wishes: Any, said: str, fix: str, tiny: Tiny
+    tp: int, draft_tp: Any, options: Any, said: str, fix: str, tiny: Tiny
 ) -> None:
     with pytest.raises(IncompatibleError if "not divide" in said else UsageError) as caught:
         quick_engine(
-            **{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **wishes}
+            **{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **options}
         )
     assert said in caught.value.message and fix in caught.value.fix
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:
     headed = write_tiny_mtp(tmp_path / "mtp", layers=3)
-    for wishes, ranks in (
+    for options, ranks in (
         ({"spec": "mtp"}, 2),
         ({"draft_model": headed}, 1),
         ({"spec": "ngram"}, 1),
     ):
-        plan = make_plan(EngineConfig(model=headed, tp=2, **wishes))
-        assert plan.shape.draft_tp == ranks, wishes
+        plan = make_plan(EngineConfig(model=headed, tp=2, **options))
+        assert plan.shape.draft_tp == ranks, options

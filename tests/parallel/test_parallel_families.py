@@ -62,8 +62,8 @@ def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield target, {"spec": "eagle3", "draft_max": 3, "draft_model": head}
 
 
-def runs_of(folder: Path, **wishes: Any) -> list[Run]:
-    engine = make_engine(folder, slots=len(PROMPTS), **wishes)
+def runs_of(folder: Path, **options: Any) -> list[Run]:
+    engine = make_engine(folder, slots=len(PROMPTS), **options)
     runs = run_all(engine, PROMPTS, PARAMS)
     engine.close()
     return runs
@@ -73,26 +73,26 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
     plain = dict[Path, Any]()
     rounded = dict[Path, Any]()
-    for target, wishes in drafters(name, folder):
+    for target, options in drafters(name, folder):
         if target not in plain:
             plain[target] = outputs(runs_of(target))
             rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
-        neural = wishes["spec"] in ("draft", "mtp", "eagle3")
+        neural = options["spec"] in ("draft", "mtp", "eagle3")
         accepted = None
         for group in groups if neural else [1]:
-            if wishes["spec"] == "eagle3" and group > OWN_SHAPE["num_attention_heads"]:
+            if options["spec"] == "eagle3" and group > OWN_SHAPE["num_attention_heads"]:
                 continue
             sizes = {"draft_tp": group} if neural else {}
-            runs = runs_of(target, tp=ranks, **sizes, **wishes)
-            assert outputs(runs) == plain[target], (wishes, group)
+            runs = runs_of(target, tp=ranks, **sizes, **options)
+            assert outputs(runs) == plain[target], (options, group)
             accepted = accepted or drafts(runs)
-            assert drafts(runs) == accepted, (wishes, group)
-        if neural and wishes["spec"] != "eagle3":  # whose random head is hardly ever right
+            assert drafts(runs) == accepted, (options, group)
+        if neural and options["spec"] != "eagle3":  # whose random head is hardly ever right
             counts = [count for run in runs for _, count in run.drafts]
             assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
-        if wishes["spec"] != "off":
-            there = outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **wishes))
-            assert there == rounded[target], (wishes, "bfloat16")
+        if options["spec"] != "off":
+            there = outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **options))
+            assert there == rounded[target], (options, "bfloat16")
 
 
 @pytest.mark.covers(count=1)
@@ -103,18 +103,18 @@ def test_an_assistant_s_ranks_are_its_target_s(
 ) -> None:
     target = written(tmp_path / "target", family)
     folder = write_assistant(tmp_path / "assistant", target, **clusters)
-    wishes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "spec": "assistant",
         "draft_model": folder,
         "draft_max": 3,
         "kernels": "auto",
     }
-    alone = runs_of(target, **wishes)
-    runs = runs_of(target, tp=2, lag=1, **wishes)
+    alone = runs_of(target, **options)
+    runs = runs_of(target, tp=2, lag=1, **options)
     assert outputs(runs) == outputs(runs_of(target, kernels="auto"))
     assert drafts(runs) == drafts(alone)
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
-        make_engine(target, tp=2, draft_tp=1, **wishes)
+        make_engine(target, tp=2, draft_tp=1, **options)
 
 
 def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
 )
 def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> None:
     folder = write_tiny_mtp(tmp_path, kind="copy", **MTP_OF[name])
-    wishes: dict[str, Any] = {"spec": "mtp", "draft_max": 3}
-    alone = runs_of(folder, **wishes)
-    runs = runs_of(folder, tp=2, lag=1, **wishes)
+    options: dict[str, Any] = {"spec": "mtp", "draft_max": 3}
+    alone = runs_of(folder, **options)
+    runs = runs_of(folder, tp=2, lag=1, **options)
     assert outputs(runs) == outputs(alone) == outputs(runs_of(folder))
     assert drafts(runs) == drafts(alone)
 

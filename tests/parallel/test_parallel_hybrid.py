@@ -44,8 +44,8 @@ SPLIT = (
 )
 
 
-def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) -> list[Run]:
-    engine = make_engine(folder, **{"slots": 3, **wishes})
+def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **options: Any) -> list[Run]:
+    engine = make_engine(folder, **{"slots": 3, **options})
     runs = run_all(engine, PROMPTS, params)
     engine.close()
     return runs
@@ -64,11 +64,11 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
     assert outputs(divided) == outputs(alone)
     for one, other in zip(alone, divided, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-    wishes: dict[str, Any] = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
-    expected = runs_of(folder, **wishes)
+    options: dict[str, Any] = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
+    expected = runs_of(folder, **options)
     assert outputs(expected) == outputs(alone) and accepted(expected)
     for group in (1, 2):
-        runs = runs_of(folder, tp=2, draft_tp=group, **wishes)
+        runs = runs_of(folder, tp=2, draft_tp=group, **options)
         assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(expected)), group
 
 
@@ -86,16 +86,16 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
     draft = write_tiny_hybrid(
         tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2
     )
-    wishes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "kernels": "auto",
         "spec": "draft",
         "draft_model": draft,
         "draft_max": 3,
     }
-    alone = runs_of(agreeing, **wishes)
+    alone = runs_of(agreeing, **options)
     assert accepted(alone)
     for group in (1, 2):
-        runs = runs_of(agreeing, tp=2, draft_tp=group, **wishes)
+        runs = runs_of(agreeing, tp=2, draft_tp=group, **options)
         assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(alone)), group
 
 
@@ -116,8 +116,8 @@ def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) ->
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     """A prompt again, and a next turn: each rank has its part of the states as of there."""
     form = "torch" if obstacle() else "native"
-    wishes = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
-    made = [make_engine(agreeing, prefix_sharing=each, **wishes) for each in (False, True)]
+    options = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
+    made = [make_engine(agreeing, prefix_sharing=each, **options) for each in (False, True)]
     prompt = PROMPTS[0]
     params = replace(SEEDED[1], logprobs=0)
     told = list[Any]()

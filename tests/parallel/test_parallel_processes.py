@@ -46,11 +46,11 @@ def test_tokens_traffic_and_sockets(
     """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
-    wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
+    options: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = outputs(run_all(make_engine(target), PROMPTS, PARAMS))
     before_all = listening([])
     traffic = count_traffic(monkeypatch, tmp_path)
-    engine = make_engine(target, tp=2, draft_tp=group, **wishes)
+    engine = make_engine(target, tp=2, draft_tp=group, **options)
     with nothing_is_left(engine):
         assert outputs(run_all(engine, PROMPTS, PARAMS)) == plain
         before = traffic(engine)
@@ -170,11 +170,11 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     params = [
         SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)
     ]
-    wishes: dict[str, Any] = {"ctx": 31, "slots": 2}
-    plain = outputs(run_all(make_engine(target, **wishes), prompts, params))
-    wishes |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
+    options: dict[str, Any] = {"ctx": 31, "slots": 2}
+    plain = outputs(run_all(make_engine(target, **options), prompts, params))
+    options |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
     for group in (1, 2, 4, 8):
-        engine = make_engine(target, tp=8, draft_tp=group, **wishes)
+        engine = make_engine(target, tp=8, draft_tp=group, **options)
         with nothing_is_left(engine):
             runs = run_all(engine, prompts, params)
             expected = expected or drafts(runs)

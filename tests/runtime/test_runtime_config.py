@@ -1,4 +1,4 @@
-"""Wishes that are refused, each in its own words, and what the plan makes of others without a GPU."""
+"""Configurations that are refused, each in its own words, and what the plan makes of others without a GPU."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
 ]
 
 
-def config(**wishes: Any) -> EngineConfig:
-    return EngineConfig(model=Path("model"), **wishes)
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model=Path("model"), **options)
 
 
-@pytest.mark.parametrize(("wishes", "kind", "words"), REFUSED_TOGETHER)
+@pytest.mark.parametrize(("options", "kind", "words"), REFUSED_TOGETHER)
 def test_wishes_that_clash_are_refused(
-    wishes: dict[str, Any], kind: type[SpdError], words: str
+    options: dict[str, Any], kind: type[SpdError], words: str
 ) -> None:
     with pytest.raises(SpdError) as caught:
-        config(**wishes)
+        config(**options)
     error = caught.value
     assert type(error) is kind and error.exit_code == {UsageError: 2, IncompatibleError: 4}[kind]
     assert words in error.message and error.fix and "\n" not in error.message
@@ -203,11 +203,11 @@ def test_graphs_keep_few_lengths_and_always_none(most: int) -> None:
 def test_imposed_lengths_beyond_a_round_are_refused(
     tiny: Callable[..., Path], length: float
 ) -> None:
-    wishes = EngineConfig(
+    config = EngineConfig(
         model=tiny(), spec="ngram", draft_max=4, synthetic_acceptance=length, **ON_CPU
     )
     with pytest.raises(UsageError, match="out of range"):
-        make_plan(wishes)
+        make_plan(config)
 
 
 @pytest.mark.parametrize(("length", "k"), [(1.0, 4), (1.75, 1), (3.08, 4), (3.65, 7), (5.0, 4)])

@@ -81,7 +81,7 @@ def test_a_changing_number_changes_no_text(
     monkeypatch: pytest.MonkeyPatch, threads: None, spec: str
 ) -> None:
     """Another number of threads in every round, alone and eight together, greedy and sampled."""
-    wishes: dict[str, Any] = {"slots": 8, "ctx": 256, "kernels": "native", "prefix_sharing": False}
+    options: dict[str, Any] = {"slots": 8, "ctx": 256, "kernels": "native", "prefix_sharing": False}
     texts = []
     for changing in (False, True):
         turns = itertools.count()
@@ -91,7 +91,7 @@ def test_a_changing_number_changes_no_text(
 
         with monkeypatch.context() as patch:
             patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
-            engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **wishes))
+            engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **options))
             assert local_queue(engine).threads._counts == (1, 2)
             params = [
                 SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(8)
@@ -116,10 +116,10 @@ def test_short_contexts_open(ctx: int) -> None:
 
 
 @pytest.mark.covers(count=1)
-@pytest.mark.parametrize("wishes", [{"threads": 2}, {"kernels": "torch", "dtype": "float32"}])
-def test_other_threads_stay(threads: None, wishes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"threads": 2}, {"kernels": "torch", "dtype": "float32"}])
+def test_other_threads_stay(threads: None, options: dict[str, Any]) -> None:
     """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""
-    engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **wishes))
+    engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **options))
     assert local_queue(engine).threads._counts == (2,) and not engine.plan.threads_follow
 
 

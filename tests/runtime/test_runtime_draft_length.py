@@ -284,12 +284,12 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
         assert own.copies == trail
 
 
-def plan_of(**wishes: Any) -> EnginePlan:
-    return make_plan(EngineConfig(**{"model": demo_folder(), "device": "cpu", **wishes}))
+def plan_of(**options: Any) -> EnginePlan:
+    return make_plan(EngineConfig(**{"model": demo_folder(), "device": "cpu", **options}))
 
 
 @pytest.mark.parametrize(
-    ("wishes", "spec", "lengths"),
+    ("options", "spec", "lengths"),
     [
         ({"spec": "mtp+ngram"}, "mtp+ngram", (3, 8)),
         ({"spec": "draft+ngram"}, "draft+ngram", (4, 8)),
@@ -305,8 +305,8 @@ def plan_of(**wishes: Any) -> EnginePlan:
         ({"spec": "ngram"}, "ngram", (8, 8)),
     ],
 )
-def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
-    plan = plan_of(**wishes)
+def test_how_many_each_drafts(options: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
+    plan = plan_of(**options)
     assert plan.spec == spec and (plan.shape.model_drafts, plan.shape.draft_max) == lengths
     assert plan.copying == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
     assert max(plan.draft_tiers) == lengths[0]
@@ -315,8 +315,8 @@ def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[
 def test_the_shortest_match(tiny: Any) -> None:
     alone = (plan_of(spec="ngram"), plan_of(model=tiny("qwen3"), spec="auto+ngram"))
     assert {plan.ngram_min for plan in alone} == {NGRAM_MIN}
-    for wishes, shortest in (({}, LONG_MATCH), ({"ngram_min": 2}, 2), ({"ngram_max": 4}, 4)):
-        assert plan_of(spec="mtp+ngram", **wishes).ngram_min == shortest
+    for options, shortest in (({}, LONG_MATCH), ({"ngram_min": 2}, 2), ({"ngram_max": 4}, 4)):
+        assert plan_of(spec="mtp+ngram", **options).ngram_min == shortest
 
 
 def test_the_demo_copies() -> None:

@@ -127,8 +127,8 @@ def test_ids_in_any_order_and_in_any_integers(pair: Pair, tmp_path: Path) -> Non
 
 def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_path: Path) -> None:
     theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
-    wishes: dict[str, Any] = {"model": pair[0], "draft_max": 3, "ctx": 256}
-    without = make_plan(EngineConfig(draft_model=pair[1], **wishes))
+    options: dict[str, Any] = {"model": pair[0], "draft_max": 3, "ctx": 256}
+    without = make_plan(EngineConfig(draft_model=pair[1], **options))
     plain = story(engine_of(pair))
     for same in (True, False):
         table = {"embed_tokens.weight": theirs if same else -theirs}
@@ -137,7 +137,7 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_pat
         target = engine._device.runner.model
         head = engine._device.proposer.runners[0].model  # type: ignore[attr-defined]
         assert (head.embedding is target.embedding) == same == (story(engine) == plain)
-        held = make_plan(EngineConfig(draft_model=folder, **wishes))
+        held = make_plan(EngineConfig(draft_model=folder, **options))
         assert held.need.workspace - without.need.workspace == theirs.numel() * 4
 
 

@@ -89,8 +89,8 @@ def test_speculation_changes_no_token(published: Path) -> None:
         SamplingParams(max_tokens=32, ignore_eos=True, temperature=t, seed=7)
         for t in (0.0, 0.8, 1.3, 0.0, 0.8)
     ]
-    wishes: dict[str, Any] = {"kernels": "auto", "threads": 2, "dtype": "bfloat16"}
-    plain = run_all(make_engine(published, **wishes), prompts, params)
-    spoken = run_all(make_engine(published, spec="ngram", draft_max=4, **wishes), prompts, params)
+    options: dict[str, Any] = {"kernels": "auto", "threads": 2, "dtype": "bfloat16"}
+    plain = run_all(make_engine(published, **options), prompts, params)
+    spoken = run_all(make_engine(published, spec="ngram", draft_max=4, **options), prompts, params)
     assert_same(spoken, plain)
     assert drafted(spoken) > 0

@@ -95,12 +95,12 @@ def test_a_head_in_a_file_of_its_own_drafts(source: Path, tmp_path: Path, name: 
     head = convert(source, folder, tmp_path / "mtp-m-Q8_0.gguf", "f32", "--mtp")
     prompts = random_prompts(2, 30, 256, seed=len(name))
     params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
-    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3}
-    own = run_all(make_engine(folder, spec="mtp", **wishes), prompts, params)
+    options: dict[str, Any] = {"ctx": 256, "draft_max": 3}
+    own = run_all(make_engine(folder, spec="mtp", **options), prompts, params)
     found = [
-        run_all(make_engine(file, spec="auto", **wishes), prompts, params),
-        run_all(make_engine(file, spec="mtp", mtp=head, **wishes), prompts, params),
-        run_all(make_engine(folder, spec="mtp", mtp=head, **wishes), prompts, params),
+        run_all(make_engine(file, spec="auto", **options), prompts, params),
+        run_all(make_engine(file, spec="mtp", mtp=head, **options), prompts, params),
+        run_all(make_engine(folder, spec="mtp", mtp=head, **options), prompts, params),
     ]
     for runs in found:
         assert [run.tokens for run in runs] == [run.tokens for run in own]
@@ -116,11 +116,11 @@ def test_an_assistant_in_a_file_drafts(source: Path, tmp_path: Path) -> None:
     head = convert(source, own, tmp_path / "mtp-gemma-4-Q8_0.gguf")
     prompts = random_prompts(2, 30, 256, seed=3)
     params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
-    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3}
-    wanted = run_all(make_engine(folder, draft_model=own, spec="auto", **wishes), prompts, params)
+    options: dict[str, Any] = {"ctx": 256, "draft_max": 3}
+    wanted = run_all(make_engine(folder, draft_model=own, spec="auto", **options), prompts, params)
     for engine in (
-        make_engine(file, spec="auto", **wishes),
-        make_engine(folder, draft_model=head, spec="auto", **wishes),
+        make_engine(file, spec="auto", **options),
+        make_engine(folder, draft_model=head, spec="auto", **options),
     ):
         runs = run_all(engine, prompts, params)
         assert [run.tokens for run in runs] == [run.tokens for run in wanted]

@@ -151,8 +151,8 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
         stopping, dtype=torch.float32
     ).eval()
     wanted = speaks_as(reference, make_engine(stopping), prompt, 24, ends=True).tokens
-    for wishes in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
-        run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **wishes)
+    for options in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
+        run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **options)
         assert run.tokens == wanted and run.finish_reason == "stop" and run.tokens[-1] == end
 
 
@@ -200,7 +200,7 @@ def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
     alone = run_all(make_engine(target, kernels="auto", ctx=1024), prompts, params)
     draft = {"draft_model": write_dense(tmp_path / "draft", "gemma3", layers=2, **shape)}
     for spec, model in (("ngram", {}), ("draft", draft)):
-        wishes = {
+        options = {
             "spec": spec,
             "draft_max": 3,
             "slots": 4,
@@ -209,6 +209,6 @@ def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
             "cache_pages": 40,
             **model,
         }
-        runs = run_all(make_engine(target, kernels="auto", **wishes), prompts, params)
+        runs = run_all(make_engine(target, kernels="auto", **options), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         assert sum(run.metrics.preemptions for run in runs) > 0

@@ -106,25 +106,25 @@ CASES: list[tuple[float, dict[str, Any], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("temperature", "wishes", "lags"), CASES)
+@pytest.mark.parametrize(("temperature", "options", "lags"), CASES)
 def test_texts_match(
     target: Path,
     tiny: Callable[..., Path],
     temperature: float,
-    wishes: dict[str, Any],
+    options: dict[str, Any],
     lags: tuple[int, ...],
 ) -> None:
     """They are plain ones; under rules that test a draft's probability, those of each request alone."""
     asked = requests(temperature)
-    ruled = "verify" in wishes
+    ruled = "verify" in options
     model = tiny("qwen3", layers=1, seed=4) if ruled else target
-    wishes = wishes if wishes is NGRAM else {**wishes, "draft_model": model}
-    plain = run_requests(quick_engine(target, **(wishes if ruled else {})), asked)
+    options = options if options is NGRAM else {**options, "draft_model": model}
+    plain = run_requests(quick_engine(target, **(options if ruled else {})), asked)
     for kind, run in zip(TEXTS, plain, strict=False):
         assert run.finish_reason in ("stop", "length")
         assert run.finish_reason == "length" or fits(kind, run.text), run.text
     assert sum(run.finish_reason == "stop" for run in plain) >= 2
-    made = [run_requests(quick_engine(target, slots=4, lag=lag, **wishes), asked) for lag in lags]
+    made = [run_requests(quick_engine(target, slots=4, lag=lag, **options), asked) for lag in lags]
     for runs in made:
         assert [run.output for run in runs] == [run.output for run in plain]
         # Waiting for masks costs no draft: what is verified is the same at every lag.
@@ -239,8 +239,8 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
     runs = []
-    for wishes in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
-        engine = quick_engine(target, **wishes)
+    for options in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
+        engine = quick_engine(target, **options)
         lengths = lengths_at_masks(local_queue(engine))
         runs += run_requests(engine, [request])
         assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
@@ -270,10 +270,10 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     ]
     for spec in ({"lag": 2}, NGRAM):
         engine = quick_engine(target, **spec)
-        for grammar, wishes, ended in cases:
+        for grammar, options, ended in cases:
             prompt = PROMPTS[grammar.after is not None]
             (done,) = engine.generate(
-                [Request("a", prompt, SamplingParams(**wishes), grammar=grammar)]
+                [Request("a", prompt, SamplingParams(**options), grammar=grammar)]
             )
             assert (done.finish_reason, done.error) == ended, grammar
 
@@ -459,9 +459,9 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         {"spec": "ngram", "ngram_min": 1, "draft_max": 3, "lag": int(temperature)},
         {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2},
     )
-    for wishes in methods:
-        found = run_requests(quick_engine(target, slots=6, **wishes), asked)
-        assert [run.output for run in found] == [run.output for run in runs], wishes
+    for options in methods:
+        found = run_requests(quick_engine(target, slots=6, **options), asked)
+        assert [run.output for run in found] == [run.output for run in runs], options
 
 
 def test_thinking_ends_where_its_budget_does() -> None:
@@ -579,13 +579,13 @@ def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
         for name, tokens in around.items()
     ]
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
-    for wishes in ({}, {"lag": 2}, drafts, drafts | {"lag": 2}, NGRAM):
-        engine = quick_engine(target, slots=3, **wishes)
+    for options in ({}, {"lag": 2}, drafts, drafts | {"lag": 2}, NGRAM):
+        engine = quick_engine(target, slots=3, **options)
         within, behind, out = run_requests(engine, asked)
-        assert within.tokens == seen, wishes
+        assert within.tokens == seen, options
         assert behind.tokens == out.tokens and out.tokens[: at + 1] == seen[: at + 1]
         said = engine.tokenizer.decode(out.tokens[at + 1 :])
-        assert re.match("(ab|cd|[0-9]{3})+", said), (wishes, said)
+        assert re.match("(ab|cd|[0-9]{3})+", said), (options, said)
 
 
 def test_where_thinking_begins_and_ends(target: Path) -> None:

@@ -46,20 +46,20 @@ Watched = Callable[..., tuple[Engine, StandIn]]
 Shelf = Callable[..., Path]
 
 
-def two_slots(model: Path, **wishes: Any) -> Engine:
+def two_slots(model: Path, **options: Any) -> Engine:
     """An engine on the CPU, whatever else is there."""
-    return make_engine(model, **{"slots": 2, "device": "cpu", **wishes})
+    return make_engine(model, **{"slots": 2, "device": "cpu", **options})
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """An engine whose rounds are captured by the stand-in."""
 
-    def make(model: Path, **wishes: Any) -> tuple[Engine, StandIn]:
-        tape = Tape(wishes.get("kernels", "torch"))
+    def make(model: Path, **options: Any) -> tuple[Engine, StandIn]:
+        tape = Tape(options.get("kernels", "torch"))
         with monkeypatch.context() as patch:
             patch.setattr(assembly, "load_kernels", lambda *args: tape.wrap(load_kernels(*args)))
-            engine = two_slots(model, **wishes)
+            engine = two_slots(model, **options)
         stand_in = StandIn(engine, tape)
         local_queue(engine).captured = stand_in
         return engine, stand_in
@@ -80,7 +80,7 @@ damped = Damped(loud=1)
 
 
 def asked(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
-    """A target, and wishes for k drafts of a method; `block` is a draft model's under that rule."""
+    """A target, and options for k drafts of a method; `block` is a draft model's under that rule."""
     pair = pairs.get(method.replace("block", "draft"))
     more = {"verify": "block"} if method.startswith("block") else {}
     return pair.model, pair.speculation | more | ({} if method == "off" else {"draft_max": k})
@@ -127,10 +127,10 @@ CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case 
 def test_replays_are_eager_rounds(
     pairs: Pairs, watched: Watched, method: str, k: int, lag: int
 ) -> None:
-    target, wishes = asked(pairs, method, k)
-    eager = story(run_batch(two_slots(target, **wishes)))
+    target, options = asked(pairs, method, k)
+    eager = story(run_batch(two_slots(target, **options)))
     assert [tokens for tokens, _, _ in eager] == plain(target)
-    engine, captured = watched(target, lag=lag, **wishes)
+    engine, captured = watched(target, lag=lag, **options)
     runs = run_batch(engine)
     assert story(runs) == eager
     shapes = list(captured.captured)
@@ -148,10 +148,10 @@ def test_replays_are_eager_rounds(
 def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
     pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
-    target, wishes = asked(pairs, method, 3)
+    target, options = asked(pairs, method, 3)
     told = []
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
-        made: Any = make(target, **wishes, lag=lag)
+        made: Any = make(target, **options, lag=lag)
         engine, captured = made if make is watched else (made, None)
         engine._draft_length.choose = itertools.cycle(pattern).__next__
         told.append(run_batch(engine, 2))
@@ -181,8 +181,8 @@ def step_into(engine: Engine, steps: int) -> None:
 def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
     k = 3
-    target, wishes = asked(pairs, method, 3)
-    engine, captured = watched(target, lag=2, **wishes)
+    target, options = asked(pairs, method, 3)
+    engine, captured = watched(target, lag=2, **options)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
     before = {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
@@ -283,10 +283,10 @@ def test_in_the_form_that_is_captured(
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, **shape) for n in (2, 1))
     prompts = [*random_prompts(1, 9, 70), *random_prompts(1, 7, 70)]
     params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
-    wishes = {"spec": method, "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
-    wishes |= {"draft_model": draft} if method == "draft" else {"ngram_min": 1}
-    eager = run_all(two_slots(target, **{**wishes, "kernels": "torch"}), prompts, params)
-    engine, captured = watched(target, **wishes)
+    options = {"spec": method, "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
+    options |= {"draft_model": draft} if method == "draft" else {"ngram_min": 1}
+    eager = run_all(two_slots(target, **{**options, "kernels": "torch"}), prompts, params)
+    engine, captured = watched(target, **options)
     assert story(run_all(engine, prompts, params)) == story(eager)
     assert captured.replays > 2 and no_host_reads.rounds > captured.replays
     assert sum(run.metrics.draft_n for run in eager) > 0
@@ -307,8 +307,8 @@ STATE_READS: dict[str, Callable[[RoundState], object]] = {
 @pytest.mark.parametrize("what", STATE_READS)
 def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
-    target, wishes = asked(pairs, "ngram")
-    engine = two_slots(target, **wishes)
+    target, options = asked(pairs, "ngram")
+    engine = two_slots(target, **options)
     round_ = local_queue(engine).round
     honest = round_._commit
     state = round_.state
@@ -348,8 +348,8 @@ def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]
 def test_few_shapes_are_captured_in_order(
     pairs: Pairs, watched: Watched, adaptive: bool, k: int
 ) -> None:
-    target, wishes = asked(pairs, "one" if k else "off", k)
-    engine, captured = watched(target, slots=5, adaptive=adaptive, **wishes)
+    target, options = asked(pairs, "one" if k else "off", k)
+    engine, captured = watched(target, slots=5, adaptive=adaptive, **options)
     fixed = {(0, k), (k, k)}
     few = {0, k}
     more = {0, k - 1, k}
@@ -369,8 +369,8 @@ def test_few_shapes_are_captured_in_order(
 
 
 def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> None:
-    target, wishes = asked(pairs, "one")
-    engine, captured = watched(target, slots=5, **wishes)
+    target, options = asked(pairs, "one")
+    engine, captured = watched(target, slots=5, **options)
     assert engine.capture_ahead([GREEDY], together=2) == 2
     assert {shape.slots for shape in captured.order} == {5}
     wanted = SamplingParams(logprobs=1, temperature=1.0)
@@ -384,11 +384,11 @@ def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> No
 @pytest.mark.parametrize("method", ["off", "ngram", "block", "one"])
 def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
-    target, wishes = asked(pairs, method)
+    target, options = asked(pairs, method)
     prompts = random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
-        eager = make_engine(target, slots=2, **wishes)
-        engine, captured = watched(target, slots=2, lag=lag, **wishes)
+        eager = make_engine(target, slots=2, **options)
+        engine, captured = watched(target, slots=2, lag=lag, **options)
         count = engine.capture_ahead([params])
         told, found = (
             story(run_all(one, prompts, [params] * 2) + run_all(one, prompts[:1], [params]))
@@ -432,9 +432,9 @@ def failing_after(count: int) -> Callable[[Any], Any]:
 def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pairs) -> None:
     """All are let go: those that are needed find the room that the others took."""
     prompts = random_prompts(2, 9, 256)
-    target, wishes = asked(pairs, "ngram")
+    target, options = asked(pairs, "ngram")
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
-    engine = make_engine(target, slots=2, **wishes)
+    engine = make_engine(target, slots=2, **options)
     queue = local_queue(engine)
     state = queue.state
     captured = CapturedRounds(queue.round, failing_after(2))
@@ -484,10 +484,10 @@ def requests() -> list[Request]:
 def test_texts_are_those_of_whole_rounds(
     pairs: Pairs, watched: Watched, method: str, lag: int
 ) -> None:
-    target, wishes = asked(pairs, method)
-    wishes |= {"slots": SLOTS}
-    whole = run_requests(make_engine(target, **wishes), requests())
-    engine, captured = watched(target, lag=lag, **wishes)
+    target, options = asked(pairs, method)
+    options |= {"slots": SLOTS}
+    whole = run_requests(make_engine(target, **options), requests())
+    engine, captured = watched(target, lag=lag, **options)
     runs = run_requests(engine, requests())
     assert story(runs) == story(whole)
     if not lag:  # what is read later finds, without a GPU's copies, those of a later round
@@ -501,8 +501,8 @@ def test_texts_are_those_of_whole_rounds(
 @pytest.mark.parametrize("method", ["one+ngram", "block+ngram"])
 def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, method: str) -> None:
     """A proposer that keeps another tensor by slots, and does not narrow it, is found here."""
-    target, wishes = asked(pairs, method)
-    engine = make_engine(target, **wishes, slots=SLOTS)
+    target, options = asked(pairs, method)
+    engine = make_engine(target, **options, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
     whole = local_queue(engine).round
     part = narrowed(whole, 4)

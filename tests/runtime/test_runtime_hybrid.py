@@ -207,8 +207,8 @@ def test_drafts_of_an_eagle3_head_are_right(
     """Of a head that reads streams entering recurrent and attending layers; the text is plain decoding's."""
     target = hybrid(num_hidden_layers=7)
     head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 3, 6))
-    wishes = {"dtype": "float32", "kernels": form, "ctx": 320}
-    engine = make_engine(target, **wishes, spec="eagle3", draft_model=head, draft_max=k)
+    options = {"dtype": "float32", "kernels": form, "ctx": 320}
+    engine = make_engine(target, **options, spec="eagle3", draft_model=head, draft_max=k)
     prompts = PROMPTS[:: 2 if form == "native" else 4]  # torch's recurrence is slow
     params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(
         prompts
@@ -217,7 +217,7 @@ def test_drafts_of_an_eagle3_head_are_right(
     plain = PlainEagle3(target, head, LibraryTarget(target))
     wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
     assert wrong == 0 and seen >= (12 if form == "native" else 8)
-    plain_runs = run_all(make_engine(target, **wishes), prompts, params)
+    plain_runs = run_all(make_engine(target, **options), prompts, params)
     assert [run.tokens for run in runs] == [run.tokens for run in plain_runs]
 
 
@@ -228,14 +228,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
     cases: list[dict[str, Any]] = [{"draft_max": 4, "lag": 2, "slots": 4}]
     if form == "native":
         cases += [{"draft_max": 1}, {"draft_max": 3, "adaptive": True}]
-    for wishes in cases:
-        engine = make_engine(folder, spec="draft", draft_model=folder, **FORMS[form], **wishes)
+    for options in cases:
+        engine = make_engine(folder, spec="draft", draft_model=folder, **FORMS[form], **options)
         params = [
             SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))
         ]
         runs = run_all(engine, PROMPTS, params)
         assert helpers.drafted(runs) == sum(run.metrics.draft_n_accepted for run in runs)
-        assert helpers.drafted(runs) > 50 or "adaptive" in wishes
+        assert helpers.drafted(runs) > 50 or "adaptive" in options
 
 
 # -- checkpoints: a hit is a miss, bit for bit and draft for draft, wherever it stands ----------------
@@ -247,14 +247,16 @@ COMPILED = "native" if obstacle() is None else "torch"
 Spans = tuple[tuple[str, int], ...]
 
 
-def engine_of(pairs: Pairs, form: str, method: str, **wishes: Any) -> Engine:
+def engine_of(pairs: Pairs, form: str, method: str, **options: Any) -> Engine:
     pair = pairs.get(f"hybrid/{method}")
-    return make_engine(pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation, **wishes})
+    return make_engine(pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation, **options})
 
 
-def sharing(pairs: Pairs, form: str, method: str, **wishes: Any) -> list[Engine]:
+def sharing(pairs: Pairs, form: str, method: str, **options: Any) -> list[Engine]:
     """An engine that shares prefixes, and one that does not."""
-    return [engine_of(pairs, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
+    return [
+        engine_of(pairs, form, method, prefix_sharing=each, **options) for each in (True, False)
+    ]
 
 
 def same(found: list[Run], fresh: list[Run]) -> None:
@@ -273,10 +275,10 @@ def poison(engine: Engine) -> None:
 
 
 def hits(
-    pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **wishes: Any
+    pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **options: Any
 ) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
-    made = sharing(pairs, form, method, **wishes)
+    made = sharing(pairs, form, method, **options)
     plain = SamplingParams(max_tokens=9, ignore_eos=True)
     for length in lengths:
         prompt = random_prompts(1, length, 256, seed=length)[0]
@@ -402,9 +404,10 @@ def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.Mo
 
 
 def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs: Pairs) -> None:
-    wishes = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation, "draft_max": 3}
+    options = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation, "draft_max": 3}
     made = [
-        make_engine(pairs.get("off").model, **wishes, prefix_sharing=each) for each in (True, False)
+        make_engine(pairs.get("off").model, **options, prefix_sharing=each)
+        for each in (True, False)
     ]
     system = random_prompts(1, 20, 256, seed=6)[0]
     users = random_prompts(3, 15, 256, seed=7)
@@ -432,8 +435,8 @@ def test_preempted_texts_go_on(
     params = [
         replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)
     ]
-    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
-    alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
+    options: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
+    alone = engine_of(pairs, form, method, prefix_sharing=False, **options)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts = list[int]()
     load = StateStore.load
@@ -444,7 +447,7 @@ def test_preempted_texts_go_on(
 
     monkeypatch.setattr(StateStore, "load", noted)
     engine = engine_of(
-        pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes
+        pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **options
     )
     runs = run_all(engine, prompts, params)
     assert_same(runs, fresh)

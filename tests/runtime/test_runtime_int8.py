@@ -75,9 +75,9 @@ def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
     )
 
 
-def demo_logits(folder: Path, **wishes: Any) -> torch.Tensor:
+def demo_logits(folder: Path, **options: Any) -> torch.Tensor:
     """Float32 logits [T, V] of a text by the demo in a folder, each row less its mean."""
-    engine = make_engine(folder, ctx=512, **wishes)
+    engine = make_engine(folder, ctx=512, **options)
     ids = engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n")
     logits = logits_of(engine, ids, 0)
     return logits - logits.mean(-1, keepdim=True)
@@ -88,20 +88,20 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
     demo = demo_folder()
     exact = demo_logits(demo)
     twins = {scale: write_twin(demo, tmp_path / f"{scale}", ue8m0=scale) for scale in (False, True)}
-    for folder, wishes, low, high in (
+    for folder, options, low, high in (
         (demo, {"quantize": "int8"}, 0.001, 0.04),
         (demo, {"quantize": "int4"}, 0.02, 0.25),
         (twins[False], {}, 0.0175, 0.0525),
         (twins[True], {}, 0.02, 0.06),
     ):
-        error = (demo_logits(folder, **wishes) - exact).square().mean().sqrt()
-        assert low < error / exact.square().mean().sqrt() < high, (folder, wishes)
+        error = (demo_logits(folder, **options) - exact).square().mean().sqrt()
+        assert low < error / exact.square().mean().sqrt() < high, (folder, options)
 
 
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
-    wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
-    plan = make_plan(wishes)
-    wide = make_plan(replace(wishes, quantize="none"))
+    config = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
+    plan = make_plan(config)
+    wide = make_plan(replace(config, quantize="none"))
     assert (
         plan.weights == "int8"
         and "made at load" in plan.weights_reason

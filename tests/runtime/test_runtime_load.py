@@ -113,12 +113,12 @@ def test_a_file_that_is_cut_short_while_it_is_read(
 ) -> None:
     """A download or a copy that still runs; to touch a map of such a file would end the process."""
     model = victim = tmp_path / "model"
-    wishes: dict[str, Any] = (
+    options: dict[str, Any] = (
         {"dtype": "bfloat16"} if way in ("as stored", "sharded", "rank") else {}
     )
     if way == "eagle3":
         victim = write_tiny_pair(model, tmp_path / "head")
-        wishes = {"spec": "eagle3", "draft_model": victim, "draft_max": 3}
+        options = {"spec": "eagle3", "draft_model": victim, "draft_max": 3}
     elif way == "fp8":
         write_twin(tiny(dtype="bfloat16"), victim, block=16)
     else:
@@ -132,7 +132,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(
             with Checkpoint.open(victim) as checkpoint:
                 for name in checkpoint.tensors:
                     loader.read_part(checkpoint, name, Cut(0, ((0, 8),)))
-        make_engine(model, **wishes)
+        make_engine(model, **options)
     assert str(file) in caught.value.message and caught.value.exit_code == 4
 
 
@@ -219,8 +219,8 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
     told = list[LoadProgress]()
     model = tiny("tied")
     draft = tiny("tied", layers=1)
-    wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
-    Engine(EngineConfig(model=model, draft_model=draft, **wishes), told.append)
+    options: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
+    Engine(EngineConfig(model=model, draft_model=draft, **options), told.append)
     assert told[-1].done == told[-1].total and told[0].done < told[0].total
     assert told[-1].total == sum(
         tensor_bytes(read_model_config(f), "float32") for f in (model, draft)

@@ -95,15 +95,20 @@ EAGLE = config_8b(num_layers=1, architecture="LlamaForCausalLMEagle3", eagle3=HE
 
 
 def shape_8b(**changes: Any) -> EngineShape:
-    wishes: dict[str, Any] = {"target": config_8b(), "draft": None, "dtype": "bfloat16", "slots": 1}
-    wishes |= {
+    options: dict[str, Any] = {
+        "target": config_8b(),
+        "draft": None,
+        "dtype": "bfloat16",
+        "slots": 1,
+    }
+    options |= {
         "ctx": 32768,
         "draft_ctx": 32768,
         "draft_max": 4,
         "kernels": "triton",
         "graphs": True,
     }
-    return EngineShape(**{**wishes, "on_cpu": False, **changes})
+    return EngineShape(**{**options, "on_cpu": False, **changes})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -142,14 +147,14 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
 def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     """To the byte: its tensors, its cache, and its states, one a page and a ring of them a slot."""
     target = tmp_path / "target"
-    wishes: dict[str, Any] = {"spec": method, "slots": 3, "ctx": 500}
+    options: dict[str, Any] = {"spec": method, "slots": 3, "ctx": 500}
     if method == "mtp":
         write_tiny_mtp(target, modules=2)
     else:
-        wishes["draft_model"] = write_tiny_pair(
+        options["draft_model"] = write_tiny_pair(
             target, tmp_path / "head", hidden_size=96, norm_before_fc=True
         )
-    engine = make_engine(target, **wishes)
+    engine = make_engine(target, **options)
     proposer = local_queue(engine).proposer
     plan = engine.plan
     assert isinstance(proposer, HeadProposer)
@@ -160,7 +165,7 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     assert plan.need.caches == pools + states * (method == "mtp")
     if method == "mtp":
         return
-    with Checkpoint.open(wishes["draft_model"]) as checkpoint:
+    with Checkpoint.open(options["draft_model"]) as checkpoint:
         stored = [t.nbytes for name, t in checkpoint.tensors.items() if name not in ("d2t", "t2d")]
     assert plan.need.draft_weights == sum(stored)
     assert shape.draft is not None
@@ -179,12 +184,12 @@ def test_the_largest_that_fits_is_found() -> None:
 
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
-    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
+    config = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
-    whole = make_plan(wishes)
+    whole = make_plan(config)
     assert whole.shape.ctx == 8192 and whole.need.total < 2**30
     monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
-    cut = make_plan(wishes)
+    cut = make_plan(config)
     assert 64 <= cut.shape.ctx < 8192 and cut.need.total <= cut.memory_budget_bytes
     more = replace(cut.shape, ctx=cut.shape.ctx + 64)
     assert measure(more).total > cut.memory_budget_bytes == int(whole.need.total * 0.9)
@@ -192,23 +197,23 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: 
 
 def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
-    wishes = EngineConfig(
+    config = EngineConfig(
         model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4
     )
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
-    whole = make_plan(wishes)
+    whole = make_plan(config)
     assert (whole.shape.ctx, whole.shape.num_pages) == (
         8192,
         NUM_RESERVED + 4 * memory.pages_a_slot(8192),
     )
     monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
-    fewer = make_plan(wishes)
+    fewer = make_plan(config)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
     assert fewer.need.total <= fewer.memory_budget_bytes
     more = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
     assert measure(more).total > fewer.memory_budget_bytes
     monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total // 2)
-    shorter = make_plan(wishes)
+    shorter = make_plan(config)
     assert shorter.shape.ctx < 8192 and shorter.shape.num_pages - 2 >= shorter.shape.ctx // 64
 
 
@@ -250,8 +255,8 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
     forms = {"int8": WeightForm("int8"), "int4": WeightForm("int4")}
     for remedy in memory.remedies(shape, free * GIB, draft_flag=True):
-        wish = remedy.partition("  ")[0]
-        flag, value = wish.split(",")[0].rsplit(" ", 1)
+        option = remedy.partition("  ")[0]
+        flag, value = option.split(",")[0].rsplit(" ", 1)
         form = forms[value] if flag == "--quantize" else None
         changes: dict[str, dict[str, Any]] = {
             "--dtype": {"dtype": value},
@@ -263,7 +268,7 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         changed = at_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
         frees = measure(shape).total - measure(changed).total
         alone = "" if measure(changed).total <= free * GIB else ", not enough alone"
-        assert remedy == f"{wish}  (frees {show_size(frees)}{alone})" and frees > 0
+        assert remedy == f"{option}  (frees {show_size(frees)}{alone})" and frees > 0
 
 
 def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
@@ -380,9 +385,9 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
 
-def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
+def assert_still_right(engine: Engine, folder: Path, **options: Any) -> None:
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
-    fresh = make_engine(folder, **wishes)
+    fresh = make_engine(folder, **options)
     assert outputs(run_all(engine, PROMPTS, params)) == outputs(run_all(fresh, PROMPTS, params))
     assert not engine.has_work
 
@@ -396,9 +401,9 @@ def test_no_memory_while_running(
 ) -> None:
     folder = tiny("qwen3")
     where, owner, name, after = place
-    wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
-    wishes |= {"draft_model": folder} if spec == "draft" else {}
-    engine = make_engine(folder, **wishes)
+    options: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
+    options |= {"draft_model": folder} if spec == "draft" else {}
+    engine = make_engine(folder, **options)
     real = getattr(owner, name)
     late = where.startswith("after")
     error = torch.OutOfMemoryError("CUDA out of memory")
@@ -431,7 +436,7 @@ def test_no_memory_while_running(
     assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, (
         "what waited is not harmed"
     )
-    assert_still_right(engine, folder, **wishes)
+    assert_still_right(engine, folder, **options)
     engine.close()
 
 

@@ -175,9 +175,9 @@ FAULTS = {
 }
 
 
-def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) -> Texts:
+def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **options: Any) -> Texts:
     """Texts of an engine whose head has a fault; they are those without a drafter."""
-    engine = quick_engine(target, draft_max=2, **wishes)
+    engine = quick_engine(target, draft_max=2, **options)
     fault(engine, monkeypatch)
     runs = texts(engine, 16)
     plain = texts(quick_engine(target), 16)

@@ -39,8 +39,8 @@ SHAPE: dict[str, Any] = {
     "intermediate": 64,
 }
 SHAPE |= {"max_positions": 1024}
-WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 256}
-WISHES |= {"adaptive": False, "ngram_min": 1}
+OPTIONS: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 256}
+OPTIONS |= {"adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
 Params = list[SamplingParams]
 PAUSES = (4, 0, 4, 4, 0, 0, 3, *[0] * 18, 2, 4)  # One is longer than what is caught up in one pass.
@@ -74,9 +74,9 @@ def generate(
         if folder.exists()
         else {"spec": draft}
     )
-    wishes = {"slots": len(params), **WISHES, **spec, **config}
-    trace = wishes.pop("trace", None)
-    engine = Engine(EngineConfig(model=models / "target", **wishes))
+    options = {"slots": len(params), **OPTIONS, **spec, **config}
+    trace = options.pop("trace", None)
+    engine = Engine(EngineConfig(model=models / "target", **options))
     engine.trace = trace
     if lengths:
         engine._draft_length.choose = itertools.cycle(lengths).__next__  # type: ignore[method-assign]
@@ -177,13 +177,13 @@ def late_reading(models: Path) -> None:
     stopping = [
         replace(p, stop_token_ids=(text[6],)) for p, text in zip(GREEDY, texts, strict=True)
     ]
-    wishes = {
+    options = {
         "lag": 2,
         "cache_pages": 64,
         "trace": records.append,
     }  # with pages to spare no request waits
     for slots in (1, 2):
-        same_text(models, [*stopping[:3], GREEDY[3]], "shallow", slots=slots, **wishes)
+        same_text(models, [*stopping[:3], GREEDY[3]], "shallow", slots=slots, **options)
     # A slot's last occupant may have run on for a while; those rounds belong to no request.
     assert all(record.committed for record in records), "a request was told another's round"
 

@@ -70,12 +70,12 @@ def test_words_of_every_width(bits: int, count: int) -> None:
     )
 
 
-def spoken(folder: Path, count: int = 6, vocab: int = 256, **wishes: Any) -> list[Any]:
+def spoken(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> list[Any]:
     params = [
         SamplingParams(max_tokens=count),
         SamplingParams(max_tokens=count, temperature=0.8, seed=1),
     ]
-    engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
+    engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **options})
     return helpers.outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
 
 
@@ -213,12 +213,12 @@ def test_scales_of_activations_are_not_needed(
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
 
-def speak_alike(folder: Path, way: str, to: Path, kernels: str, *wishes: int) -> None:
+def speak_alike(folder: Path, way: str, to: Path, kernels: str, *options: int) -> None:
     """By packed codes as by the dequantised copy, in float32."""
     twin, plain = write_twins(folder, to, way)
     plan = make_plan(EngineConfig(model=twin, device="cpu", dtype="float32", kernels=kernels))
     assert plan.weights in ("int4", "int8", "e2m1", "e4m3")
-    assert spoken(twin, *wishes, kernels=kernels) == spoken(plain, *wishes, kernels="torch")
+    assert spoken(twin, *options, kernels=kernels) == spoken(plain, *options, kernels="torch")
 
 
 @needs_compiled
@@ -251,10 +251,10 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     )
     params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)]
     work = random_prompts(3, 30, 256), params
-    wishes = {"kernels": "native", "dtype": "float32"}
-    off = run_all(make_engine(twin, spec="off", **wishes), *work)
-    wishes |= helpers.PROPOSERS["mtp"]
-    runs, same = (run_all(make_engine(each, **wishes), *work) for each in (twin, plain))
+    options = {"kernels": "native", "dtype": "float32"}
+    off = run_all(make_engine(twin, spec="off", **options), *work)
+    options |= helpers.PROPOSERS["mtp"]
+    runs, same = (run_all(make_engine(each, **options), *work) for each in (twin, plain))
     helpers.assert_same(runs, off)
     assert accepted(runs) == accepted(same)
 

@@ -86,9 +86,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return get
 
 
-def planned(folder: ModelFolder, **wishes: Any) -> EnginePlan:
+def planned(folder: ModelFolder, **options: Any) -> EnginePlan:
     """The plan for a GPU of 80 GiB, but for what memory decides."""
-    return outline(EngineConfig(model=folder, **wishes), CARD)
+    return outline(EngineConfig(model=folder, **options), CARD)
 
 
 def elements(entries: Iterable[Entry]) -> int:

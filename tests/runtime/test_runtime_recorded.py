@@ -31,8 +31,8 @@ def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
     assert drafts(ours) == drafts(theirs)
 
 
-def both(pair: Pair, dtype: str, **wishes: Any) -> tuple[Engine, Engine]:
-    given = {"slots": 2, "dtype": dtype, **wishes}
+def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
+    given = {"slots": 2, "dtype": dtype, **options}
     return pair.engine(3, **given), pair.engine(3, graphs=False, **given)
 
 

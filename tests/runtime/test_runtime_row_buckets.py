@@ -147,9 +147,9 @@ def test_texts_depend_on_no_row_counts_nor_slots(
     ]
     plain = make_engine(target, spec="off")
     alone = [run_all(plain, [prompts[i]], [params[i]])[0].tokens for i in range(2)]
-    wishes: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}
-    wishes |= {"draft_model": target} if spec == "draft" else {}
-    engine = make_engine(target, spec=spec, slots=6, lag=lag, **wishes)
+    options: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}
+    options |= {"draft_model": target} if spec == "draft" else {}
+    engine = make_engine(target, spec=spec, slots=6, lag=lag, **options)
     runner = engine._device.runner
     assert runner.buckets is not None
     for counts in (runner.buckets, (WIDEST,)):

@@ -59,8 +59,8 @@ def methods(tiny: Tiny, target: Path) -> Methods:
     return {"ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3}, **found}
 
 
-def engine_of(target: Path, rule: str, **wishes: Any) -> Engine:
-    return make_engine(target, **{"verify": rule, "slots": 4, "adaptive": None, **wishes})
+def engine_of(target: Path, rule: str, **options: Any) -> Engine:
+    return make_engine(target, **{"verify": rule, "slots": 4, "adaptive": None, **options})
 
 
 def story(runs: list[Run]) -> list[object]:
@@ -172,7 +172,7 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
     """k does not adapt, nothing is kept for drafts that are certain, and the plan counts what is kept."""
     coupled = make_engine(target, adaptive=None, **methods["draft"])
     block = engine_of(target, "block", slots=1, **methods["draft"])
-    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.wishes.verify) == (
+    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.config.verify) == (
         True,
         False,
         "block",

@@ -78,7 +78,7 @@ def methods(tiny: Tiny) -> Methods:
         "draft": draft,
         "draft+ngram": {**draft, "ngram_min": 1},
     }
-    return {spec: {"spec": spec, **wishes} for spec, wishes in more.items()}
+    return {spec: {"spec": spec, **options} for spec, options in more.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +108,11 @@ def no_host_reads(monkeypatch: Patch) -> HostWatch:
 
 
 def both(
-    target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **wishes: Any
+    target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **options: Any
 ) -> Any:
     """The runs of both forms, torch's first: float32, logits well apart, so that even drafts are the same."""
-    wishes = {"ctx": 128, "device": "cpu", **wishes}
-    engines = (helpers.make_engine(target, kernels=form, **wishes) for form in ("torch", "triton"))
+    options = {"ctx": 128, "device": "cpu", **options}
+    engines = (helpers.make_engine(target, kernels=form, **options) for form in ("torch", "triton"))
     first, second = (helpers.run_all(engine, prompts, params) for engine in engines)
     assert outputs(second) == outputs(first) and drafts(second) == drafts(first)
     return first, second
@@ -205,8 +205,8 @@ def in_int8(folder: Path) -> Made:
 
 
 def in_blocks(folder: Path) -> Made:
-    target, wishes = mtp(folder / "plain", **LATENT)
-    return write_twin(target, folder / "twin", ue8m0=True), wishes
+    target, options = mtp(folder / "plain", **LATENT)
+    return write_twin(target, folder / "twin", ue8m0=True), options
 
 
 NEWER = ("gpt_oss", "gemma4_moe", "mimo_v2", "step3", "nemotron_h_moe", "nemotron_h_latent")
@@ -241,11 +241,11 @@ RARE = ("FP8 in blocks", "an assistant", *NEWER[1:])
 def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
     make, length, count = FAMILIES[name]
-    target, wishes = make(tmp_path / "model")
+    target, options = make(tmp_path / "model")
     prompt = [(random_prompts(1, length, 97, seed=length)[0] * 2)[3 : length + 3]]
     params = [SamplingParams(max_tokens=count, temperature=0.8, seed=3, ignore_eos=True)]
-    first, _ = both(target, prompt, params, draft_max=2, **wishes)
-    assert drafted(first) and (wishes["spec"] != "draft" or accepted(first) == drafted(first))
+    first, _ = both(target, prompt, params, draft_max=2, **options)
+    assert drafted(first) and (options["spec"] != "draft" or accepted(first) == drafted(first))
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def test_an_eagle3_head(
         return honest(*operands)
 
     monkeypatch.setattr(skinny_linear_triton, "_head", watched)
-    options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
-    head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **options)
-    wishes = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
-    first, _ = both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **wishes)
+    head_options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
+    head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **head_options)
+    options = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
+    first, _ = both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **options)
     assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
     assert accepted(first) < drafted(first) and (accepted(first) or ids == "few")
 

@@ -321,9 +321,9 @@ def case_of(name: str) -> tuple[str, str, str, list[Call]]:
     return form, reply, content, calls
 
 
-def tools_of(form: str, **wishes: Any) -> Tools:
+def tools_of(form: str, **options: Any) -> Tools:
     """The functions in a form."""
-    return Tools(FUNCTIONS, FORMS[form], **wishes)
+    return Tools(FUNCTIONS, FORMS[form], **options)
 
 
 def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:

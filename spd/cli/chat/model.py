@@ -20,7 +20,7 @@ from spd.conversation.notes import thinking_note
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.driver import EngineThread
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
+from spd.runtime.plan.config import DRAFTER_OPTIONS, METHODS, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.chat.options import ChatOptions
@@ -128,10 +128,10 @@ class ChatModel:
         """Options with the drafter that the chat began with, where its model and the method still take it."""
         method, _ = split_spec(options.spec)
         taken = METHODS[method].weights if options.model == self._first.model else ()
-        unused = {"draft_model", "mtp"} - {*taken} if taken else {*WEIGHT_WISHES}
-        wishes = [name for name in WEIGHT_WISHES if hasattr(options, name)]
-        changes: dict[str, Any] = dict.fromkeys(wishes)
-        changes |= {name: getattr(self._first, name) for name in wishes if name not in unused}
+        unused = {"draft_model", "mtp"} - {*taken} if taken else {*DRAFTER_OPTIONS}
+        present = [name for name in DRAFTER_OPTIONS if hasattr(options, name)]
+        changes: dict[str, Any] = dict.fromkeys(present)
+        changes |= {name: getattr(self._first, name) for name in present if name not in unused}
         if method == "off":
             changes |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **changes)

@@ -65,7 +65,7 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
 
 BEGINNING = 2000  # characters of each prompt by which tokenizers are compared
 ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
-"""Wishes that all engines share; of others there are lists, and an engine for each combination."""
+"""Options that all engines share; of others there are lists, and an engine for each combination."""
 
 _sweep = partial(option, "What is compared")
 _work = partial(option, "What is asked")
@@ -198,7 +198,7 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         spec="off",
         **{name: getattr(options, name) for name in ALIKE},
     )
-    machines = [replace(base, **wishes) for wishes in _combinations(options, MACHINE)]
+    machines = [replace(base, **changes) for changes in _combinations(options, MACHINE)]
     ranks = {machine.tp for machine in machines}
     alone = None if max(ranks) > 1 else options.rendezvous
     machines = [
@@ -207,9 +207,9 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
     configs = list(machines)
-    for machine, wishes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
-        method = wishes["spec"] = in_order(wishes["spec"])
-        size = wishes["draft_tp"]
+    for machine, changes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
+        method = changes["spec"] = in_order(changes["spec"])
+        size = changes["draft_tp"]
         taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights
         drafters = {name: folder for name, folder in folders.items() if name in taken}
         dividing = [
@@ -217,11 +217,15 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         ] or ranks  # what no --tp fits is refused
         if method in ("off", "plain", "none") or machine.tp not in dividing:
             continue
-        fixed = options.synthetic_acceptance is not None or wishes["verify"] != "coupled"
+        fixed = options.synthetic_acceptance is not None or changes["verify"] != "coupled"
         adaptive = "," not in options.draft_max if options.adaptive is None else options.adaptive
-        wishes = {**wishes, "adaptive": adaptive and not fixed, "draft_tp": size if taken else None}
-        wishes["synthetic_acceptance"] = options.synthetic_acceptance
-        config = replace(machine, **wishes, **drafters)
+        changes = {
+            **changes,
+            "adaptive": adaptive and not fixed,
+            "draft_tp": size if taken else None,
+        }
+        changes["synthetic_acceptance"] = options.synthetic_acceptance
+        config = replace(machine, **changes, **drafters)
         if config not in configs:  # lookup has no ranks of its own
             configs.append(config)
     return configs

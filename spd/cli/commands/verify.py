@@ -18,7 +18,7 @@ from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.gguf.file_kind import model_files
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
+from spd.runtime.plan.config import DRAFTER_OPTIONS, METHODS, EngineConfig
 
 SCHEMA = "spd.verify/1"
 SETTINGS = (
@@ -162,7 +162,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
         changes[name] = parse_as(f"--against {name}", kinds[name], value)
     method = METHODS.get(changes.get("spec", ""))
     if method is not None and not method.weights:
-        changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}
+        changes = {**dict.fromkeys(DRAFTER_OPTIONS), **changes}
     if changes.get("spec") == "off":
         changes = {"draft_max": None, "adaptive": None, "verify": "coupled", **changes}
     if changes.get("tp") == 1:  # no other rank

@@ -52,7 +52,7 @@ def _runners(
     place = replace(place, rows=rows)
     pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
     depth = ring_depth(shape.draft_max)
-    for model in load_model(folder, place, load=plan.wishes.load, meter=meter, head=head):
+    for model in load_model(folder, place, load=plan.config.load, meter=meter, head=head):
         cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
         runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))
@@ -84,7 +84,7 @@ def _drafters(
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     """Counts the bytes that are read: weights that are rounded at load are read as they are."""
     shape = plan.shape
-    rounded = plan.wishes.quantize != "none"
+    rounded = plan.config.quantize != "none"
     form, draft_form = (WIDE, WIDE) if rounded else (shape.form, shape.draft_form)
     total = tensor_bytes(shape.target, shape.dtype, form, shape.tp)
     if shape.draft is not None:
@@ -120,19 +120,19 @@ def assemble(
     )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
-    if plan.wishes.verify != "coupled" and proposer is not None and proposer.draws:
+    if plan.config.verify != "coupled" and proposer is not None and proposer.draws:
         sampler.keep_draft_laws()
     imposed = None
-    if plan.wishes.synthetic_acceptance is not None:
-        imposed = ImposedAcceptance(plan.wishes.synthetic_acceptance, shape.draft_max, plan.device)
+    if plan.config.synthetic_acceptance is not None:
+        imposed = ImposedAcceptance(plan.config.synthetic_acceptance, shape.draft_max, plan.device)
     hand_out = share.broadcast if share is not None and drafters else None
-    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, hand_out)
+    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.config.verify, hand_out)
     captured = CapturedRounds(round_) if shape.graphs else None
     if (
         isinstance(kernels.native, NativeKernels)
         and own is kernels
         and ranks is None
-        and plan.wishes.graphs is not False
+        and plan.config.graphs is not False
     ):
         captured = RecordedRounds(round_, kernels.native)
     own_caches = [each for each in drafters if each.cache is not runner.cache]

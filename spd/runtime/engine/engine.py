@@ -313,7 +313,7 @@ class Engine(EngineClient):
 
     def _arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         try:
-            arm(self._device, sequence, drafts, self.plan.wishes.verify)
+            arm(self._device, sequence, drafts, self.plan.config.verify)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 

@@ -24,7 +24,7 @@ def round_record(
     draft_seconds, verify_seconds, rest_seconds = result.seconds
     draft_ids = emission.draft[: emission.num_drafts]
     # The other rules draw one token a round, and none in the rows behind it.
-    rows = len(draft_ids) if plan.wishes.verify == "coupled" else emission.accepted
+    rows = len(draft_ids) if plan.config.verify == "coupled" else emission.accepted
     return RoundRecord(
         request=sequence.request.id,
         round=sequence.metrics.rounds - 1,

@@ -1,1 +1,1 @@
-"""From wishes and a model folder to an `EnginePlan`; imports no torch."""
+"""From an `EngineConfig` and a model folder to an `EnginePlan`; imports no torch."""

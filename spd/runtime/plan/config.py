@@ -1,4 +1,4 @@
-"""What the user asked of the engine: wishes, `auto` allowed. Checked on construction. No torch here."""
+"""The engine's configuration as the user requested it, `auto` allowed; checked on construction. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Method(NamedTuple):
     """What proposes tokens: so many a round at most, if no other number is asked for."""
 
     draft_max: int
-    weights: tuple[str, ...] = ()  # the wishes that can name the model or head that drafts
+    weights: tuple[str, ...] = ()  # the options that can name the model or head that drafts
 
 
 METHODS = {
@@ -33,7 +33,7 @@ METHODS = {
 """Every method that can be asked for; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
-WEIGHT_WISHES = (
+DRAFTER_OPTIONS = (
     "draft_model",
     "mtp",
     "draft_tp",
@@ -148,7 +148,7 @@ def split_spec(spec: str) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Clash:
-    """Wishes that cannot be met together, or not yet, and the error that says so."""
+    """A combination of options that is refused, now or always, and the error that says so."""
 
     when: Callable[[EngineConfig], bool]
     message: str

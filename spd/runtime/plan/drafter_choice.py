@@ -52,7 +52,7 @@ class Drafter:
 
 
 def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
-    """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""
+    """Return the drafter for a configuration. Raises the error of whatever cannot be honoured."""
     method = config.method
     why = UNKNOWN
     refuse_head(target.config, target.path)

@@ -56,15 +56,15 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
 
 
 def choose_kernels(
-    wish: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]
+    requested: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]
 ) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
-    if wish == "torch":
-        return wish, "asked for"
-    if wish == "native" or (wish == "auto" and machine.on_cpu):
-        return _native(wish, native_obstacle(machine, dtype, layers), dtype, machine.foreseen)
+    if requested == "torch":
+        return requested, "asked for"
+    if requested == "native" or (requested == "auto" and machine.on_cpu):
+        return _native(requested, native_obstacle(machine, dtype, layers), dtype, machine.foreseen)
     if not machine.foreseen and find_spec("triton") is None:
-        if wish == "auto":
+        if requested == "auto":
             return "torch", "triton is not installed"
         raise ResourceError(
             "--kernels triton, but triton is not installed", fix=["--kernels torch"]
@@ -74,7 +74,7 @@ def choose_kernels(
             return "triton", "a GPU's"
         found = (*OLDEST_CAPABILITY, *machine.capability)
         return _torch_instead(
-            wish, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found)
+            requested, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found)
         )
     from triton import knobs
 
@@ -90,15 +90,15 @@ def choose_kernels(
     return "triton", "asked for"
 
 
-def _torch_instead(wish: str, why: str) -> tuple[str, str]:
+def _torch_instead(requested: str, why: str) -> tuple[str, str]:
     """Torch's kernels, and why not others. Raises IncompatibleError where others were asked for."""
-    if wish == "auto":
+    if requested == "auto":
         return "torch", why
-    why_not = f"--kernels {wish} cannot run this model here"
+    why_not = f"--kernels {requested} cannot run this model here"
     raise IncompatibleError(why_not, reason=[f"{why}."], fix=["--kernels auto"])
 
 
-def _native(wish: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple[str, str]:
+def _native(requested: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple[str, str]:
     if why_not is None and foreseen:
         return "native", "foreseen"
     if why_not is None:
@@ -111,62 +111,64 @@ def _native(wish: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple
             )
         except NativeUnavailable as error:
             why_not = str(error)
-    return _torch_instead(wish, why_not if wish == "native" else f"not the C kernels: {why_not}")
+    return _torch_instead(
+        requested, why_not if requested == "native" else f"not the C kernels: {why_not}"
+    )
 
 
 def choose_form(
     model: ModelConfig,
     folder: ModelFolder,
-    wishes: EngineConfig,
+    config: EngineConfig,
     machine: Machine,
     kernels: str,
     dtype: str,
 ) -> tuple[WeightForm, str]:
     """The form of a folder's weights, and why; headers are read where they are quantized, and only there."""
     types = () if folder.gguf is None else folder.gguf.packed_types
-    if wishes.quantize != "none":
+    if config.quantize != "none":
         if model.quantization is not None or types:
             reason = [f"The file's tensors are {', '.join(types)}."]
             if model.quantization is not None:
                 method = model.quantization.method
                 reason = [f"quantization_config in config.json speaks of {method} weights."]
-            why = f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already"
+            why = f"--quantize {config.quantize}, but the weights of {folder.path.name} are quantized already"
             raise IncompatibleError(why, reason=reason, fix=["leave --quantize out"])
-        why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
-        rows = wishes.quantize == "int8"
+        why = f"--quantize {config.quantize}: {SCALES[config.quantize]}, made at load"
+        rows = config.quantize == "int8"
         form = WeightForm("int8") if rows else int4_form(kernels, dtype)
         return (
             form,
             f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why,
         )
     if model.quantization is not None:
-        return _packed(model.quantization, folder, wishes, kernels, dtype)
+        return _packed(model.quantization, folder, config, kernels, dtype)
     if not types:
         return WIDE, AS_STORED
-    return _gguf_form(folder, types, wishes, kernels)
+    return _gguf_form(folder, types, config, kernels)
 
 
 def _gguf_form(
-    folder: ModelFolder, types: Sequence[str], wishes: EngineConfig, kernels: str
+    folder: ModelFolder, types: Sequence[str], config: EngineConfig, kernels: str
 ) -> tuple[WeightForm, str]:
     """Return the form of a GGUF file's weights, and why; blocks are kept where kernels multiply them."""
     found = ", ".join(types)
-    if kernels != "native" or wishes.load == "dummy":
+    if kernels != "native" or config.load == "dummy":
         return WIDE, f"{found} multiplied out: the C kernels alone keep them packed"
     assert folder.gguf is not None
     packed = packed_specs(folder.gguf.checkpoint.stored)
     kept = {spec.kind for spec in packed.values()}
     if not kept:
         return WIDE, f"{found} multiplied out"
-    form = WeightForm("packed", packed=packed, packs_tables=wishes.tp == 1)
+    form = WeightForm("packed", packed=packed, packs_tables=config.tp == 1)
     return form, f"{found}: what has four bits or more is multiplied as stored"
 
 
 def _packed(
-    how: Quantization, folder: ModelFolder, wishes: EngineConfig, kernels: str, dtype: str
+    how: Quantization, folder: ModelFolder, config: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
     """Codes as they are stored, where these kernels multiply them."""
-    if wishes.load == "dummy":
+    if config.load == "dummy":
         return WIDE, AS_STORED
     if kernels == "triton" and dtype == "float16":
         why = "float16 could overflow before the norm's scales"

@@ -49,18 +49,20 @@ class Machine:
         return ranks if self.on_cpu else 1
 
 
-def machine_of(wish: str) -> Machine:
+def machine_of(requested: str) -> Machine:
     """The machine that `--device` comes to. Raises ResourceError for a device that is not there."""
     import torch
 
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return Machine("cpu", free_memory("cpu"))
     if not torch.cuda.is_available():
-        raise ResourceError(f"--device {wish}, but torch sees no CUDA device", fix=["--device cpu"])
-    device = "cuda" if wish == "auto" else wish
+        raise ResourceError(
+            f"--device {requested}, but torch sees no CUDA device", fix=["--device cpu"]
+        )
+    device = "cuda" if requested == "auto" else requested
     if device != "cuda" and int(device[5:]) >= torch.cuda.device_count():
         raise ResourceError(
-            f"--device {wish}, but there are {torch.cuda.device_count()} CUDA devices"
+            f"--device {requested}, but there are {torch.cuda.device_count()} CUDA devices"
         )
     return Machine(device, free_memory(device), torch.cuda.get_device_capability(device))
 

@@ -326,12 +326,12 @@ def fits(shape: EngineShape, usable: int | None) -> bool:
     return usable is not None and measure(shape).total <= usable
 
 
-def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> EngineShape:
+def fitted(shape: EngineShape, config: EngineConfig, device: str, free: int) -> EngineShape:
     """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
 
     Pages are cut first, down to what one request needs. Raises ResourceError, UsageError for fewer.
     """
-    usable = int(free * wishes.memory_fraction)
+    usable = int(free * config.memory_fraction)
     if shape.checkpoints:
         room = usable // SHARE_OF_CHECKPOINTS // checkpoint_bytes(shape)
         shape = replace(shape, checkpoints=min(room, shape.checkpoints))
@@ -340,12 +340,12 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
         return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
 
     ctx = shape.ctx
-    if not wishes.ctx:
+    if not config.ctx:
         ctx = largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
     if not ctx or not fits(least(ctx), usable):
         smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(
-            smallest, device, free, wishes.memory_fraction, bool(wishes.draft_model or wishes.mtp)
+            smallest, device, free, config.memory_fraction, bool(config.draft_model or config.mtp)
         )
     whole = at_context(shape, ctx)
     if whole.pages is not None:
@@ -363,7 +363,7 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
 
 
 def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
-    """Every wish that would take noticeably less, and how much less: what suffices first, the least first.
+    """Return every option that would take noticeably less memory, and how much less, sufficient ones first.
 
     `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
     `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.

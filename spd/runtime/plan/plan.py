@@ -1,6 +1,6 @@
 """What will be done: every `auto` resolved, before any weight is loaded.
 
-A plan holds what it follows from: the wishes, the model folder, the drafter, the shape that memory is counted
+A plan holds what it follows from: the config, the model folder, the drafter, the shape that memory is counted
 from. It is printed by `inspect`, logged with `-v`, and part of every JSON result.
 """
 
@@ -40,7 +40,7 @@ from spd.runtime.round.limits import PAGE_SIZE
 AUTO_CTX = 32768  # context that `auto` stops at; longer ones are had by asking
 CHECKPOINTS = 8  # of recurrent states, besides two a slot
 MOST_RANKS = 64
-FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
+FROM_CONFIG = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
     "dtype",
     "mtp_modules",
@@ -63,7 +63,7 @@ FROM_SHAPE = (
 class EnginePlan:
     """One engine's resolved decisions."""
 
-    wishes: EngineConfig
+    config: EngineConfig
     model: ModelFolder
     drafter: Drafter
     shape: EngineShape
@@ -97,7 +97,7 @@ class EnginePlan:
     def shares_prefixes(self) -> bool:
         """Whether a request may begin with another's pages; with states only where they are kept."""
         recurrent = _recurrent(self.shape.target, self.shape.draft)
-        return self.wishes.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
+        return self.config.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
 
     @property
     def drafts_by_state(self) -> bool:
@@ -121,7 +121,7 @@ class EnginePlan:
         draft = self.drafter.folder
         need = self.need
         shape = self.shape
-        held = ("wishes", "model", "drafter", "shape")
+        held = ("config", "model", "drafter", "shape")
         return {
             "model": str(self.model),
             "architecture": self.model.config.architecture,
@@ -130,7 +130,7 @@ class EnginePlan:
             "draft_model": None if draft is None else str(draft),
             "mtp_head": None if mtp is None else str(mtp.folder),
             "mtp_layout": None if mtp is None else mtp.layout.words(),
-            **{name: getattr(self.wishes, name) for name in FROM_WISHES},
+            **{name: getattr(self.config, name) for name in FROM_CONFIG},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in held},
             "prefix_sharing": self.shares_prefixes,
@@ -150,13 +150,13 @@ def _recurrent(*models: ModelConfig | None) -> bool:
     return any(model is not None and model.recurrent is not None for model in models)
 
 
-def _context(wish: int | None, model: ModelConfig) -> int:
+def _context(requested: int | None, model: ModelConfig) -> int:
     """The context that is asked for; an automatic one is as long as it may become."""
     most = model.max_positions
-    if wish is not None and wish > most:
-        why = f"--ctx {wish} is more than the model's {most} positions"
+    if requested is not None and requested > most:
+        why = f"--ctx {requested} is more than the model's {most} positions"
         raise IncompatibleError(why, fix=[f"--ctx {most}"])
-    return wish or max(2, min(most, AUTO_CTX))
+    return requested or max(2, min(most, AUTO_CTX))
 
 
 def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
@@ -164,10 +164,10 @@ def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
     return ctx if draft is None or draft.head_kind is not None else min(draft.max_positions, ctx)
 
 
-def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
+def _dtype(requested: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
     """What `auto` comes to: bfloat16 on a CPU where the kernels, as wished for or chosen, are quick at it."""
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     if not machine.on_cpu:
         return model.dtype
     quick = kernels in ("auto", "native") or machine.fast_bfloat16
@@ -175,13 +175,13 @@ def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str
 
 
 def _kernels(
-    wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
+    config: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
 ) -> tuple[str, ...]:
     """The dtype, the form of the kernels, which no drafter changes, why, and that of what drafts."""
     layers = family_layout(model).layers
-    dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
-    kernels, why = choose_kernels(wishes.kernels, machine, dtype, layers)
-    dtype = _dtype(wishes.dtype, machine, model, kernels)
+    dtype = _dtype(config.dtype, machine, model, config.kernels)
+    kernels, why = choose_kernels(config.kernels, machine, dtype, layers)
+    dtype = _dtype(config.dtype, machine, model, kernels)
     drafting = () if drafter.folder is None else family_layout(drafter.folder.config).layers
     if drafter.mtp is not None:
         drafting = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)
@@ -189,14 +189,14 @@ def _kernels(
     return dtype, kernels, why, "torch" if others else kernels
 
 
-def _graphs(wish: bool | None, machine: Machine, kernels: str) -> bool:
+def _graphs(requested: bool | None, machine: Machine, kernels: str) -> bool:
     """Rounds are captured where their kernels ask nothing of the host."""
     possible = not machine.on_cpu and kernels == "triton"
-    if wish and not possible:
+    if requested and not possible:
         reason = [f"device {machine.device}, kernels {kernels}"]
         why = "--graphs on needs a CUDA device and Triton kernels"
         raise IncompatibleError(why, reason=reason, fix=["--graphs off"])
-    return possible and wish is not False
+    return possible and requested is not False
 
 
 def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
@@ -224,11 +224,11 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
 
 
 def divide(
-    wishes: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
+    config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
     """Ranks of each group that runs the drafter, and why so many. Raises IncompatibleError, UsageError."""
-    tp = wishes.tp
-    draft_tp = wishes.draft_tp
+    tp = config.tp
+    draft_tp = config.draft_tp
     if tp == 1:
         return 1, "one rank"
     _check_ranks("--tp", tp, model, "the target")
@@ -280,56 +280,56 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     raise IncompatibleError(why, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
 
 
-def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
+def outline(config: EngineConfig, machine: Machine) -> EnginePlan:
     """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
-    target = ModelFolder.of(wishes.model)
+    target = ModelFolder.of(config.model)
     model = target.config
-    drafter = choose_drafter(wishes, target)
-    dtype, kernels, why_kernels, draft_kernels = _kernels(wishes, machine, model, drafter)
-    graphs = _graphs(wishes.graphs, machine, kernels)
-    adaptive = wishes.verify == "coupled" if wishes.adaptive is None else wishes.adaptive
-    spec, model_drafts, draft_max = _draft_lengths(wishes, drafter.method, adaptive)
-    length = wishes.synthetic_acceptance
+    drafter = choose_drafter(config, target)
+    dtype, kernels, why_kernels, draft_kernels = _kernels(config, machine, model, drafter)
+    graphs = _graphs(config.graphs, machine, kernels)
+    adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
+    spec, model_drafts, draft_max = _draft_lengths(config, drafter.method, adaptive)
+    length = config.synthetic_acceptance
     if length is not None and not 1 <= length <= draft_max + 1:
         reason = (
             f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
         )
         why = f"--synthetic-acceptance {length:g} is out of range"
         raise UsageError(why, reason=[reason], fix=["--draft-max K with a larger K"])
-    form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
+    form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, why_form = form_of(model, target)
-    ctx = _context(wishes.ctx, model)
+    ctx = _context(config.ctx, model)
     source = drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
-    draft_tp, why_ranks = divide(wishes, model, draft, mtp)
+    draft_tp, why_ranks = divide(config, model, draft, mtp)
     shape = EngineShape(
         target=model,
         draft=draft,
         dtype=dtype,
-        slots=wishes.slots,
+        slots=config.slots,
         ctx=ctx,
-        draft_ctx=min(drafts_up_to(draft, ctx), wishes.draft_ctx or ctx),
+        draft_ctx=min(drafts_up_to(draft, ctx), config.draft_ctx or ctx),
         draft_max=draft_max,
         kernels=kernels,
         graphs=graphs,
         on_cpu=machine.on_cpu,
-        pages=wishes.cache_pages,
-        keep_laws=wishes.verify != "coupled",
+        pages=config.cache_pages,
+        keep_laws=config.verify != "coupled",
         model_drafts=model_drafts,
         mtp=mtp,
         head_embedding=drafter.head_embedding,
         form=form,
         draft_form=form_of(*source)[0] if source else WIDE,
-        tp=wishes.tp,
+        tp=config.tp,
         draft_tp=draft_tp,
-        checkpoints=(CHECKPOINTS + 2 * wishes.slots)
-        * (wishes.prefix_sharing and _recurrent(model, draft)),
+        checkpoints=(CHECKPOINTS + 2 * config.slots)
+        * (config.prefix_sharing and _recurrent(model, draft)),
     )
-    beside = machine.beside(wishes.tp)
-    shortest = min(LONG_MATCH, wishes.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
+    beside = machine.beside(config.tp)
+    shortest = min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
     return EnginePlan(
-        wishes=wishes,
+        config=config,
         model=target,
         drafter=drafter,
         shape=shape,
@@ -337,29 +337,29 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         spec=spec,
         draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
         adaptive=adaptive,
-        ngram_min=shortest if wishes.ngram_min is None else wishes.ngram_min,
-        lag=wishes.lag if wishes.lag is not None else int(not machine.on_cpu),
+        ngram_min=shortest if config.ngram_min is None else config.ngram_min,
+        lag=config.lag if config.lag is not None else int(not machine.on_cpu),
         kernels_reason=why_kernels,
         token_tiles={},
         token_tiles_reason="narrow ones suffice",
         weights_reason=why_form,
         draft_kernels=draft_kernels,
         draft_tp_reason=why_ranks,
-        threads=wishes.threads or max(1, len(usable_cpus()) // beside),
-        threads_follow=wishes.threads is None and kernels == "native",
-        memory_budget_bytes=int(machine.free // beside * wishes.memory_fraction),
+        threads=config.threads or max(1, len(usable_cpus()) // beside),
+        threads_follow=config.threads is None and kernels == "native",
+        memory_budget_bytes=int(machine.free // beside * config.memory_fraction),
     )
 
 
-def make_plan(wishes: EngineConfig) -> EnginePlan:
+def make_plan(config: EngineConfig) -> EnginePlan:
     """Resolve every `auto`. Raises the errors of what cannot be, ResourceError where memory is too small."""
     from spd.runtime.load.token_tiles import widest_tiles
 
-    machine = machine_of(wishes.device)
-    plan = outline(wishes, machine)
+    machine = machine_of(config.device)
+    plan = outline(config, machine)
     free = machine.free // machine.beside(plan.shape.tp)
     tiles, why = widest_tiles(
         machine.device if plan.shape.kernels == "triton" else "cpu", own_cache
     )
-    shape = fitted(plan.shape, wishes, machine.device, free)
+    shape = fitted(plan.shape, config, machine.device, free)
     return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)

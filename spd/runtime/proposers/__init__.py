@@ -32,7 +32,7 @@ def build_proposer(
     shape = plan.shape
     if method == "off":
         return None
-    lookup = Lookup(sampler.kernels, plan.ngram_min, plan.wishes.ngram_max)
+    lookup = Lookup(sampler.kernels, plan.ngram_min, plan.config.ngram_max)
     if method == "ngram":
         return NgramProposer(sampler.state, lookup)
     beside = Beside(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None

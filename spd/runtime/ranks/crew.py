@@ -86,10 +86,10 @@ class Crew:
         self._host = LOOPBACK
         self._place = ""
         try:
-            if plan.wishes.rendezvous is None:
+            if plan.config.rendezvous is None:
                 self._spawn()
             else:
-                self._call(plan.wishes.rendezvous)
+                self._call(plan.config.rendezvous)
         except BaseException:
             self._end()
             raise

@@ -108,11 +108,13 @@ def test_times_by_their_definitions() -> None:
 SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
 
 
-def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishes: object) -> Sweep:
+def make_sweep(
+    folder: Path, settings: Settings, *, alike: bool = False, **options: object
+) -> Sweep:
     plain = EngineConfig(
         model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False
     )
-    spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
+    spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **options)  # type: ignore[arg-type]
     first, second = random_prompts(2, 20, 256)
     told = {"code": first, "edit": first if alike else second}
     questions = [Question(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
