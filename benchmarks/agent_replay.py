@@ -176,14 +176,14 @@ class Replay:
             SimpleNamespace(engine=lambda: self.engine),  # type: ignore[arg-type]
         )
         self.written = 0
-        write = self.engine._write_part
+        write = self.engine.write_prompt_part
 
         def counted(sequence: Any) -> int:
             rows: int = write(sequence)
             self.written += rows
             return rows
 
-        vars(self.engine)["_write_part"] = counted
+        vars(self.engine)["write_prompt_part"] = counted
 
     def request(self, messages: Sequence[dict[str, Any]], number: int, *, rule: bool) -> Request:
         """The request that a server would make of an agent's."""

@@ -145,7 +145,7 @@ def host_share(
     """
     engine = engine_of(model, slots, **engine_options)
     inside = Clocks()
-    queue = engine._device
+    queue = engine.round_queue
     assert isinstance(queue, LocalRoundQueue)
     run = device(queue, written)
 
@@ -160,7 +160,7 @@ def host_share(
         engine.add(request)
     costs: list[Clocks] = []
     while engine.has_work and len(costs) < steps + WARM_UP:
-        steady = len(engine._scheduler.decoding()) == slots
+        steady = len(engine.scheduler.decoding()) == slots
         inside.wall = inside.cpu = 0.0
         began = Clocks.now()
         spent = Clocks()

@@ -129,7 +129,7 @@ def make_engine(model: Path, **options: Any) -> Engine:
 
 def local_queue(engine: Engine) -> LocalRoundQueue:
     """Return the queue of an engine of one rank, with the round and the state behind it."""
-    queue = engine._device
+    queue = engine.round_queue
     assert isinstance(queue, LocalRoundQueue)
     return queue
 
@@ -200,7 +200,7 @@ def run_one(model: Path, prompt: Prompt, params: SamplingParams, **options: Any)
 
 def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
     """Float32 logits [T, V] of a text: whole chunks by the prefill program, the rest by tiles; 0 is tiles."""
-    runner = engine._device.runner
+    runner = engine.round_queue.runner
     ids = torch.tensor([prompt])
     view = SlotView(len(prompt), range(2, 10 if len(prompt) <= 512 else 18))  # whole blocks of 512
     start = 0

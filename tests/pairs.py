@@ -90,7 +90,7 @@ class Pair:
         """An engine whose drafts are as many as the lengths say, over and over."""
         engine = self.engine(COPYING, **{"adaptive": True, **options})
         turns = itertools.cycle(lengths)
-        engine._draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
+        engine.draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
         return engine
 
 

@@ -157,8 +157,8 @@ class Bench:
         if case["prefix"] == "hit" and not case["pressure"]:
             long = [run for run in runs if run.metrics.prompt_tokens > 65]
             assert long and all(run.metrics.cached_tokens >= 64 for run in long)
-        check_pages(engine._scheduler)
-        assert engine._pages.num_available == engine.plan.shape.num_pages - 2
+        check_pages(engine.scheduler)
+        assert engine.page_table.num_available == engine.plan.shape.num_pages - 2
         del engine
         gc.collect()  # a large checkpoint's engines would wait for it together
         return runs

@@ -97,7 +97,7 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
         run_all(engine, full_of_noise, [greedy(4)])
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
         turn = next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
-        engine._draft_length.choose = lambda: K  # type: ignore[method-assign]
+        engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
         found = run_requests(engine, [turn])
         fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
         assert found[0].metrics.cached_tokens == len(prompt) + count - 1
@@ -178,7 +178,7 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> No
     asked = requests("([a-f]{2}xyz){10,60}!")
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
         turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
-        engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
+        engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
         anew = engine_of(pair, (3,), 1, prefix_sharing=False)
         (found,), (fresh,) = (run_requests(one, [turn]) for one in (engine, anew))
         assert found.metrics.cached_tokens > 90
@@ -228,7 +228,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     for lag in (0, 2):
         engine = pairs.get("one+ngram").changing((0,), lag=lag)
         outcomes = list[tuple[Any, ...]]()
-        engine._draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
+        engine.draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
         prompt = PROMPTS[0]
         params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
         (run,) = run_all(engine, [prompt], [params])
@@ -328,7 +328,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
             for n in (1, 3, 18, 5, 35, 2) * 9
         ]
         ks = iter([k for pause in pauses for k in pause])
-        engine._draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
+        engine.draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
         runs = run_all(engine, prompts, params)
         assert_the_reference_s(headed, prompts, runs)
         assert_same(runs, plain)
@@ -338,9 +338,9 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends while the head lags behind leaves what a later prompt can draft from."""
     engine = pairs.get(name).engine(3, ctx=400, adaptive=True)
-    engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
     first = run_all(engine, [PROMPTS[0]], [greedy(70)])[0]
-    engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
+    engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
     turn = next_turn(PROMPTS[0], first.tokens, greedy(70), said=())
     run = run_requests(engine, [turn])[0]
     assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
@@ -397,7 +397,7 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)
     engine = helpers.make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
-    engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
     old, new = (random_prompts(1, n, 256, seed=n)[0] for n in (20, length))
     for name, prompt, steps in (("old", old, ROUNDS - passes), ("new", new, passes)):
         engine.add(Request(name, prompt, greedy(40)))
@@ -405,10 +405,10 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
             engine.step()
     queue = local_queue(engine)
     proposer = queue.proposer
-    sequence = engine._scheduler.slots[1]
+    sequence = engine.scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
     assert queue.behind == ROUNDS and sequence.length == length + 1
-    views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
+    views = [SlotView(s.length, s.pages) for s in engine.scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)
         pools = [pool for layer in proposer.runners[0].cache.layers for pool in layer.pools]

@@ -392,7 +392,7 @@ def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind
 def test_abort_in_flight_frees_everything(pairs: Pairs) -> None:
     (alone,) = run_all(pairs.get("draft").plain(), PROMPTS[:1], [SamplingParams(max_tokens=30)])
     engine = pairs.get("draft").engine(3, slots=2, lag=2)
-    available = engine._pages.num_available
+    available = engine.page_table.num_available
     engine.add(Request("a", PROMPTS[1], SamplingParams(max_tokens=200)))
     engine.add(Request("b", PROMPTS[0], SamplingParams(max_tokens=30)))
     events = [event for _ in range(4) for event in engine.step()]
@@ -406,5 +406,5 @@ def test_abort_in_flight_frees_everything(pairs: Pairs) -> None:
         assert [
             i for event in events if event.request_id == name for i in event.token_ids
         ] == alone.tokens
-    assert engine._pages.num_available == available
-    check_table(engine._pages)
+    assert engine.page_table.num_available == available
+    check_table(engine.page_table)

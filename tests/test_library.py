@@ -79,13 +79,13 @@ def test_requests_are_taken_as_room_appears(target: Path) -> None:
 
 def test_a_stream_left_early_takes_its_requests_along(target: Path, alone: list[Any]) -> None:
     engine = make_engine(target, slots=2, lag=2)
-    available = engine._pages.num_available
+    available = engine.page_table.num_available
     for event in engine.stream(REQUESTS):
         if event.token_ids:
             break
     for _ in range(3):
         assert engine.step() == []
-    assert not engine.has_work and engine._pages.num_available == available
+    assert not engine.has_work and engine.page_table.num_available == available
     assert list(engine.generate([REQUESTS[1]])[0].token_ids) == alone[1].tokens
 
 

@@ -96,8 +96,8 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
     passes = []
-    honest = engine._device.runner.write
-    runner = engine._device.runner
+    honest = engine.round_queue.runner.write
+    runner = engine.round_queue.runner
     ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
     runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
@@ -180,8 +180,8 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = run_all(make_engine(folder, **BFLOAT16, ctx=320), [prompt], [params])[0].tokens
     engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
-    honest = engine._device.runner._run
-    runner = engine._device.runner
+    honest = engine.round_queue.runner._run
+    runner = engine.round_queue.runner
 
     def failing(batch: ForwardBatch) -> ModelOutput:
         runner._run = honest  # type: ignore[method-assign]
@@ -196,14 +196,14 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
     asked = [Request(name, prompt, params) for name in ("second", "third")]
     again = helpers.run_requests(engine, asked)
     assert [run.tokens for run in again] == [expected, expected]
-    check_pages(engine._scheduler)
+    check_pages(engine.scheduler)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
 def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> None:
     """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
-    runner = engine._device.runner
+    runner = engine.round_queue.runner
     runner.write = Mock(side_effect=RuntimeError("always"))  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4)
     for name, prompt in zip("ab", random_prompts(2, 30, 250), strict=True):
@@ -215,5 +215,5 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> 
         "a",
         "b",
     }
-    check_pages(engine._scheduler)
+    check_pages(engine.scheduler)
     engine.close()

@@ -67,8 +67,8 @@ def test_interrupted_texts(
     if method == "draft":  # the drafter's cache came back too: it is the target, and always right
         plain = [runs[i].metrics for i in (2, 5) if interrupted[i]]  # nothing but noise and a bias
         assert plain and all(m.draft_n_accepted == m.draft_n > 0 for m in plain)
-    check_pages(engine._scheduler)
-    assert engine._pages.num_available == PAGES
+    check_pages(engine.scheduler)
+    assert engine.page_table.num_available == PAGES
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -81,7 +81,7 @@ def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
     engine.add(Request("next", PROMPTS[1], SamplingParams(max_tokens=4)))
     passes = []
     while engine.has_work:
-        held = engine._scheduler.prefilling
+        held = engine.scheduler.prefilling
         before = held.prefilled if held else 0
         steps.append(engine.step())
         passes += [held.prefilled - before] if held and held.prefilled > before else []
@@ -105,7 +105,7 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
     engine.step()
     for i in range(arriving):
         engine.add(Request(f"{i}", prompt[i:], SamplingParams(max_tokens=4, ignore_eos=True)))
-    honest = engine._write_part
+    honest = engine.write_prompt_part
     passes: list[int] = []
 
     def counted(sequence: Sequence) -> int:
@@ -113,10 +113,10 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
         passes.append(rows)
         return rows
 
-    engine._write_part = counted  # type: ignore[method-assign]
+    engine.write_prompt_part = counted  # type: ignore[method-assign]
     counts = []
     for _ in range(3):
-        joining = engine._scheduler.more_could_join
+        joining = engine.scheduler.more_could_join
         passes.clear()
         engine.step()
         counts.append((joining, len(passes)))

@@ -133,12 +133,12 @@ def every_pair(values: Sequence[int]) -> list[int]:
 
 def capture_every_length(engine: Engine) -> None:
     """Run one round of every shape that adapting may ask for, so that none is captured while it is timed."""
-    chosen = engine._draft_length
+    chosen = engine.draft_length
     lengths = every_pair(engine.plan.draft_tiers)
-    engine._draft_length = ScriptedLengths(lengths)
+    engine.draft_length = ScriptedLengths(lengths)
     for _ in lengths:
         engine.step()
-    engine._draft_length = chosen
+    engine.draft_length = chosen
 
 
 def config_of_kind(

@@ -212,7 +212,7 @@ def fix_draft_length(engine: Engine, k: int) -> None:
 
     Imposed acceptance stays right, for its rate is one and the same at every k.
     """
-    engine._draft_length = DraftLength(k, False)
+    engine.draft_length = DraftLength(k, False)
 
 
 def gaps_at_reference(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Recorder:
     def of(cls, engine: Engine) -> Recorder:
         """Start noting; for the engine's whole life."""
         recorder = cls()
-        queue = engine._device
+        queue = engine.round_queue
         assert isinstance(queue, LocalRoundQueue)
         launch = queue.launch
 
@@ -151,7 +151,7 @@ def start(
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"request-{index}", tuple(prompt), params))
     committed = 0
-    while len(engine._scheduler.decoding()) < len(prompts):
+    while len(engine.scheduler.decoding()) < len(prompts):
         if not engine.has_work:
             raise RuntimeError("requests ended before all of them had begun")
         committed += sum(len(event.token_ids) for event in engine.step())

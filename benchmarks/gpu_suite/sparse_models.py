@@ -287,7 +287,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     most = max(
         4 * rows, 16 if engine.plan.shape.kernels == "torch" else 0
     )  # torch's form fills rows up
-    layers: Any = getattr(engine._device.runner.model, "layers")  # noqa: B009
+    layers: Any = getattr(engine.round_queue.runner.model, "layers")  # noqa: B009
     for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
         honest = block.router
 

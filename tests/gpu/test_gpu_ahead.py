@@ -29,7 +29,7 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
     with gpu_engine(demo_folder(), graphs=False, **options) as engine:
         told = [run_work(engine, some) for some in (work, work[:1])]
     with gpu_engine(demo_folder(), **options) as engine:
-        captured = engine._device.captured
+        captured = engine.round_queue.captured
         assert captured is not None
         count = engine.capture_ahead([params])
         shapes = set(captured.captured)
@@ -44,7 +44,7 @@ def test_what_adaptive_lengths_try_first_is_captured() -> None:
     """Of a request alone, with the target as drafter: its rounds are over before any time is judged."""
     options = {**method_options("draft", 3, demo_folder()), "adaptive": True}
     with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **options) as engine:
-        captured = engine._device.captured
+        captured = engine.round_queue.captured
         assert captured is not None and engine.capture_ahead([GREEDY]) == 9
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         assert run_work(engine, [(demo_prompts()[1], params)])[0].metrics.draft_n > 0

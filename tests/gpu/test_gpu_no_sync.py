@@ -62,7 +62,7 @@ def test_steady_rounds_wait_for_nothing(
             engine.add(Request(f"r{i}", prompt, params))
         for _ in range(WARM):
             engine.step()
-        pages = len(engine._scheduler.running()[0].pages)
+        pages = len(engine.scheduler.running()[0].pages)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -70,7 +70,7 @@ def test_steady_rounds_wait_for_nothing(
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert tokens >= WATCHED, "nothing was generated"
-        assert len(engine._scheduler.running()[0].pages) > pages, "no pages were taken meanwhile"
+        assert len(engine.scheduler.running()[0].pages) > pages, "no pages were taken meanwhile"
 
 
 LONG = 60_000_000

@@ -58,7 +58,7 @@ class Model:
                         assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
                     told = told or lane.story(runs)
                     assert lane.story(runs) == told, (graphs, lag)
-                captured = engine._device.captured
+                captured = engine.round_queue.captured
                 assert not graphs or (captured is not None and captured.captured)
         if k and method not in LOOKED_UP.get(self.name, ()):
             assert 0 < accepted(runs) < drafted(runs), "the comparison saw nothing"
@@ -140,7 +140,7 @@ def test_lengths_that_change(models: dict[str, Model]) -> None:
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
         with model.engine("draft", 4, graphs=graphs) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
-            engine._draft_length.choose = lengths.__next__  # type: ignore[method-assign]
+            engine.draft_length.choose = lengths.__next__  # type: ignore[method-assign]
             runs = lane.run_work(engine, model.work[:2], lag)
         assert outputs(runs) == outputs(model.plain[:2]), (graphs, lag)
         told.append(lane.story(runs))

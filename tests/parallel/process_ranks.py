@@ -71,7 +71,7 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
     def ask(engine: Engine) -> dict[int, Any]:
         number = next(numbers)
         ranks = engine.plan.shape.tp
-        engine._device.order(engine._device.queue.tell, number)  # type: ignore[attr-defined]
+        engine.round_queue.order(engine.round_queue.queue.tell, number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(
             lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN
@@ -82,7 +82,7 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
 
 
 def crew_of(engine: Engine) -> Any:
-    return engine._device.crew  # type: ignore[attr-defined]
+    return engine.round_queue.crew  # type: ignore[attr-defined]
 
 
 def pids(engine: Engine) -> list[int]:

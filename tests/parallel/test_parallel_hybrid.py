@@ -153,7 +153,7 @@ def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
 
 def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     engine = make_engine(agreeing, slots=3, tp=2, spec="mtp", draft_max=4)
-    kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
+    kept = [pool for layer in engine.round_queue.runner.cache.layers for pool in layer.pools]
     states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
     assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
     held = sum(pool.nbytes for pool in kept)

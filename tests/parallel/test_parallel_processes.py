@@ -85,12 +85,12 @@ def check_traffic(
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
     config, small = map(helpers.read_model_config, (target, draft))
     k = engine.plan.shape.draft_max
-    buckets = engine._device.runner.buckets
+    buckets = engine.round_queue.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)
     verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4)
     verifying += logits_exchange(rows, config.vocab_size, 2)
-    leading = engine._device
+    leading = engine.round_queue
     assert isinstance(leading, LeadingQueue)
     proposer = leading.queue.proposer
     assert isinstance(proposer, DraftModelProposer)

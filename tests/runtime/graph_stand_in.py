@@ -156,14 +156,14 @@ class StandIn(CapturedRounds):
         self.views = views
         self.rounds += 1
         assert self.rounds < 300, "the texts do not end"
-        stretch = (shape, *(sequence.epoch for sequence in self.engine._scheduler.running()))
+        stretch = (shape, *(sequence.epoch for sequence in self.engine.scheduler.running()))
         if shape not in self.captured or stretch != self.stretch:
             self.stretch = stretch
             self.alike = 0
             self.held = -1
         result = super().run(shape, views)
         self.alike += 1
-        if self.alike > self.engine.plan.lag == len(self.engine._scheduler.in_flight):
+        if self.alike > self.engine.plan.lag == len(self.engine.scheduler.in_flight):
             self.count_tensors()  # what is on its way is as much as it was
         return result
 

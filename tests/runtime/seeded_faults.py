@@ -329,10 +329,10 @@ def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -
     return ticket
 
 
-@instead(Engine, "_read_oldest")
+@instead(Engine, "read_oldest_round")
 def occupants_look_alike(read: Any, engine: Engine) -> None:
-    slots = engine._scheduler.slots
-    oldest = engine._scheduler.in_flight[0]
+    slots = engine.scheduler.slots
+    oldest = engine.scheduler.in_flight[0]
     present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
-    engine._scheduler.in_flight[0] = oldest._replace(sequences=present)
+    engine.scheduler.in_flight[0] = oldest._replace(sequences=present)
     read(engine)

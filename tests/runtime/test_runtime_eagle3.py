@@ -134,8 +134,8 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_pat
         table = {"embed_tokens.weight": theirs if same else -theirs}
         folder = altered(pair[1], tmp_path / f"{same}", methodcaller("update", table))
         engine = engine_of(pair, folder)
-        target = engine._device.runner.model
-        head = engine._device.proposer.runners[0].model  # type: ignore[attr-defined]
+        target = engine.round_queue.runner.model
+        head = engine.round_queue.proposer.runners[0].model  # type: ignore[attr-defined]
         assert (head.embedding is target.embedding) == same == (story(engine) == plain)
         held = make_plan(EngineConfig(draft_model=folder, **options))
         assert held.need.workspace - without.need.workspace == theirs.numel() * 4

@@ -175,7 +175,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt = random_prompts(1, 70, 256, seed=4)[0]
     engine = make_engine(folder)
-    mlp = engine._device.runner.model.layers[0].mlp
+    mlp = engine.round_queue.runner.model.layers[0].mlp
     assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, SeparateSum)
     assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)
     assert engine.plan.shape.form.words == "e2m1"

@@ -135,8 +135,8 @@ def test_texts_match(
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = quick_engine(target, slots=2, lag=2)
-    device = engine._device
-    launch = engine._device.launch
+    device = engine.round_queue
+    launch = engine.round_queue.launch
     rounds = list[list[bool]]()
     device.launch = lambda *args: rounds.append(device.state.active.tolist()) or launch(*args)  # type: ignore
     run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
@@ -297,7 +297,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
     assert list(done[1].token_ids) == alone.tokens
-    assert engine._pages.num_available == engine.plan.shape.num_pages - 2
+    assert engine.page_table.num_available == engine.plan.shape.num_pages - 2
 
 
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:

@@ -153,7 +153,7 @@ def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> Non
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
         made: Any = make(target, **options, lag=lag)
         engine, captured = made if make is watched else (made, None)
-        engine._draft_length.choose = itertools.cycle(pattern).__next__
+        engine.draft_length.choose = itertools.cycle(pattern).__next__
         told.append(run_batch(engine, 2))
         assert [run.output for run in told[-1]] == plain(target)[::2]
         if captured:
@@ -184,8 +184,8 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     target, options = asked(pairs, method, 3)
     engine, captured = watched(target, lag=2, **options)
     step_into(engine, 5)
-    assert len(engine._scheduler.in_flight) == 2
-    before = {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
+    assert len(engine.scheduler.in_flight) == 2
+    before = {path: tensor.clone() for path, tensor in tensors_in(engine.round_queue)}
     views = captured.views
     state = local_queue(engine).state
     row = int(state.counter) % RING_DEPTH
@@ -200,7 +200,7 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
     assert int(state.active.sum()) == 2
-    for path, tensor in tensors_in(engine._device):
+    for path, tensor in tensors_in(engine.round_queue):
         if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
         kept = tensor
@@ -227,24 +227,24 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
 
 def keep_one_a_reading(engine: Any) -> None:
     """Where the host reads a round, in what no object holds."""
-    honest = engine._read_oldest
+    honest = engine.read_oldest_round
     kept = list[Tensor]()
 
     def read_oldest() -> Any:
         kept.append(torch.zeros(1))
         return honest()
 
-    engine._read_oldest = read_oldest
+    engine.read_oldest_round = read_oldest
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
-    "passing": lambda engine: vars(engine._device.state).update(
-        length=engine._device.state.length.clone()
+    "passing": lambda engine: vars(engine.round_queue.state).update(
+        length=engine.round_queue.state.length.clone()
     ),
-    "has moved": lambda engine: engine._device.sampler.seed.set_(
-        engine._device.sampler.seed.clone()
+    "has moved": lambda engine: engine.round_queue.sampler.seed.set_(
+        engine.round_queue.sampler.seed.clone()
     ),
-    r"\[\[200,": lambda engine: vars(engine._device.state).update(max_len=200),
+    r"\[\[200,": lambda engine: vars(engine.round_queue.state).update(max_len=200),
     "more tensors last": keep_one_a_reading,
 }
 """By what is said."""

@@ -268,7 +268,7 @@ def same(found: list[Run], fresh: list[Run]) -> None:
 def poison(engine: Engine) -> None:
     """Leave no numbers in any slot of an idle engine: nothing of a former owner may be read."""
     proposer = local_queue(engine).proposer
-    for runner in (engine._device.runner, *getattr(proposer, "runners", ())):
+    for runner in (engine.round_queue.runner, *getattr(proposer, "runners", ())):
         for layer, paged in zip(runner.cache.layers, runner.cache.paged, strict=True):
             for pool in () if paged else layer.pools:
                 pool.fill_(float("nan"))
@@ -294,7 +294,7 @@ def hits(
         same(found, fresh)
         cached = [0, length - 1, length + 8, length - 1, length - 1]
         assert [run.metrics.cached_tokens for run in found] == cached
-        check_pages(made[0]._scheduler)
+        check_pages(made[0].scheduler)
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
@@ -453,7 +453,7 @@ def test_preempted_texts_go_on(
     assert_same(runs, fresh)
     assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
     assert all(start > 60 for start in starts)
-    check_pages(engine._scheduler)
+    check_pages(engine.scheduler)
 
 
 @pytest.mark.covers(1)
@@ -513,7 +513,7 @@ def test_a_copy_that_broke_off_is_never_found(
         while engine.has_work:
             events += engine.step()
         assert [event.finish_reason for event in events] == told
-        check_pages(engine._scheduler)
+        check_pages(engine.scheduler)
         runs = [run_all(engine, prompt, [params])[0] for _ in range(2)]
         assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[
             1

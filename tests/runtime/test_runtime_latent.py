@@ -42,7 +42,7 @@ def test_rows_have_equal_bits(
     """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
     # Wide enough that products of few rows could take another path: K above 320.
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
-    runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4)._device.runner
+    runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4).round_queue.runner
     assert runner.buckets is None or runner.buckets[0] <= 16, "else every window has one size"
     texts = random_prompts(4, LENGTH + 20, 256)
     with torch.inference_mode():

@@ -130,7 +130,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     engine = make_engine(
         tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500
     )
-    runner = engine._device.runner
+    runner = engine.round_queue.runner
     proposer = local_queue(engine).proposer
     assert isinstance(proposer, DraftModelProposer)
     caches = [runner.cache, proposer.runners[0].cache]
@@ -158,7 +158,7 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     proposer = local_queue(engine).proposer
     plan = engine.plan
     assert isinstance(proposer, HeadProposer)
-    caches = [runner.cache for runner in (engine._device.runner, *proposer.runners)]
+    caches = [runner.cache for runner in (engine.round_queue.runner, *proposer.runners)]
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     states = sum(t.nbytes for t in (*proposer.rings, *proposer.page_states))
     shape = plan.shape
@@ -425,7 +425,7 @@ def test_no_memory_while_running(
                 "--dtype bfloat16" in line for line in refusal.fix
             )
             failed += 1
-            assert not engine._scheduler.in_flight
+            assert not engine.scheduler.in_flight
             continue
         for event in events:
             assert event.request_id not in ends, "it has ended"

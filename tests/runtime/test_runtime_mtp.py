@@ -128,7 +128,7 @@ def ruled(**rules: Any) -> Fault:
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
     honest = HeadProposer._keep
-    scales = engine._device.runner.model.final_norm
+    scales = engine.round_queue.runner.model.final_norm
     kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
     monkeypatch.setattr(HeadProposer, "_keep", kept)
 
@@ -163,7 +163,9 @@ def stale(engine: Engine, monkeypatch: Patch) -> None:
 
 def modules_of(engine: Engine) -> list[HeadModel]:
     proposer = local_queue(engine).proposer
-    assert isinstance(proposer, HeadProposer) and isinstance(engine._device.runner.model, Decoder)
+    assert isinstance(proposer, HeadProposer) and isinstance(
+        engine.round_queue.runner.model, Decoder
+    )
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 
 

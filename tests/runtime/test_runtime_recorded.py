@@ -19,7 +19,7 @@ NOISY = SamplingParams(max_tokens=40, temperature=0.7, seed=2, ignore_eos=True, 
 
 
 def recorded(engine: Engine) -> RecordedRounds:
-    captured = engine._device.captured
+    captured = engine.round_queue.captured
     assert isinstance(captured, RecordedRounds)
     return captured
 
@@ -41,7 +41,7 @@ def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_s_rounds_can_be_recorded(pairs: Pairs, name: str, dtype: str) -> None:
     engine, written = both(pairs.get(name), dtype)
-    assert written._device.captured is None
+    assert written.round_queue.captured is None
     for prompts in (PROMPTS[:1], PROMPTS[1:]):
         assert_same_rounds(engine, written, prompts, [NOISY] * len(prompts))
     captured = recorded(engine).captured
@@ -86,4 +86,4 @@ def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
     engine = pairs.get("ngram").engine(3)
     run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=1)])
     assert len(recorded(engine).met) == 1 and not recorded(engine).captured
-    assert pairs.get("ngram").engine(3, kernels="torch")._device.captured is None
+    assert pairs.get("ngram").engine(3, kernels="torch").round_queue.captured is None

@@ -105,7 +105,7 @@ def test_rows_of_empty_slots_are_not_run(
 ) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
-    runner = engine._device.runner
+    runner = engine.round_queue.runner
     head = runner.model.logits
     forward = runner.model.forward
     model = runner.model
@@ -150,7 +150,7 @@ def test_texts_depend_on_no_row_counts_nor_slots(
     options: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}
     options |= {"draft_model": target} if spec == "draft" else {}
     engine = make_engine(target, spec=spec, slots=6, lag=lag, **options)
-    runner = engine._device.runner
+    runner = engine.round_queue.runner
     assert runner.buckets is not None
     for counts in (runner.buckets, (WIDEST,)):
         runner.buckets = counts

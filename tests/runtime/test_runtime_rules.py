@@ -177,8 +177,8 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
         False,
         "block",
     )
-    kept = block._device.sampler.draft_laws
+    kept = block.round_queue.sampler.draft_laws
     assert kept is not None and kept.shape == (1, 3, 320)
     assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4
-    assert coupled._device.sampler.draft_laws is None
-    assert engine_of(target, "block", **methods["ngram"])._device.sampler.draft_laws is None
+    assert coupled.round_queue.sampler.draft_laws is None
+    assert engine_of(target, "block", **methods["ngram"]).round_queue.sampler.draft_laws is None

@@ -132,7 +132,7 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
         engine = make_engine(
             tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128
         )
-        kernels = engine._device.runner.kernels
+        kernels = engine.round_queue.runner.kernels
         assert widest == engine.plan.as_dict()["token_tiles"]
         assert engine.plan.token_tiles_reason == "asked"
         assert isinstance(kernels, TritonKernels)

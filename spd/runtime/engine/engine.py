@@ -70,19 +70,19 @@ class Engine(EngineClient):
         self._checks = RequestChecks(plan)
         self.eos_ids = self._checks.eos_ids
         self.usable_vocab = self._checks.usable_vocab
-        self._device = open_device(plan, self.usable_vocab, progress)
-        self._pages = PageTable(shape.num_pages)
-        sizes = PAGE_SIZE, self._device.runner.pages_per_block, shape.ctx
+        self.round_queue = open_device(plan, self.usable_vocab, progress)
+        self.page_table = PageTable(shape.num_pages)
+        sizes = PAGE_SIZE, self.round_queue.runner.pages_per_block, shape.ctx
         kept = Checkpoints(shape.checkpoints) if shape.checkpoints else None
         share = plan.shares_prefixes
-        self._scheduler = Scheduler(
-            shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept
+        self.scheduler = Scheduler(
+            shape.slots, self.page_table, *sizes, sharing=share, checkpoints=kept
         )
         self._ready: list[Event] = []
         self.rounds = 0  # that have been read; one serves every slot
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         """Counters of the latest `KEPT` requests that ended."""
-        self._draft_length = DraftLength(
+        self.draft_length = DraftLength(
             shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
         )
         self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
@@ -103,17 +103,17 @@ class Engine(EngineClient):
         Those that requests with such parameters, at least so many together, are nearly sure to run; others
         are captured when they are. 0 once all are there, while anything runs, and where none is captured.
         """
-        captured = self._device.captured
+        captured = self.round_queue.captured
         if captured is None or self.has_work:
             return 0
-        shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
-        return sum(takewhile(bool, map(self._device.capture, shapes)))
+        shapes = captured.usual(self.draft_length.usual_pairs, params, together)[:most]
+        return sum(takewhile(bool, map(self.round_queue.capture, shapes)))
 
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
         sequence = self._checks.sequence(request)
         sequence.metrics.load_ms = self.load_ms
-        self._scheduler.add(sequence)
+        self.scheduler.add(sequence)
         # What an earlier request of this id has left is not for this one.
         self._ready = [event for event in self._ready if event.request_id != request.id]
 
@@ -132,24 +132,24 @@ class Engine(EngineClient):
     @property
     def pages(self) -> tuple[int, int]:
         """Pages of the cache that requests hold, and all that they can hold."""
-        free = self._pages.num_available
-        most = self._pages.num_pages - NUM_RESERVED
+        free = self.page_table.num_available
+        most = self.page_table.num_pages - NUM_RESERVED
         return most - free, most
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""
-        sequence = self._scheduler.by_id.get(request_id)
+        sequence = self.scheduler.by_id.get(request_id)
         if sequence is not None:
             self._stop(sequence, "abort")
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
-        return bool(self._scheduler.by_id or self._scheduler.in_flight or self._ready)
+        return bool(self.scheduler.by_id or self.scheduler.in_flight or self._ready)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
-        sequence = self._scheduler.by_id.get(request_id)
+        sequence = self.scheduler.by_id.get(request_id)
         return self._finished[request_id] if sequence is None else sequence.metrics
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
@@ -163,7 +163,7 @@ class Engine(EngineClient):
         try:
             while True:
                 for request in islice(
-                    source, max(0, self.plan.shape.slots - len(self._scheduler.waiting))
+                    source, max(0, self.plan.shape.slots - len(self.scheduler.waiting))
                 ):
                     self.add(request)
                     names.add(request.id)
@@ -195,17 +195,17 @@ class Engine(EngineClient):
 
     def close(self) -> None:
         """Let go of everything that runs, and of the other ranks where there are several."""
-        for request_id in list(self._scheduler.by_id):
+        for request_id in list(self.scheduler.by_id):
             self.abort(request_id)
         self._ready.clear()
         self._drop_rounds()
-        self._device.close()
+        self.round_queue.close()
 
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Admit and prefill, enqueue one round, read those that are due."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         try:
             if scheduler.waiting or scheduler.prefilling:
                 self._prefill()
@@ -213,10 +213,10 @@ class Engine(EngineClient):
             while scheduler.in_flight and (
                 len(scheduler.in_flight) > self.plan.lag or not launched
             ):
-                self._read_oldest()
+                self.read_oldest_round()
         except Exception as error:
             if not is_out_of_memory(error):
-                if self._device.is_writing:
+                if self.round_queue.is_writing:
                     self._fail_running("writing a prompt broke off")
                 raise
             refusal = memory_refusal(error, self.plan, "running")
@@ -229,20 +229,20 @@ class Engine(EngineClient):
     def _fail_running(self, why: str) -> None:
         """End every running request with an error: a round broke off, and where is not known."""
         self._drop_rounds()
-        self._scheduler.forget()
-        self._device.restart()
-        for sequence in self._scheduler.running():
+        self.scheduler.forget()
+        self.round_queue.restart()
+        for sequence in self.scheduler.running():
             self._stop(sequence, "error", why)
 
     def _drop_rounds(self) -> None:
         """No round is on its way any more."""
-        while self._scheduler.in_flight:
-            self._scheduler.round_over()
+        while self.scheduler.in_flight:
+            self.scheduler.round_over()
 
     def _prefill(self) -> None:
         """Write prompts: one pass, or a few where more wait."""
-        scheduler = self._scheduler
-        stalls = self._scheduler.busy
+        scheduler = self.scheduler
+        stalls = self.scheduler.busy
         began = clock.now()
         passes = 0.0
         most = BUSY_PASSES if stalls else IDLE_PASSES
@@ -252,20 +252,20 @@ class Engine(EngineClient):
         ) is not None:
             if not sequence.placed:
                 self._place(sequence)
-            written.append((sequence, rows := self._write_part(sequence)))
+            written.append((sequence, rows := self.write_prompt_part(sequence)))
             self.prefilling(sequence.prefilled, sequence.prefill_end)
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
             # A pass, or a part of one that others share.
-            passes += rows / self.plan.shape.chunk if self._device.runner.merges else rows > 0
+            passes += rows / self.plan.shape.chunk if self.round_queue.runner.merges else rows > 0
             several = scheduler.busy and (scheduler.more_could_join or not stalls)
             if passes >= (most if several else 1):  # alone one: an abort waits for no whole prompt
                 break
         for sequence, _ in written:
             if sequence.scores_prompt and sequence is not scheduler.prefilling:
-                sequence.take_prompt_scores(self._device.prompt_scores(sequence.slot))
+                sequence.take_prompt_scores(self.round_queue.prompt_scores(sequence.slot))
         if rows := sum(count for _, count in written):
-            self._device.flush()
+            self.round_queue.flush()
             each = 1000 * (clock.now() - began) / rows
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
@@ -277,7 +277,7 @@ class Engine(EngineClient):
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        self._device.place(
+        self.round_queue.place(
             SlotAdmission(
                 slot=sequence.slot,
                 tokens=sequence.tokens(),
@@ -292,28 +292,28 @@ class Engine(EngineClient):
             )
         )
 
-    def _write_part(self, sequence: Sequence) -> int:
+    def write_prompt_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         start = sequence.prefilled
         end = sequence.prefill_end
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            runner = self._device.runner
+            runner = self.round_queue.runner
             chunked = run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             scored = sequence.request.prompt_logprobs if sequence.scores_prompt else None
-            self._device.write(sequence.slot, sequence.pages, start, end, chunked, scored)
+            self.round_queue.write(sequence.slot, sequence.pages, start, end, chunked, scored)
         scheduler.wrote(sequence, end)
         if (place := scheduler.due(sequence, start)) is not None:
-            self._device.save(place, sequence.slot, sequence.pages, end)
+            self.round_queue.save(place, sequence.slot, sequence.pages, end)
         return end - start
 
     def _arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         try:
-            arm(self._device, sequence, drafts, self.plan.config.verify)
+            arm(self.round_queue, sequence, drafts, self.plan.config.verify)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 
@@ -323,7 +323,7 @@ class Engine(EngineClient):
         What is on its way is read first: it may end a sequence, and bounds become lengths. Returns those
         still there or ready meanwhile, and what the round may reach of each.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         ctx = self.plan.shape.ctx
         while True:
             reaches = [min(sequence.bound + rows, ctx) for sequence in live]
@@ -335,11 +335,11 @@ class Engine(EngineClient):
             for sequence in sorted(short, key=attrgetter("epoch")):
                 if not scheduler.grow(sequence, sequence.bound + rows):
                     break
-                self._device.show_pages(sequence.slot, sequence.pages)
+                self.round_queue.show_pages(sequence.slot, sequence.pages)
             else:
                 return live, reaches
             if scheduler.in_flight:
-                self._read_oldest()
+                self.read_oldest_round()
             else:
                 last = max(scheduler.running(), key=attrgetter("epoch"))  # epochs follow arrivals
                 self._vacate(last, settled=True)
@@ -354,17 +354,17 @@ class Engine(EngineClient):
         wanted = (sequence.request.params.logprobs for sequence in live)
         self._logprobs = max((one for one in wanted if one is not None), default=None)
         caps = (most if (cap := s.request.draft_max) is None else min(cap, most) for s in live)
-        self._draft_length.attend([(s.acceptance, cap) for s, cap in zip(live, caps, strict=True)])
+        self.draft_length.attend([(s.acceptance, cap) for s, cap in zip(live, caps, strict=True)])
 
     def _enqueue(self) -> bool:
         """Enqueue one round over all that decode; False when every one may already be at its limit."""
-        decoding = self._scheduler.decoding()
+        decoding = self.scheduler.decoding()
         if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
             return False
         if decoding != self._gathered:
             self._gather(decoding)
         k = self._k
-        next_k = self._draft_length.choose()
+        next_k = self.draft_length.choose()
         rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
         live, reaches = self._make_room(decoding, rows)
         if not live:
@@ -375,25 +375,26 @@ class Engine(EngineClient):
         for sequence, reach in zip(live, reaches, strict=True):
             views[sequence.slot] = SlotView(reach, sequence.pages)
             sequence.in_flight += k + 1
-        ticket = self._device.launch(k, views, self._needs, self._logprobs, next_k)
-        self._scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
+        ticket = self.round_queue.launch(k, views, self._needs, self._logprobs, next_k)
+        self.scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
         for sequence in live:
             if sequence.needs.grammar:
                 sequence.active = False
-                self._device.set_active(sequence.slot, False)
+                self.round_queue.set_active(sequence.slot, False)
         self._k = next_k
         return True
 
     # -- reading what happened ---------------------------------------------------------------------
 
-    def _read_oldest(self) -> None:
-        scheduler = self._scheduler
-        oldest = self._scheduler.in_flight[0]
+    def read_oldest_round(self) -> None:
+        """Wait for the oldest enqueued round, and apply its result to the sequences it served."""
+        scheduler = self.scheduler
+        oldest = self.scheduler.in_flight[0]
         result = oldest.ticket.read()
         scheduler.round_over()
         self.rounds += 1
         draft, verify, rest = result.seconds
-        self._draft_length.observe_cost(
+        self.draft_length.observe_cost(
             result.k, verify + rest, draft, result.draft_forwards, result.gap
         )
         now = clock.now()
@@ -415,7 +416,7 @@ class Engine(EngineClient):
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             acceptance = sequence.acceptance
-            self._draft_length.observe(result.k, num_drafts, accepted, acceptance, match)
+            self.draft_length.observe(result.k, num_drafts, accepted, acceptance, match)
         if self.trace is not None:
             emission = read_emission(row)
             self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
@@ -429,9 +430,9 @@ class Engine(EngineClient):
         if sequence.grammar is None or (sequence.waits and not sequence.paused):
             return
         if sequence.paused:  # it stopped where its grammar may begin
-            sequence.silent = sum(sequence in each.sequences for each in self._scheduler.in_flight)
+            sequence.silent = sum(sequence in each.sequences for each in self.scheduler.in_flight)
             self._gathered = []  # what a round needs has changed
-            self._device.resume(sequence.slot, sequence.stop_ids)
+            self.round_queue.resume(sequence.slot, sequence.stop_ids)
         self._arm(
             sequence,
             ()
@@ -449,11 +450,11 @@ class Engine(EngineClient):
 
     def _vacate(self, sequence: Sequence, settled: bool) -> None:
         """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         held = sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
         place = scheduler.checkpoint(sequence, held) if settled else None
         try:
-            self._device.retire(sequence.slot, sequence.pages, held, place)
+            self.round_queue.retire(sequence.slot, sequence.pages, held, place)
         except BaseException:
             scheduler.forget()
             raise
@@ -463,8 +464,8 @@ class Engine(EngineClient):
         sequence.finish_reason = event.finish_reason
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")
-        if own := self._scheduler.retire(sequence):
-            self._device.clear(own)
+        if own := self.scheduler.retire(sequence):
+            self.round_queue.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
         self._finished[event.request_id] = sequence.metrics
         if len(self._finished) > KEPT:
