@@ -41,7 +41,7 @@ from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, Request
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.server.chat_completions import read_chat
 from spd.server.request import without_lines
 from spd.server.service import Service
@@ -214,7 +214,7 @@ class Replay:
 def held(request: Request, said: str) -> Request:
     """The same with one reply that a grammar allows."""
     params = dataclasses.replace(request.params, temperature=0.0, max_tokens=None)
-    grammar = GrammarText("lark", f"start: {json.dumps(said)}")
+    grammar = GrammarSpec("lark", f"start: {json.dumps(said)}")
     return dataclasses.replace(request, id=f"{request.id}-held", params=params, grammar=grammar)
 
 

@@ -19,7 +19,7 @@ import pytest
 from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.plan.memory import pages_a_slot
 from tests.helpers import (
     PROPOSERS,
@@ -52,8 +52,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8, "top_k": 40},
     "logprobs": {"logprobs": 3},
     "stop strings": {"stop": ("e", "th"), "min_tokens": 4},
-    "schema": {"grammar": GrammarText("schema", json.dumps(SCHEMA))},
-    "regex": {"grammar": GrammarText("regex", "[a-z ]{3,30}[.]")},
+    "schema": {"grammar": GrammarSpec("schema", json.dumps(SCHEMA))},
+    "regex": {"grammar": GrammarSpec("regex", "[a-z ]{3,30}[.]")},
 }
 FACTORS: dict[str, Sequence[Any]] = {
     "size": (1, 2, 8, 32),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spd.runtime import Engine, Request, RoundRecord, SamplingParams
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
@@ -114,8 +114,8 @@ def requests(regex: str) -> list[Request]:
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
     asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
     own = {
-        "0": GrammarText("regex", regex),
-        "1": GrammarText("regex", regex),
+        "0": GrammarSpec("regex", regex),
+        "1": GrammarSpec("regex", regex),
     }  # and the third has none
     return [replace(Request(*each), grammar=own.get(each[0])) for each in asked]
 
@@ -153,7 +153,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
         next_k = rest[-1]
         proposer = self.round.proposer
         assert isinstance(proposer, DraftModelProposer)
-        for slot, view in enumerate(views) if 0 < next_k <= proposer.most_drafts else ():
+        for slot, view in enumerate(views) if 0 < next_k <= proposer.max_model_drafts else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
                 caches = proposer.runners[0].cache, self.round.runner.cache
@@ -272,7 +272,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     real = ModelProposer.draft
 
     def checked(self: ModelProposer, k: int, *rest: Any) -> None:
-        laws = self.sampler.draft_laws
+        laws = self.sampler.draft_distributions
         state = self.state
         assert laws is not None
         before = laws.clone()
@@ -370,7 +370,7 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     plain = pair.reference()
     queue = local_queue(engine)
     state = queue.state
-    laws = queue.sampler.draft_laws
+    laws = queue.sampler.draft_distributions
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
 

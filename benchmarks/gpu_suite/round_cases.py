@@ -17,15 +17,15 @@ from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
 from spd.kernels.round.commit import emission_width
 from spd.kernels.round.window import ENDED, NUM_TIMES, Places
 from spd.kernels.sampling import draft_verify, philox, sampling
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 
 STEPS = {
-    "noise": SamplerClass(noise=True),
-    "top-k top-p penalties": SamplerClass(noise=True, truncation=True, penalties=True),
+    "noise": SamplingSteps(noise=True),
+    "top-k top-p penalties": SamplingSteps(noise=True, truncation=True, penalties=True),
 }
 
 
-def one_slots_sampling(bench: Bench, vocab: int, steps: SamplerClass) -> sampling.SamplingTensors:
+def one_slots_sampling(bench: Bench, vocab: int, steps: SamplingSteps) -> sampling.SamplingTensors:
     """Parameters of one slot, and what it has seen and written."""
     device = bench.timer.device
 

@@ -23,9 +23,9 @@ from benchmarks.gpu_suite.graph_timer import free_memory
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.lab.rows import percentile
-from spd.runtime.round.local_queue import Fetched, LocalRoundQueue, Ticket
+from spd.runtime.round.local_queue import Fetched, LocalPendingRound, LocalRoundQueue
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)
@@ -86,17 +86,17 @@ class Recorder:
         def recorded_launch(
             k: int,
             views: Sequence[SlotView],
-            needs: SamplerClass,
+            needs: SamplingSteps,
             num_logprobs: int | None,
             next_k: int,
-        ) -> Ticket:
+        ) -> LocalPendingRound:
             ticket = launch(k, views, needs, num_logprobs, next_k)
             return ticket._replace(fetch=recorder._recording_fetch(ticket))
 
         vars(queue)["launch"] = recorded_launch  # is found before the method of the class
         return recorder
 
-    def _recording_fetch(self, ticket: Ticket) -> Callable[[], Fetched]:
+    def _recording_fetch(self, ticket: LocalPendingRound) -> Callable[[], Fetched]:
         """Return a ticket's `fetch`, which also notes the times of the round."""
 
         def fetched() -> Fetched:

@@ -27,7 +27,7 @@ from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from tests.every_template import SPECIAL, found, own
 
 NAME = "lookup_word"
@@ -221,7 +221,7 @@ class Checker:
                 return f"{what} in {len(pieces)} pieces"
         return ""
 
-    def _allowed(self, one: Scripted, grammar: GrammarText, *, bare: bool) -> str:
+    def _allowed(self, one: Scripted, grammar: GrammarSpec, *, bare: bool) -> str:
         """Return where a grammar forbids a reply, or nothing; `bare` replies have no opening mark."""
         text = one.text
         if one.form.channels is None and one.form.opening in text:

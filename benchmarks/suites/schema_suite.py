@@ -21,7 +21,7 @@ from spd.conversation.fields import FieldError
 from spd.errors import SpdError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.server import chat_completions
 
 DRAFTS = ("draft4", "draft6", "draft7", "draft2019-09", "draft2020-12")
@@ -75,7 +75,7 @@ class Acceptor:
         self._tokenizer = Tokenizer.open(folder)
         self._compiler = GrammarCompiler(self._tokenizer, VOCABULARY)
 
-    def grammar_of(self, schema: Mapping[str, Any]) -> GrammarText:
+    def grammar_of(self, schema: Mapping[str, Any]) -> GrammarSpec:
         """Return what a chat completion's format makes of a schema. Raises SpdError, FieldError."""
         form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
         body = chat_completions.CHAT["response_format"](form, "response_format")
@@ -84,12 +84,12 @@ class Acceptor:
         self._compiler.compile(grammar, (END,))
         return grammar
 
-    def takes(self, grammar: GrammarText, value: Any) -> bool:
+    def takes(self, grammar: GrammarSpec, value: Any) -> bool:
         """True if the grammar takes a text of the value."""
         tried = itertools.islice(texts_of(value), MOST_TEXTS)
         return any(self._takes_text(grammar, text) for text in tried)
 
-    def _takes_text(self, grammar: GrammarText, text: str) -> bool:
+    def _takes_text(self, grammar: GrammarSpec, text: str) -> bool:
         matcher = self._compiler.compile(grammar, (END,))
         assert matcher is not None
         try:

@@ -18,7 +18,7 @@ from spd.conversation.messages import CHAT, check_messages, check_text
 from spd.conversation.prompt import RESERVED_ARGS, Prompt
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
@@ -165,7 +165,7 @@ def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
     return check_messages(loaded.get("messages") if isinstance(loaded, dict) else loaded, shown)
 
 
-def read_grammar(options: GenerateOptions) -> GrammarText | None:
+def read_grammar(options: GenerateOptions) -> GrammarSpec | None:
     """The schema, expression or grammar of the flags. Raises UsageError and NotFoundError."""
     if (schema := options.schema) is not None:
         is_file = schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")
@@ -175,10 +175,10 @@ def read_grammar(options: GenerateOptions) -> GrammarText | None:
         except (ValueError, RecursionError) as error:
             fix = ["""--schema '{"type": "object"}'""", "--schema FILE"]
             raise UsageError(f"--schema is not JSON: {error}", fix=fix) from None
-        return GrammarText("schema", text)
+        return GrammarSpec("schema", text)
     if (grammar := options.grammar) is not None:
         if len(grammar) > 1 and grammar[0] == grammar[-1] == "/":  # a file's name does not end so
-            return GrammarText("regex", grammar[1:-1])
+            return GrammarSpec("regex", grammar[1:-1])
         inline = re.search(r"^\s*[?!]*start\b[^\n]*:", grammar, re.MULTILINE) is not None
-        return GrammarText("lark", grammar if inline else read_text(grammar))
+        return GrammarSpec("lark", grammar if inline else read_text(grammar))
     return None

@@ -25,7 +25,7 @@ from spd.errors import EngineError, IncompleteError, SpdError
 from spd.formats.thinking import KNOWN, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.request import Event, Gathered, Request
+from spd.runtime.engine.request import Event, Request, RequestOutput
 from spd.version import __version__
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Delivery:
     request: Request
     inside: bool | None
     marks: ThinkingMarks = KNOWN
-    reply: Gathered = field(default_factory=Gathered)
+    reply: RequestOutput = field(default_factory=RequestOutput)
 
     def __post_init__(self) -> None:
         splitter = ThinkingSplitter(self.inside, self.marks)
@@ -234,7 +234,7 @@ class Delivery:
         return failure.exit_code
 
 
-def reply_failure(reply: Gathered, request: Request) -> SpdError | None:
+def reply_failure(reply: RequestOutput, request: Request) -> SpdError | None:
     """Return the error of a reply that failed, or ended before its grammar was complete; else None."""
     if reply.finish_reason == "error":
         fix = "--dtype float32, or run it again with -vv and report what it prints"
@@ -250,7 +250,7 @@ def reply_failure(reply: Gathered, request: Request) -> SpdError | None:
 
 
 def reply_fields(
-    reply: Gathered,
+    reply: RequestOutput,
     metrics: RequestMetrics,
     engine: EngineClient,
     request: Request,
@@ -287,7 +287,7 @@ def engine_speculation(info: EngineInfo, metrics: RequestMetrics) -> dict[str, A
     return metrics.speculative_decoding(info.spec, info.draft_max, imposed=imposed)
 
 
-def unanswered(fields: Mapping[str, Any], reply: Gathered, request: Request) -> str | None:
+def unanswered(fields: Mapping[str, Any], reply: RequestOutput, request: Request) -> str | None:
     """Return the note for a reply that ended while it was thinking; None for any other."""
     if reply.error is not None or reply.finish_reason not in ("stop", "length"):
         return None
@@ -297,7 +297,7 @@ def unanswered(fields: Mapping[str, Any], reply: Gathered, request: Request) -> 
     return f"{UNANSWERED}: {why}"
 
 
-def _early_end(reply: Gathered, request: Request) -> tuple[str, str]:
+def _early_end(reply: RequestOutput, request: Request) -> tuple[str, str]:
     """Return what ended a reply early, and what to type instead."""
     if reply.finish_reason == "stop":
         return "a stop text or token came", "leave --stop out, or name another text"

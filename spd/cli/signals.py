@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from spd.errors import EngineError
-from spd.runtime.engine.clock import leave_out
+from spd.runtime.engine.clock import exclude
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 CALM = "\x1b[?2004l\x1b[?25h\x1b[0m\r\n"
@@ -90,7 +90,7 @@ class SignalGuard:
             termios.tcsetattr(0, termios.TCSANOW, self._terminal)
         began = time.perf_counter()
         os.kill(os.getpid(), signal.SIGSTOP)  # returns when the process is continued
-        leave_out(time.perf_counter() - began)
+        exclude(time.perf_counter() - began)
         if mode is not None and terminal_mode() not in (None, mode):
             termios.tcsetattr(0, termios.TCSANOW, mode)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from spd.runtime.engine.request import JSON_STYLE, GrammarText
+from spd.runtime.engine.request import JSON_STYLE, GrammarSpec
 
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
@@ -40,7 +40,7 @@ class Channels(NamedTuple):
         heads = " | ".join(literal(head, tokens) for head in self.before)
         return f"(({heads}) TEXT {literal(self.next, tokens)})*"
 
-    def held(self, shape: GrammarText, tokens: Mapping[str, int]) -> GrammarText:
+    def held(self, shape: GrammarSpec, tokens: Mapping[str, int]) -> GrammarSpec:
         """The grammar of a reply whose answer a schema holds."""
         start = f"{self.thought(tokens)} {literal(self.answer, tokens)} {json_of(json.loads(shape.text))}"
         return dataclasses.replace(shape, kind="lark", text=f"start: {start}\nTEXT: /(.|\\n)*/")

@@ -21,7 +21,7 @@ from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, EngineConfig, RequestMetrics
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -227,7 +227,7 @@ def _settings(engine: Engine, options: ChatOptions) -> Settings:
         vocabulary=open_vocabulary(str(folder), folder),
         usable_vocab=engine.usable_vocab,
         context=engine.info.ctx,
-        grammar=None if schema is None else GrammarText("schema", json.dumps(schema)),
+        grammar=None if schema is None else GrammarSpec("schema", json.dumps(schema)),
         think="auto",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spd.conversation.prompt import SWITCH
 from spd.conversation.vocabulary import Vocabulary
 from spd.runtime import EngineInfo
-from spd.runtime.engine.request import Gathered, Request
+from spd.runtime.engine.request import Request, RequestOutput
 
 LOOP_TOKENS = 200
 """Tokens at the end of a reply that are searched for a repetition."""
@@ -45,7 +45,7 @@ def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
     return None
 
 
-def loop_note(reply: Gathered) -> str | None:
+def loop_note(reply: RequestOutput) -> str | None:
     """Return a note where a reply was cut by its limit while it repeated itself; else None."""
     period = loop_period(reply.token_ids)
     if reply.finish_reason != "length" or period is None:

@@ -12,7 +12,7 @@ from spd.conversation.thinking import thinking_budget
 from spd.conversation.thinking_grammar import behind_thinking
 from spd.conversation.vocabulary import Vocabulary, check_ids
 from spd.errors import IncompatibleError
-from spd.runtime.engine.request import GrammarText, Request
+from spd.runtime.engine.request import GrammarSpec, Request
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class Settings:
     vocabulary: Vocabulary
     usable_vocab: int
     context: int
-    grammar: GrammarText | None
+    grammar: GrammarSpec | None
     think: str
 
     def params(self, **values: Any) -> SamplingParams:
@@ -53,7 +53,7 @@ class Settings:
         name: str,
         asked: Prompt,
         params: SamplingParams | None = None,
-        shape: GrammarText | None = None,
+        shape: GrammarSpec | None = None,
     ) -> PreparedRequest:
         """Return the request of a prompt, encoded.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spd.conversation.channels import channels_of, json_of
 from spd.conversation.prompt import SWITCH, Prompt
 from spd.formats.thinking import MarkPair, closes_thinking
-from spd.runtime.engine.request import GrammarText, ThinkingTokens
+from spd.runtime.engine.request import GrammarSpec, ThinkingTokens
 
 if TYPE_CHECKING:
     from spd.conversation.vocabulary import Vocabulary
@@ -21,8 +21,8 @@ _START = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/|\bstart\b')
 
 
 def behind_thinking(
-    grammar: GrammarText, vocabulary: Vocabulary, asked: Prompt, prompt: str, inside: bool
-) -> tuple[GrammarText, bool]:
+    grammar: GrammarSpec, vocabulary: Vocabulary, asked: Prompt, prompt: str, inside: bool
+) -> tuple[GrammarSpec, bool]:
     """Return a grammar that begins behind a reply's thinking, and whether the reply begins inside it.
 
     `prompt` is the end of the rendered prompt. A model that is sure to think may write anything up to
@@ -57,8 +57,8 @@ def behind_thinking(
 
 
 def _composed(
-    grammar: GrammarText, pair: MarkPair, tokens: tuple[int | None, int] | None, thinking: str
-) -> GrammarText:
+    grammar: GrammarSpec, pair: MarkPair, tokens: tuple[int | None, int] | None, thinking: str
+) -> GrammarSpec:
     """Return a grammar of thinking and answer.
 
     thinking: "opened" where the prompt has begun it, "maybe" where it may be left out.

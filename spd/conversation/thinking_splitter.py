@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spd.conversation import channels
 from spd.formats.thinking import KNOWN, MarkPair, ThinkingMarks
-from spd.runtime.engine.request import tail_of
+from spd.runtime.engine.request import partial_match_length
 
 if TYPE_CHECKING:
     pass
@@ -118,7 +118,7 @@ class ThinkingSplitter:
         places = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
         at, _, end = min(places, default=(len(self._held), 0, ""))
         if not (end or final):
-            at -= max((tail_of(mark, self._held) for mark in marks), default=0)
+            at -= max((partial_match_length(mark, self._held) for mark in marks), default=0)
         said = self._held[:at]
         between_marks = bool(self._ends) and self._ends is not channels.ENDS
         if self.part == "thinking" or (between_marks and (end or not final)):

@@ -12,7 +12,7 @@ from spd.conversation.messages import read_arguments
 from spd.conversation.tools.call_check import form_of
 from spd.conversation.tools.call_forms import MARKS
 from spd.conversation.tools.call_grammar import Tools
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
@@ -60,7 +60,7 @@ def read_tools(
     *,
     choice: object = "auto",
     parallel: bool = True,
-    answer: GrammarText | None = None,
+    answer: GrammarSpec | None = None,
 ) -> Tools | None:
     """Return tools and the choice among them; None where none may be called. Raises FieldError.
 
@@ -120,7 +120,7 @@ def _read_choice(choice: object, functions: Collection[str]) -> tuple[str, str |
     return str(choice), named
 
 
-def response_format(form: Mapping[str, Any]) -> GrammarText | None:
+def response_format(form: Mapping[str, Any]) -> GrammarSpec | None:
     """Return the grammar of a format of answers; None for any text. Raises FieldError."""
     kind = form["type"]
     if kind == "text":
@@ -132,4 +132,4 @@ def response_format(form: Mapping[str, Any]) -> GrammarText | None:
         schema = {"type": "object"}
     if schema is None:
         refuse("response_format", "its schema is missing", "missing_required_parameter")
-    return GrammarText("schema", json.dumps(schema))
+    return GrammarSpec("schema", json.dumps(schema))

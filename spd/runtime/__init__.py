@@ -17,16 +17,16 @@ if TYPE_CHECKING:
         JsonObject,
         close_objects,
         references,
-        without_notes,
+        without_descriptions,
     )
     from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
     from spd.runtime.engine.request import Completion, Event, Request
     from spd.runtime.engine.schema_text import (
         check_size,
         closed_schema,
-        has_value,
+        full_match_pattern,
+        is_satisfiable,
         usable_schema,
-        whole_pattern,
     )
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import quantization_config, rounded_names, rounded_outputs
@@ -44,15 +44,21 @@ _HOMES = {
     "engine.client": ("EngineClient", "EngineInfo"),
     "engine.engine": ("Engine",),
     "engine.grammar": ("GrammarCompiler",),
-    "engine.json_schema": ("Json", "JsonObject", "close_objects", "references", "without_notes"),
+    "engine.json_schema": (
+        "Json",
+        "JsonObject",
+        "close_objects",
+        "references",
+        "without_descriptions",
+    ),
     "engine.metrics": ("RequestMetrics", "RoundRecord"),
     "engine.request": ("Completion", "Event", "Request"),
     "engine.schema_text": (
         "check_size",
         "closed_schema",
-        "has_value",
+        "is_satisfiable",
         "usable_schema",
-        "whole_pattern",
+        "full_match_pattern",
     ),
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from spd.conversation.prompt import Prompt
     from spd.conversation.sampling import SamplingWishes
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime.engine.request import GrammarText
+    from spd.runtime.engine.request import GrammarSpec
     from spd.runtime.round.sampling_params import SamplingParams
 
 ANSWER_SECONDS = 5.0
@@ -130,7 +130,7 @@ class ServedEngine(EngineClient):
         """model: its folder; plan: the JSON of the server's plan for one command."""
         self._line = line
         self._folder = model
-        self.info = EngineInfo.of_json(plan)
+        self.info = EngineInfo.from_json(plan)
         self.prefilling = lambda written, wanted: None
         self._running: set[str] = set()
         self._events: list[Event] = []
@@ -144,7 +144,7 @@ class ServedEngine(EngineClient):
         return ModelFolder(self._folder).tokenizer
 
     def prepare(
-        self, prompt: Prompt, wishes: SamplingWishes, grammar: GrammarText | None, think: str
+        self, prompt: Prompt, wishes: SamplingWishes, grammar: GrammarSpec | None, think: str
     ) -> ServedPrompt:
         """Return the request of a prompt, which the server encodes."""
         self._line.send(do="prepare", prompt=prompt, wishes=wishes, grammar=grammar, think=think)
@@ -172,7 +172,7 @@ class ServedEngine(EngineClient):
                 pass
 
     def capture_ahead(
-        self, params: Collection[SamplingParams], most: int | None = None, together: int = 1
+        self, params: Collection[SamplingParams], limit: int | None = None, concurrency: int = 1
     ) -> int:
         """Capture nothing: the server does so while it is idle."""
         return 0

@@ -20,7 +20,7 @@ from spd.conversation.settings import REQUEST_ID
 from spd.errors import EngineError, ResourceError, SpdError
 from spd.runtime import EngineInfo
 from spd.runtime.engine.driver import Answer
-from spd.runtime.engine.request import Event, GrammarText
+from spd.runtime.engine.request import Event, GrammarSpec
 from spd.server.replies import Call
 from spd.server.service import Service
 from spd.server.wire import LINE_LIMIT, as_tuples, read_request
@@ -42,7 +42,7 @@ class LocalSocket:
         self._made_of = made_of
         self._url = url
         self._path = path
-        self._alone = EngineInfo.of_plan(solo)
+        self._alone = EngineInfo.from_plan(solo)
         """The engine as it would be alone."""
 
     async def listen(self) -> None:
@@ -110,7 +110,7 @@ class LocalSocket:
         wishes = SamplingWishes(**as_tuples(message["wishes"]))
         suggested = service.plan.model.generation
         sampling = resolve_sampling(wishes, suggested, service.settings.usable_vocab)
-        grammar = None if message["grammar"] is None else GrammarText(**message["grammar"])
+        grammar = None if message["grammar"] is None else GrammarSpec(**message["grammar"])
         settings = dataclasses.replace(
             service.settings, sampling=sampling, grammar=grammar, think=message["think"]
         )

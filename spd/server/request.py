@@ -16,7 +16,7 @@ from spd.conversation.sampling_fields import SAMPLING
 from spd.conversation.tool_choice import read_tools, without_strict
 from spd.conversation.tools.call_grammar import Tools
 from spd.errors import UsageError
-from spd.runtime.engine.request import SEED_BITS, GrammarText
+from spd.runtime.engine.request import SEED_BITS, GrammarSpec
 from spd.runtime.plan.config import MAX_DRAFT
 from spd.server.errors import api_error
 
@@ -90,7 +90,7 @@ class ChatRequest(ApiRequest):
     """Functions as chat completions write them."""
     tool_choice: object = "auto"
     parallel_tool_calls: bool = True
-    response_format: GrammarText | None = None
+    response_format: GrammarSpec | None = None
     reasoning_effort: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool | None = None
@@ -107,7 +107,7 @@ class Generation:
     request: ApiRequest
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    grammar: GrammarText | None = None
+    grammar: GrammarSpec | None = None
     """The format of replies where there are no tools, which have a grammar of their own."""
     tools: Tools | None = None
     thinking_budget: int | None = None

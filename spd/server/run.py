@@ -138,7 +138,7 @@ def load(settings: Settings, progress: Progress) -> EngineThread[Engine]:
         return Engine(settings.config, progress=progress)
 
     expected = [settings.sampling.params]
-    thread = EngineThread(build, lambda: expected, short=lambda error: None)
+    thread = EngineThread(build, lambda: expected, on_out_of_memory=lambda error: None)
     thread.start()
     try:
         thread.engine()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.runtime import Engine, RequestMetrics
     from spd.runtime.engine.driver import EngineThread
-    from spd.runtime.engine.request import GrammarText
+    from spd.runtime.engine.request import GrammarSpec
 
 
 COUNTED = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
@@ -110,7 +110,7 @@ class Service:
             self._say(f"note: {note}")
 
     def _prepared(
-        self, generation: Generation, grammar: GrammarText | None
+        self, generation: Generation, grammar: GrammarSpec | None
     ) -> list[PreparedRequest]:
         """Return the requests of a call, which a grammar holds. Raises what `prepare` raises."""
         prepared: list[PreparedRequest] = []

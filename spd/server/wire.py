@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spd.errors import ResourceError
 from spd.formats.gguf.file_kind import model_files
 from spd.formats.thinking import MarkPair, ThinkingMarks
-from spd.runtime.engine.request import GrammarText, Request, ThinkingBudget, ThinkingTokens
+from spd.runtime.engine.request import GrammarSpec, Request, ThinkingBudget, ThinkingTokens
 from spd.runtime.round.sampling_params import SamplingParams
 from spd.version import __version__
 
@@ -71,7 +71,7 @@ def read_marks(said: dict[str, Any]) -> ThinkingMarks:
 def read_request(said: dict[str, Any]) -> Request:
     """A request from the JSON of its fields. Raises what its parts refuse."""
     fields = as_tuples(said)
-    parts = {"params": SamplingParams, "grammar": GrammarText, "thinking": ThinkingBudget}
+    parts = {"params": SamplingParams, "grammar": GrammarSpec, "thinking": ThinkingBudget}
     for name, kind in parts.items():
         fields[name] = fields[name] and kind(**fields[name])
     if (grammar := fields["grammar"]) and grammar.thinking:

@@ -215,7 +215,7 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     )
     assert added == [2, 2, 2]
     until(lambda: len(script.engine.captured) == 5)
-    assert script.engine.captured == [([PARAMS], {"most": 1})] * 5
+    assert script.engine.captured == [([PARAMS], {"limit": 1})] * 5
     assert thread.close() and script.engine.closed
     script.on_capture = failing(RuntimeError("no capture"))
     script.on_step = None
@@ -247,8 +247,8 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     """With the parameters of the command; a shorter one captures what it runs."""
     asked: list[tuple[float, int]] = []
 
-    def capture(self: Engine, params: list[SamplingParams], together: int) -> None:
-        asked.append((params[0].temperature, together))
+    def capture(self: Engine, params: list[SamplingParams], concurrency: int) -> None:
+        asked.append((params[0].temperature, concurrency))
 
     monkeypatch.setattr(Engine, "capture_ahead", capture)
     argv = [

@@ -21,7 +21,7 @@ from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.helpers import local_queue, with_operations
 
@@ -102,14 +102,14 @@ class Tape:
             value = dataclasses.replace(value, bounds=(), first_pages=())
         if isinstance(value, AttentionPlan):
             return type(value).__name__
-        if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
+        if dataclasses.is_dataclass(value) and not isinstance(value, SamplingSteps):
             value = [getattr(value, field.name) for field in dataclasses.fields(value)]
         if isinstance(value, list | tuple | dict):
             return [
                 self._words(inner)
                 for inner in (value.values() if isinstance(value, dict) else value)
             ]
-        plain = bool | int | float | str | torch.dtype | SamplerClass | None
+        plain = bool | int | float | str | torch.dtype | SamplingSteps | None
         assert isinstance(value, plain), value
         return value
 

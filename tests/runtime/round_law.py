@@ -28,7 +28,7 @@ from spd.runtime.layers.base import ModelOutput
 from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.helpers import with_operations
 from tests.runtime import target_law
@@ -189,7 +189,7 @@ class Enumeration:
         self.sampler.in_prompt[:, list(PROMPT)] = True
         self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
         self.views = [SlotView(1, ())] * slots
-        self.needs = SamplerClass.of(params)
+        self.needs = SamplingSteps.from_params(params)
         self.weights = torch.ones(slots, dtype=torch.float64)
 
     def cases_of(self, k: int) -> Tensor:
@@ -207,7 +207,7 @@ class Enumeration:
         self.state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
         return draft
 
-    def launch(self, k: int, needs: SamplerClass, next_k: int = 0) -> tuple[Tensor, Tensor]:
+    def launch(self, k: int, needs: SamplingSteps, next_k: int = 0) -> tuple[Tensor, Tensor]:
         """One round; which were active before, and how long they were."""
         state = self.state
         before = (state.active.clone(), state.length.clone())
@@ -291,10 +291,10 @@ def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
     return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
 
 
-def check_law(case: Case, *draft_laws: str) -> None:
+def check_law(case: Case, *draft_distributions: str) -> None:
     """Assert the law under the named drafters (all of them by default)."""
     table = case.table()
-    for draft_law in draft_laws or DRAFT_LAWS:
+    for draft_law in draft_distributions or DRAFT_LAWS:
         enumeration = Enumeration(case, table)
         conditional = DRAFT_LAWS[draft_law](len(table))
         with torch.inference_mode():

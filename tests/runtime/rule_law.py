@@ -23,7 +23,7 @@ from spd.kernels.sampling import draft_verify, philox, sampling
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.runtime.round_law import (
     LIMIT_OF_ERROR,
@@ -95,7 +95,7 @@ class RuleEnumeration(Enumeration):
         proposer = None
         if case.drawn:
             proposer = drafter(self, case.table(50) if case.drafter == "stranger" else table)
-            self.sampler.draft_laws = self.sampler.draft_laws.double()
+            self.sampler.draft_distributions = self.sampler.draft_distributions.double()
         self.round = ruled(self, proposer, case.rule)
         if proposer is not None and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
@@ -149,7 +149,7 @@ class RuleEnumeration(Enumeration):
                 self.weights *= self.draft_law[self.runner.contexts[:, i], draft[:, i]]
         self._check_bookkeeping(k, *before)
 
-    def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
+    def prepare(self, needs: SamplingSteps, k: int) -> SamplingSteps:
         """Called before each round: what its draws need."""
         return needs
 
@@ -164,7 +164,7 @@ def drafter(setting: Enumeration, table: Tensor) -> DraftModelProposer:
     """A draft model of this law, which keeps what it draws from."""
     runner = cast(ModelRunner, RememberingRunner(setting.state, table, setting.script, head=False))
     setting.state.draft_limit.fill_(setting.state.max_len)
-    setting.sampler.keep_draft_laws()
+    setting.sampler.allocate_draft_distributions()
     return DraftModelProposer(setting.sampler, [runner], setting.state.max_len)
 
 

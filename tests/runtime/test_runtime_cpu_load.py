@@ -15,7 +15,7 @@ from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
 from spd.kernels.native.build import obstacle
 from spd.runtime.plan import plan
 from spd.runtime.round import cpu_load
-from spd.runtime.round.cpu_load import FollowedThreads, busy_seconds
+from spd.runtime.round.cpu_load import AdaptiveThreads, busy_seconds
 from tests.helpers import local_queue
 
 pytestmark = pytest.mark.usefixtures("every_trial")
@@ -57,7 +57,7 @@ def test_threads_give_way(
         cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0)
     )
     monkeypatch.setattr(cpu_load, "busy_seconds", lambda _: busy)
-    threads = FollowedThreads(counts, lambda _: None)
+    threads = AdaptiveThreads(counts, lambda _: None)
     found = []
     threads.cpus = tuple(range(cpus))
     for each in loads:
@@ -86,11 +86,11 @@ def test_a_changing_number_changes_no_text(
     for changing in (False, True):
         turns = itertools.count()
 
-        def follow(self: FollowedThreads, turns: Iterator[int] = turns) -> None:
+        def follow(self: AdaptiveThreads, turns: Iterator[int] = turns) -> None:
             self._use(1 + next(turns) % 2)
 
         with monkeypatch.context() as patch:
-            patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
+            patch.setattr(AdaptiveThreads, "follow", follow if changing else lambda self: None)
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **options))
             assert local_queue(engine).threads._counts == (1, 2)
             params = [
@@ -127,4 +127,4 @@ def test_other_threads_stay(threads: None, options: dict[str, Any]) -> None:
     ("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))]
 )
 def test_numbers_to_choose_from(most: int, counts: tuple[int, ...]) -> None:
-    assert cpu_load.fewer_threads(most) == counts
+    assert cpu_load.thread_counts(most) == counts

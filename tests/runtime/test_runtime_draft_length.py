@@ -68,7 +68,7 @@ def test_a_rounds_slots_weigh_together() -> None:
                 length.observe(4, 4, accepted)
         rates.append(length.rate)
     could = [accepted + (accepted < 4) for accepted in outcomes]
-    told = sum(map(rules.foretold, could))
+    told = sum(map(rules.correlated_acceptance, could))
     assert rates == pytest.approx([(sum(outcomes) - told) / (sum(could) - told)] * 3, rel=0.02)
 
 
@@ -327,7 +327,7 @@ def test_the_demo_copies() -> None:
     )
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
     engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
-    assert local_queue(engine).proposer.draws
+    assert local_queue(engine).proposer.samples_drafts
     run = run_all(engine, [prompt], [params])[0]
     drafts = engine.plan.shape.model_drafts
     assert run.output == plain.output

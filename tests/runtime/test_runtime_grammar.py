@@ -24,12 +24,12 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import KEPT, Grammar, GrammarCompiler
-from spd.runtime.engine.request import GrammarText, ThinkingBudget, ThinkingTokens
+from spd.runtime.engine.request import GrammarSpec, ThinkingBudget, ThinkingTokens
 from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PATTERN_BYTES, MOST_PARTS
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from tests.helpers import local_queue, quick_engine, random_prompts, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
@@ -50,9 +50,9 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 TEXTS = {
-    "regex": GrammarText("regex", PATTERN),
-    "schema": GrammarText("schema", json.dumps(SCHEMA)),
-    "lark": GrammarText("lark", 'start: "(" start ")" | item item\nitem: /[xyz]{2,5}/ | "-"'),
+    "regex": GrammarSpec("regex", PATTERN),
+    "schema": GrammarSpec("schema", json.dumps(SCHEMA)),
+    "lark": GrammarSpec("lark", 'start: "(" start ")" | item item\nitem: /[xyz]{2,5}/ | "-"'),
 }
 PROMPTS = random_prompts(3, 20, 256)
 
@@ -146,7 +146,7 @@ def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     )
 
 
-def reached(compiler: GrammarCompiler, text: GrammarText, tokens: list[int], ends: set[int]) -> Any:
+def reached(compiler: GrammarCompiler, text: GrammarSpec, tokens: list[int], ends: set[int]) -> Any:
     grammar = compiler.compile(text, ends)
     for token in tokens:
         grammar.accept(token)
@@ -235,7 +235,7 @@ def lengths_at_masks(queue: LocalRoundQueue) -> list[int]:
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     """Also where that token is a draft in an accepted run; rounds before it wait for no masks."""
     seen, at, end = thinking(target)
-    text = GrammarText("regex", PATTERN, after=end)
+    text = GrammarSpec("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
     runs = []
@@ -257,14 +257,14 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     digits = tuple(range(48, 58))
     seen, at, end = thinking(target)
     early = "the text ended before the regex was complete"
-    late = GrammarText("regex", "a", after=end)
+    late = GrammarSpec("regex", "a", after=end)
     last = {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)}
-    cases: list[tuple[GrammarText, dict[str, Any], tuple[str, str | None]]] = [
-        (GrammarText("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
-        (GrammarText("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
-        (GrammarText("regex", "[0-9]{4}"), {"max_tokens": 9}, ("stop", None)),
-        (GrammarText("regex", "a[0-9]{4}"), {"stop": ("a",)}, ("stop", early)),
-        (GrammarText("regex", "a[0-9]{4}"), {"stop_token_ids": digits}, ("stop", early)),
+    cases: list[tuple[GrammarSpec, dict[str, Any], tuple[str, str | None]]] = [
+        (GrammarSpec("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
+        (GrammarSpec("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
+        (GrammarSpec("regex", "[0-9]{4}"), {"max_tokens": 9}, ("stop", None)),
+        (GrammarSpec("regex", "a[0-9]{4}"), {"stop": ("a",)}, ("stop", early)),
+        (GrammarSpec("regex", "a[0-9]{4}"), {"stop_token_ids": digits}, ("stop", early)),
         (late, last, ("error", NEVER_BEGAN)),
         (replace(late, optional=True), last, ("stop", None)),
     ]
@@ -364,7 +364,7 @@ def test_what_cannot_be_read_is_refused_at_admission(
     engine = quick_engine(target)
     flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
     with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
-        engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
+        engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarSpec(kind, text)))
     assert caught.value.fix and not engine.has_work
     assert (
         len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
@@ -384,7 +384,7 @@ def test_as_many_parts_as_are_supported_are_held(
     compiler: GrammarCompiler, schema: dict[str, Any], text: str
 ) -> None:
     """An `enum` of plain values is one part; what only describes is none."""
-    grammar = compiler.compile(GrammarText("schema", json.dumps(schema)), (END,))
+    grammar = compiler.compile(GrammarSpec("schema", json.dumps(schema)), (END,))
     assert grammar is not None
     for byte in text.encode():
         grammar.accept(byte)
@@ -394,7 +394,7 @@ def test_as_many_parts_as_are_supported_are_held(
 def test_a_part_more_is_refused(compiler: GrammarCompiler) -> None:
     schema = {"enum": [*ENUM_OBJECTS, []]}
     with pytest.raises(UsageError, match=f"it has {MOST_PARTS + 1} parts"):
-        compiler.compile(GrammarText("schema", json.dumps(schema)), (END,))
+        compiler.compile(GrammarSpec("schema", json.dumps(schema)), (END,))
 
 
 def test_more_symbols_than_the_library_can_number_are_refused_at_the_first_try(
@@ -411,14 +411,14 @@ def test_more_symbols_than_the_library_can_number_are_refused_at_the_first_try(
 
     monkeypatch.setattr(GrammarCompiler, "_matcher", counted)
     with pytest.raises(UsageError, match="needs more than the 65525 symbols"):
-        compiler.compile(GrammarText("schema", json.dumps({"anyOf": arrays})), (END,))
+        compiler.compile(GrammarSpec("schema", json.dumps({"anyOf": arrays})), (END,))
     assert len(tries) == 1
 
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     compiler = GrammarCompiler(Tokenizer.open(target), VOCAB)
     for i in range(KEPT + 5):
-        compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
+        compiler.compile(GrammarSpec("regex", f"a{{{i}}}b"), ())
     assert compiler._kept.cache_info().currsize == KEPT
     rows = []
     for _ in range(2):
@@ -444,7 +444,7 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         "then": ThinkingBudget(3, END, inside=True),
     }
     asked = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
-    asked[-1] = replace(asked[-1], grammar=GrammarText("regex", "[ab]{6}", after=END))
+    asked[-1] = replace(asked[-1], grammar=GrammarSpec("regex", "[ab]{6}", after=END))
     runs = run_requests(quick_engine(target), asked)
     plain = {request.id: run for request, run in zip(asked, runs, strict=True)}
     said = plain["free"].tokens
@@ -527,7 +527,7 @@ class GrammarEnumeration(RuleEnumeration):
         self.allowed = allowed
         super().__init__(case, table)
 
-    def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
+    def prepare(self, needs: SamplingSteps, k: int) -> SamplingSteps:
         nothing: Any = None
         queue = LocalRoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
@@ -567,7 +567,7 @@ def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
     """Where the prompt opened thinking that goes on; behind its end the mark begins one."""
     seen, at, mark = thinking(target)
     never = next(token for token in range(256) if token not in seen)
-    base = GrammarText("regex", PATTERN, after=mark, optional=True)
+    base = GrammarSpec("regex", PATTERN, after=mark, optional=True)
     around = {
         "in": ThinkingTokens(None, never, inside=True),
         "behind": ThinkingTokens(None, seen[at - 1], inside=True),
@@ -600,7 +600,7 @@ def test_where_thinking_begins_and_ends(target: Path) -> None:
         ([], [7], True, False),
     ):
         around = ThinkingTokens(BEGIN, END, inside)
-        state = Grammar(matcher.deep_copy(), GrammarText("regex", "x", after=7, thinking=around))
+        state = Grammar(matcher.deep_copy(), GrammarSpec("regex", "x", after=7, thinking=around))
         assert not tokens or state.begins_behind(tokens) == begun
         for token in tokens:
             state.accept(token)
@@ -625,9 +625,9 @@ def test_long_chains_of_references_end_no_process(target: Path, kind: str) -> No
         "import sys, threading; from pathlib import Path;"
         "from spd.formats.tokenizer import Tokenizer;"
         "from spd.runtime.engine.grammar import GrammarCompiler;"
-        "from spd.runtime.engine.request import GrammarText;"
+        "from spd.runtime.engine.request import GrammarSpec;"
         "compiler = GrammarCompiler(Tokenizer.open(Path(sys.argv[1])), int(sys.argv[2]));"
-        "text = GrammarText(sys.argv[3], sys.stdin.read());"
+        "text = GrammarSpec(sys.argv[3], sys.stdin.read());"
         "work = lambda: print(compiler.compile(text, (1,)).complete);"
         "thread = threading.Thread(target=work); thread.start(); thread.join()"
     )

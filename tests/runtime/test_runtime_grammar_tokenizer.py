@@ -16,7 +16,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.grammar_tokenizer import GrammarVocabulary
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 
 END = 256
 MARK = 257
@@ -42,7 +42,7 @@ def allowed(row: torch.Tensor) -> list[int]:
     return [token for token in range(WORDS) if int(row[token >> 5]) >> (token & 31) & 1]
 
 
-def walk(tokenizer: Tokenizer, grammar: GrammarText) -> list[int]:
+def walk(tokenizer: Tokenizer, grammar: GrammarSpec) -> list[int]:
     """Return a text of a grammar, by the last token that each mask allows.
 
     Each allowed token is taken as a draft first: it has to lead where the mask says.
@@ -83,11 +83,11 @@ def test_names_of_control_tokens_are_written_by_ordinary_ones(
 ) -> None:
     tokenizer = opened(tmp_path, None, *NAMES)
     grammars = {
-        "key": GrammarText("schema", json.dumps(one_key(text))),
-        "enum": GrammarText("schema", json.dumps({"enum": [text]})),
-        "const": GrammarText("schema", json.dumps({"const": {"k": [text]}})),
-        "lark": GrammarText("lark", f'start: "(" {json.dumps(text)} ")"'),
-        "regex": GrammarText("regex", f"x{re.escape(text)}y"),
+        "key": GrammarSpec("schema", json.dumps(one_key(text))),
+        "enum": GrammarSpec("schema", json.dumps({"enum": [text]})),
+        "const": GrammarSpec("schema", json.dumps({"const": {"k": [text]}})),
+        "lark": GrammarSpec("lark", f'start: "(" {json.dumps(text)} ")"'),
+        "regex": GrammarSpec("regex", f"x{re.escape(text)}y"),
     }
     tokens = walk(tokenizer, grammars[kind])
     whole = tokenizer.decode(tokens)
@@ -99,7 +99,7 @@ def test_names_of_control_tokens_are_written_by_ordinary_ones(
 
 def test_control_tokens_in_a_lark_grammar_are_tokens(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path, None, *NAMES)
-    assert walk(tokenizer, GrammarText("lark", 'start: <tool_call> "a" <[257]> </tool_call>')) == [
+    assert walk(tokenizer, GrammarSpec("lark", 'start: <tool_call> "a" <[257]> </tool_call>')) == [
         MARK,
         *tokenizer.encode("a"),
         MARK,
@@ -115,7 +115,7 @@ def test_a_token_that_another_file_declares_is_one_of_the_grammar(tmp_path: Path
     }
     tokenizer = opened(tmp_path, {"added_tokens_decoder": declared})
     assert tokenizer.encode("word") == [258]
-    assert walk(tokenizer, GrammarText("lark", 'start: <call> "(word)" <call>')) == [
+    assert walk(tokenizer, GrammarSpec("lark", 'start: <call> "(word)" <call>')) == [
         257,
         *tokenizer.encode("(word)"),
         257,
@@ -182,5 +182,5 @@ def test_where_the_tokenizer_fails_the_longest_tokens_write_a_text(
     expected = tokenizer.encode("(a</tool_")
     monkeypatch.setattr(tokenizer, "encode", fail)
     assert (
-        walk(tokenizer, GrammarText("lark", 'start: "(a</tool_call>)" | "(ab"'))[:1] == expected[:1]
+        walk(tokenizer, GrammarSpec("lark", 'start: "(a</tool_call>)" | "(ab"'))[:1] == expected[:1]
     )

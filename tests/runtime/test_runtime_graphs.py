@@ -21,12 +21,12 @@ from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine import assembly
 from spd.runtime.engine.draft_length import DraftLength
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.plan.plan import _draft_tiers
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
-from spd.runtime.round.sampling_params import SamplerClass
-from spd.runtime.round.state import RING_DEPTH, RoundState, narrowed
+from spd.runtime.round.sampling_params import SamplingSteps
+from spd.runtime.round.state import RING_DEPTH, RoundState, narrow_to_slots
 from tests import helpers
 from tests.helpers import (
     INTERPRETED,
@@ -136,7 +136,7 @@ def test_replays_are_eager_rounds(
     shapes = list(captured.captured)
     needs = {shape.needs for shape in shapes}
     assert captured.counted > 0
-    assert captured.replays > len(shapes) and len(needs) > 4 and SamplerClass() in needs
+    assert captured.replays > len(shapes) and len(needs) > 4 and SamplingSteps() in needs
     assert {(shape.k, shape.next_k) for shape in shapes} == ({(0, k), (k, k)} if k else {(0, 0)})
     if k:
         metrics = [run.metrics for run in runs]
@@ -191,11 +191,11 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     row = int(state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
-    fresh = SamplerClass(True, True, True, False, True)
+    fresh = SamplingSteps(True, True, True, False, True)
     count = len(views)
     for shape in (
         RoundShape(k, k - 1, fresh, 2, count),
-        RoundShape(0, k, SamplerClass(), None, count),
+        RoundShape(0, k, SamplingSteps(), None, count),
     ):
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
@@ -360,7 +360,7 @@ def test_few_shapes_are_captured_in_order(
     assert engine.capture_ahead([GREEDY, NOISY, GREEDY]) == count == len(captured.order) <= 26
     order = captured.order
     assert list(captured.captured) == order == sorted(order, key=lambda s: -s.slots * (s.k + 1))
-    assert {shape.needs for shape in order} == {SamplerClass(), SamplerClass(noise=True)}
+    assert {shape.needs for shape in order} == {SamplingSteps(), SamplingSteps(noise=True)}
     assert {shape.slots for shape in order} == {1, 5} and {
         shape.num_logprobs for shape in order
     } == {None}
@@ -371,11 +371,11 @@ def test_few_shapes_are_captured_in_order(
 def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> None:
     target, options = asked(pairs, "one")
     engine, captured = watched(target, slots=5, **options)
-    assert engine.capture_ahead([GREEDY], together=2) == 2
+    assert engine.capture_ahead([GREEDY], concurrency=2) == 2
     assert {shape.slots for shape in captured.order} == {5}
     wanted = SamplingParams(logprobs=1, temperature=1.0)
-    assert [engine.capture_ahead([wanted], most=1, together=5) for _ in range(3)] == [1, 1, 0]
-    noisy = SamplerClass(noise=True)
+    assert [engine.capture_ahead([wanted], limit=1, concurrency=5) for _ in range(3)] == [1, 1, 0]
+    noisy = SamplingSteps(noise=True)
     assert captured.order[2:] == [RoundShape(2, 2, noisy, 1, 5), RoundShape(0, 2, noisy, 1, 5)]
     engine.add(Request("r", (5, 6, 7), GREEDY))
     assert engine.capture_ahead([GREEDY]) == 0, "while anything runs"
@@ -412,7 +412,7 @@ def test_pairs_are_those_that_come(name: str) -> None:
         policy.observe_cost(k, 1.0 + 0.01 * k, 0.1 * next_k if name != "ngram" else 0.0, next_k)
         policy.observe(k, k, min(k, number % 9 != 0 and k))
         k = next_k
-    assert policy.usual_pairs(alone=True) >= came >= policy.usual_pairs(alone=False)
+    assert policy.likely_pairs(alone=True) >= came >= policy.likely_pairs(alone=False)
     assert len(came) == 7
 
 
@@ -474,7 +474,7 @@ def requests() -> list[Request]:
     made = [
         Request(f"r{i}", given[i], SamplingParams(seed=i, **kind)) for i, kind in enumerate(KINDS)
     ]
-    made[4] = replace(made[4], grammar=GrammarText("regex", "[a-z ]{4,9}[.]"))
+    made[4] = replace(made[4], grammar=GrammarSpec("regex", "[a-z ]{4,9}[.]"))
     return made
 
 
@@ -505,7 +505,7 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, me
     engine = make_engine(target, **options, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
     whole = local_queue(engine).round
-    part = narrowed(whole, 4)
+    part = narrow_to_slots(whole, 4)
     kept, held = ({path: t for path, t in tensors_in(each) if t.numel()} for each in (whole, part))
     assert held.keys() == kept.keys() and len(held) > 30
     cut = {path for path, tensor in kept.items() if tensor.shape[:1] == (SLOTS,)}

@@ -21,7 +21,7 @@ from spd.runtime.engine import scheduler
 from spd.runtime.plan import memory
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
-from spd.runtime.round.state_store import StateStore
+from spd.runtime.round.snapshot_store import SnapshotStore
 from tests import helpers
 from tests.helpers import (
     Run,
@@ -439,13 +439,13 @@ def test_preempted_texts_go_on(
     alone = engine_of(pairs, form, method, prefix_sharing=False, **options)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts = list[int]()
-    load = StateStore.load
+    load = SnapshotStore.load
 
     def noted(*operands: Any) -> None:
         starts.append(operands[3])
         load(*operands)
 
-    monkeypatch.setattr(StateStore, "load", noted)
+    monkeypatch.setattr(SnapshotStore, "load", noted)
     engine = engine_of(
         pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **options
     )
@@ -494,19 +494,19 @@ def test_a_copy_that_broke_off_is_never_found(
     """The prompt's, or the one of the whole text; a request ends once."""
     prompt = random_prompts(1, 80, 256)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    save = StateStore.save
+    save = SnapshotStore.save
     for most, told in ((0, ["error"]), (79, [None, None, "error"])):
         engine = engine_of(pairs, "torch", "off")
         events = list[Event]()
 
-        def broken(self: StateStore, *given: int, most: int = most) -> None:
+        def broken(self: SnapshotStore, *given: int, most: int = most) -> None:
             if given[2] > most:
                 raise MemoryError("no memory")
             save(self, *given)
 
         engine.add(Request("x", prompt[0], params))
         with monkeypatch.context() as patch:
-            patch.setattr(StateStore, "save", broken)
+            patch.setattr(SnapshotStore, "save", broken)
             with pytest.raises(ResourceError):
                 while engine.has_work:
                     events += engine.step()

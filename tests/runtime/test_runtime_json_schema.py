@@ -16,7 +16,7 @@ from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from spd.runtime.engine.json_schema import JsonObject, _Closing, close_objects
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.engine.schema_text import MOST_OPTIONAL
 from spd.runtime.round.limits import mask_width
 
@@ -41,14 +41,14 @@ def encoded(text: str) -> list[int]:
 def compiled(schema: Any, kind: str = "schema") -> Grammar:
     """Return the grammar of a schema, alone or within a Lark grammar."""
     text = json.dumps(schema)
-    grammar = GrammarText("schema", text) if kind == "schema" else lark(text)
+    grammar = GrammarSpec("schema", text) if kind == "schema" else lark(text)
     result = compiler().compile(grammar, (END,))
     assert result is not None
     return result
 
 
-def lark(schema: str) -> GrammarText:
-    return GrammarText("lark", f"start: A %json {schema}\nA: /a/ // %json false")
+def lark(schema: str) -> GrammarSpec:
+    return GrammarSpec("lark", f"start: A %json {schema}\nA: /a/ // %json false")
 
 
 def accepts(schema: Any, text: str) -> bool:
@@ -299,7 +299,7 @@ def test_no_key_begins_that_no_pattern_matches() -> None:
 @pytest.mark.parametrize("text", ['start: start "a"', "start: x\nx: x"])
 def test_a_grammar_in_which_no_text_begins_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no text begins"):
-        compiler().compile(GrammarText("lark", text), (END,))
+        compiler().compile(GrammarSpec("lark", text), (END,))
 
 
 def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
@@ -407,7 +407,7 @@ def test_more_properties_than_a_row_holds_are_refused_at_the_beginning(count: in
     schema = {"type": "object", "properties": {"a": INTEGER, "b": inner}, "required": ["a"]}
     schema["$defs"] = {"d": optional(count)}
     with pytest.raises(UsageError, match=f"has {count} properties that may be absent"):
-        compiler().compile(GrammarText("schema", json.dumps(schema)), {END})
+        compiler().compile(GrammarSpec("schema", json.dumps(schema)), {END})
 
 
 def test_properties_of_alternatives_count_together() -> None:
@@ -416,7 +416,7 @@ def test_properties_of_alternatives_count_together() -> None:
     node: Any = {"type": "object", "anyOf": alternatives}
     with pytest.raises(UsageError, match="has 40000 properties that may be absent"):
         compiler().compile(
-            GrammarText("schema", json.dumps({"type": "array", "items": node})), {END}
+            GrammarSpec("schema", json.dumps({"type": "array", "items": node})), {END}
         )
 
 
@@ -449,5 +449,5 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
     monkeypatch.setattr(_Closing, "_gather", counted)
     refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()
     with refusal:
-        compiler().compile(GrammarText("schema", json.dumps(schema)), ())
+        compiler().compile(GrammarSpec("schema", json.dumps(schema)), ())
     assert len(reads) < 40_000

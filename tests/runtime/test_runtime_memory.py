@@ -379,7 +379,7 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
     cache = KvCache(layers, 6, 8, torch.float32, "cpu")
     pools = [pool.fill_(torch.nan) for layer in cache.layers for pool in layer.pools]
     with Watch():
-        cache.clear([3, 5])
+        cache.zero_pages([3, 5])
     assert set(made) <= {"aten::select.int", "aten::zero_"}, made
     for pool in pools:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()

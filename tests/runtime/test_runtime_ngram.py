@@ -11,7 +11,7 @@ from spd.kernels.dispatch import load_kernels
 from spd.runtime.proposers.base import Lookup
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.prompt_lookup import search
 from tests.runtime.rule_law import NO_WINDOW
@@ -37,7 +37,7 @@ def propose(
         views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
     state.num_drafts.fill_(3)
     lookup = Lookup(load_kernels("torch"), shortest, longest)
-    NgramProposer(state, lookup).draft(k, NO_WINDOW, views, SamplerClass())
+    NgramProposer(state, lookup).draft(k, NO_WINDOW, views, SamplingSteps())
     assert (state.draft[:, k:] == -7).all()
     counts = state.num_drafts.tolist()
     assert all(0 <= count <= k for count in counts)

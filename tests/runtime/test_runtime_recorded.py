@@ -76,7 +76,7 @@ def test_another_number_of_threads_is_another_recording(pairs: Pairs) -> None:
 def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
     pairs: Pairs, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST_RECORDED", 1)
+    monkeypatch.setattr(graphs, "MAX_RECORDED", 1)
     pair = pairs.get("draft")
     engine = pair.changing(graphs=None)
     written = pair.changing(graphs=False)

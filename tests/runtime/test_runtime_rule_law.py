@@ -99,11 +99,11 @@ def kept_of_the_first_drafting(patch: Patch) -> None:
     draw = Sampler.draw_draft
 
     def changed(self: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Tensor:
-        assert self.draft_laws is not None
-        kept = self.draft_laws.clone()
+        assert self.draft_distributions is not None
+        kept = self.draft_distributions.clone()
         drawn = draw(self, runner, hidden, step, needs)
         if (self.state.length > len(PROMPT)).any():
-            self.draft_laws.copy_(kept)
+            self.draft_distributions.copy_(kept)
         return drawn
 
     patch.setattr(Sampler, "draw_draft", changed)

@@ -120,7 +120,7 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
     draw = Sampler.draw_draft
     never = test_a_drafter_of_the_targets_law_is_never_rejected
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
+        patch.setattr(Sampler, "allocate_draft_distributions", lambda self: None)
         never(target, methods, "rejection")
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(
@@ -177,8 +177,11 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
         False,
         "block",
     )
-    kept = block.round_queue.sampler.draft_laws
+    kept = block.round_queue.sampler.draft_distributions
     assert kept is not None and kept.shape == (1, 3, 320)
     assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4
-    assert coupled.round_queue.sampler.draft_laws is None
-    assert engine_of(target, "block", **methods["ngram"]).round_queue.sampler.draft_laws is None
+    assert coupled.round_queue.sampler.draft_distributions is None
+    assert (
+        engine_of(target, "block", **methods["ngram"]).round_queue.sampler.draft_distributions
+        is None
+    )

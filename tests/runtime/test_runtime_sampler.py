@@ -16,7 +16,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.sampling.sampling import draw_rows, process_rows, truncate
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 
 VOCAB = 37
@@ -86,15 +86,17 @@ def sampler_of(
     return sampler
 
 
-def needs_of(slots: Slots) -> SamplerClass:
-    return functools.reduce(or_, (SamplerClass.of(params) for _, params in slots), SamplerClass())
+def needs_of(slots: Slots) -> SamplingSteps:
+    return functools.reduce(
+        or_, (SamplingSteps.from_params(params) for _, params in slots), SamplingSteps()
+    )
 
 
-def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
+def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplingSteps) -> Tensor:
     return process_rows(logits, draft, sampler.tensors(needs))
 
 
-def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
+def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplingSteps) -> Tensor:
     return draw_rows(processed, positions, sampler.tensors(needs))
 
 
@@ -201,7 +203,7 @@ def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept:
     assert kept_ids(logits, **cut) == kept
 
 
-def draft_all(sampler: Sampler, logits: Tensor, needs: SamplerClass) -> Tensor:
+def draft_all(sampler: Sampler, logits: Tensor, needs: SamplingSteps) -> Tensor:
     """What a drafter with these logits [S, R, V] draws at each of its R steps: [S, R]."""
     drawn = []
     runner = SimpleNamespace(sample=lambda *_, **__: None)
@@ -223,7 +225,7 @@ def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
     logits[0, :, list(ties)] = 1.5
     positions = torch.arange(2).expand(2, -1)
     assert (
-        draw(sampler, logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
+        draw(sampler, logits, positions, SamplingSteps(noise=noise))[0].tolist() == [min(ties)] * 2
     )
 
 
@@ -242,7 +244,7 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
     """12,000 draws at consecutive positions, nine tokens: a chi-square of 8 degrees."""
     params = SamplingParams(temperature=temperature, seed=seed)
     sampler = sampler_of([([0], params)], vocab=9)
-    needs = SamplerClass.of(params)
+    needs = SamplingSteps.from_params(params)
     logits = normal(1, 1, 9, seed=3, scale=0.8)
     processed = process(sampler, logits, torch.zeros(1, 0, dtype=torch.long), needs)
     draws = draw(sampler, processed.expand(1, 12_000, 9), torch.arange(12_000)[None], needs)[0]

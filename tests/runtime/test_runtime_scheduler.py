@@ -12,7 +12,7 @@ from spd.runtime.engine.request import Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Detokenizer, Sequence
 from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.spans import program_runs
 from tests.page_checks import check_pages
 
@@ -27,7 +27,7 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     request = Request(name, prompt, SamplingParams())
     runs = program_runs((("prompt", len(prompt)),), CHUNK)
     silent = Detokenizer(lambda _: b"", (), 0)
-    return Sequence(request, min(CTX, limit), (), silent, needs=SamplerClass(), runs=runs)
+    return Sequence(request, min(CTX, limit), (), silent, needs=SamplingSteps(), runs=runs)
 
 
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
@@ -104,7 +104,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
-        self.scheduler.round_over()
+        self.scheduler.finish_round()
         for sequence, epoch in took_part:
             if sequence.epoch != epoch or sequence.finish_reason:
                 continue
@@ -217,14 +217,14 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
     free = scheduler.pages.num_available
     for _ in range(2):
         scheduler.in_flight.append(EnqueuedRound(None, (), []))
-    scheduler.round_over()
+    scheduler.finish_round()
     one.finish_reason = "stop"
     scheduler.retire(one)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
     scheduler.in_flight.append(
         EnqueuedRound(None, (), [])
     )  # enqueued after the end: its rows are masked
-    scheduler.round_over()
+    scheduler.finish_round()
     assert scheduler.pages.num_available == 12
 
 

@@ -109,7 +109,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
         return Engine(settings.config, progress=progress)
 
-    thread = EngineThread(load, lambda: (), short=lambda error: None)
+    thread = EngineThread(load, lambda: (), on_out_of_memory=lambda error: None)
     thread.start()
     service = Service(settings, ["demo"], thread, waiting=waiting, say=tell)
     listener = listen("127.0.0.1", 0)

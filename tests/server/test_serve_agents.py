@@ -17,7 +17,7 @@ from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import JsonObject
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from spd.server import replies
 from spd.server.app import CHANGING
 from spd.server.messages import read_messages
@@ -641,7 +641,7 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served, model) -> None
     free = Tools(
         {"read": NUMBER}, FORMS["gpt-oss"], strict=True, tokens=tokenizer.special_tokens
     ).grammar
-    answer = HARMONY.held(GrammarText("schema", json.dumps(NUMBER)), tokenizer.special_tokens)
+    answer = HARMONY.held(GrammarSpec("schema", json.dumps(NUMBER)), tokenizer.special_tokens)
     call = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"a": 3}'
     twice = ANALYSIS + ANALYSIS.replace("analysis", "commentary")
     for shape, said, may_be in (

@@ -15,15 +15,15 @@ from spd.conversation.vocabulary import Vocabulary
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
-from spd.runtime.engine.request import GrammarText, ThinkingTokens
+from spd.runtime.engine.request import GrammarSpec, ThinkingTokens
 from tests.server.test_serve_thinking import opened
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
 SCHEMA += '"additionalProperties": false}'
 GRAMMARS = {
-    "schema": (GrammarText("schema", SCHEMA), '{"a": 1}'),
-    "regex": (GrammarText("regex", "[a-c]/{2}"), "b//"),
-    "lark": (GrammarText("lark", 'start: "(" start ")" | "start"'), "((start))"),
+    "schema": (GrammarSpec("schema", SCHEMA), '{"a": 1}'),
+    "regex": (GrammarSpec("regex", "[a-c]/{2}"), "b//"),
+    "lark": (GrammarSpec("lark", 'start: "(" start ")" | "start"'), "((start))"),
 }
 THINK = ("<think>", "</think>")
 TOKENS = ("[THINK]", "[/THINK]")
@@ -31,7 +31,7 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></th
 LATE = "{% if not thinking %}</think>{% endif %}"
 
 
-def allows(tokenizer: Any, grammar: GrammarText, reply: str) -> bool:
+def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
     """True if a model may write this reply and end it."""
     state = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, (256,))
     assert state is not None
@@ -101,7 +101,7 @@ def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
     begin, end = (tokenizer.special_tokens[name] for name in TOKENS)
     mark = tokenizer.special_tokens["<tool_call>"]
-    grammar = GrammarText("lark", 'start: "x"', mark, optional=True)
+    grammar = GrammarSpec("lark", 'start: "x"', mark, optional=True)
     asked = Prompt(messages=({"role": "user", "content": "Hi"},))
     for inside in (True, False):
         found, _ = behind_thinking(grammar, vocabulary, asked, "", inside)
@@ -113,6 +113,6 @@ def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: 
     config: Any = None
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
     asked = Prompt(messages=({"role": "user", "content": "Hi"},))
-    grammar, _ = behind_thinking(GrammarText("regex", "("), vocabulary, asked, "", False)
+    grammar, _ = behind_thinking(GrammarSpec("regex", "("), vocabulary, asked, "", False)
     with pytest.raises(SpdError, match="cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

@@ -24,7 +24,7 @@ from spd.formats.chat_template import ChatTemplate
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import JsonObject
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarSpec
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.every_template import found
 from tests.server.conftest import is_allowed
@@ -400,7 +400,7 @@ def demo_compiler() -> GrammarCompiler:
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
-def takes(grammar: GrammarText | None, text: str) -> bool:
+def takes(grammar: GrammarSpec | None, text: str) -> bool:
     """Return True if a grammar accepts a text in the tokens of the demo, for which marks are texts."""
     assert grammar is not None
     return is_allowed(demo_compiler(), grammar, ModelFolder.named("demo").tokenizer.encode(text))
@@ -475,7 +475,7 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
 def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
-    answer = GrammarText("schema", json.dumps(schema))
+    answer = GrammarSpec("schema", json.dumps(schema))
     written = FORMS[form]
     call = call_text(written)
     said = (written.channels.answer if written.channels else "") + '{"days": 3}'

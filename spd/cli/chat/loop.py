@@ -31,7 +31,7 @@ from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, 
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
 from spd.formats.thinking import opens_thinking
-from spd.runtime.engine.request import Gathered, Request, derived_seed
+from spd.runtime.engine.request import Request, RequestOutput, derived_seed
 from spd.version import __version__
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
     model = chat.model
     guard = chat.session.guard
     turn = conversation.turns[-1]
-    gathered = Gathered()
+    gathered = RequestOutput()
     stopped = threading.Event()
 
     def stop() -> None:

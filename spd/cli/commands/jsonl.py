@@ -37,7 +37,7 @@ from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.clock import now
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.request import Event, Gathered, GrammarText, Request, derived_seed
+from spd.runtime.engine.request import Event, GrammarSpec, Request, RequestOutput, derived_seed
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         served = served_engine(session, options, settings.config.slots)
         engine = served or load(session.console, options.model, settings.config)
         if len(rest) > (slots := engine.info.slots):
-            engine.capture_ahead([settings.sampling.params], together=slots)
+            engine.capture_ahead([settings.sampling.params], concurrency=slots)
         say_before(session.console, settings, engine, None)
         settings = dataclasses.replace(settings, context=engine.info.ctx)
         began = now()
@@ -113,7 +113,7 @@ class Line:
     error: SpdError | None = None
     request: Request | None = None
     inside: bool | None = None
-    parts: Gathered | None = None
+    parts: RequestOutput | None = None
     answer: dict[str, Any] | None = None
 
     @property
@@ -162,7 +162,7 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
         names = " and ".join(f"params.{name}" for name in shapes)
         raise UsageError(f"{names} each say what the whole reply looks like")
     for name, wish in shapes.items():
-        grammar = GrammarText(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
+        grammar = GrammarSpec(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     params = settings.params(**values)
     asked = _asked(value, shared, raw)
@@ -297,7 +297,7 @@ class Batch:
         try:
             request, line.inside = read_request(line, self.settings, self.shared, self.raw)
             self.engine.add(request)
-            line.request, line.parts, self.open[request.id] = request, Gathered(), line
+            line.request, line.parts, self.open[request.id] = request, RequestOutput(), line
         except (FieldError, RecursionError) as error:
             wrong = UsageError(
                 error.message if isinstance(error, FieldError) else "nested too deep"

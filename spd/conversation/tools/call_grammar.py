@@ -15,8 +15,8 @@ from spd.conversation.tools.grammar_rules import GAP, GrammarRules, marks, style
 from spd.conversation.tools.pair_grammar import PairGrammar
 from spd.conversation.tools.python_calls import PythonCalls
 from spd.conversation.tools.python_grammar import PythonInTagsGrammar
-from spd.runtime import JsonObject, check_size, without_notes
-from spd.runtime.engine.request import GrammarText
+from spd.runtime import JsonObject, check_size, without_descriptions
+from spd.runtime.engine.request import GrammarSpec
 
 Schemas = Mapping[str, JsonObject]
 """JSON schemas of functions' arguments, by name."""
@@ -44,7 +44,7 @@ class Tools:
     parallel: bool = True
     strict: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
-    answer: GrammarText | None = None
+    answer: GrammarSpec | None = None
     """The schema of a reply that calls nothing."""
 
     @property
@@ -59,7 +59,7 @@ class Tools:
         return None if is_whole or self.form.channels else self.tokens.get(self.form.opening)
 
     @property
-    def grammar(self) -> GrammarText | None:
+    def grammar(self) -> GrammarSpec | None:
         """What holds a call, in the model's own form; None where nothing does.
 
         The first one of many functions takes a while, so it is no work for the loop of a server.
@@ -69,7 +69,7 @@ class Tools:
         is_unmarked = form.is_bare or form.channels is not None or form is GUESSED
         if self.mark is None and not self.held and is_unmarked:
             return None
-        schemas = {name: without_notes(schema) for name, schema in self.functions.items()}
+        schemas = {name: without_descriptions(schema) for name, schema in self.functions.items()}
         answer = None if self.answer is None else self.answer.text
         choice = [self.named, self.required, self.parallel, self.strict]
         key = json.dumps([schemas, form, choice, dict(self.tokens), answer])
@@ -86,9 +86,9 @@ class _ToolsByKey:
 
 
 @lru_cache(KEPT)
-def _kept_grammar(keyed: _ToolsByKey) -> GrammarText:
+def _kept_grammar(keyed: _ToolsByKey) -> GrammarSpec:
     tools = keyed.tools
-    schemas = {name: without_notes(schema) for name, schema in tools.functions.items()}
+    schemas = {name: without_descriptions(schema) for name, schema in tools.functions.items()}
     return _CallGrammar(tools, schemas).grammar()
 
 
@@ -103,7 +103,7 @@ class _CallGrammar:
         self._is_loose = not (tools.required or tools.strict)
         self._has_several = tools.parallel and tools.named is None and tools.form.channels is None
 
-    def grammar(self) -> GrammarText:
+    def grammar(self) -> GrammarSpec:
         """Return the whole grammar."""
         tools = self._tools
         is_whole = tools.required or tools.answer is not None
@@ -119,7 +119,7 @@ class _CallGrammar:
             start = self._calls_in_text(calls)
             lazy = [f"before[lazy]: /(.|\\n)*{re.escape(self._form.opening)}/"]
         lines = [f"start: {start}", GAP, TEXT, *lazy, *self._rules.lines]
-        return GrammarText("lark", "\n".join(lines), tools.mark, not is_whole)
+        return GrammarSpec("lark", "\n".join(lines), tools.mark, not is_whole)
 
     @property
     def _answer(self) -> str:

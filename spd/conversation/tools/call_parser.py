@@ -17,7 +17,7 @@ from spd.conversation.tools.call_readers import (
     next_call,
     read_calls,
 )
-from spd.runtime.engine.request import tail_of
+from spd.runtime.engine.request import partial_match_length
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
@@ -104,7 +104,7 @@ class CallParser:
         elif final:
             content = self._text
         else:
-            may_begin = max(tail_of(opening, self._text) for opening in self._openings)
+            may_begin = max(partial_match_length(opening, self._text) for opening in self._openings)
             content = self._text[: len(self._text) - may_begin]
         is_end = final and mark is None and not self._called
         text = content if is_end else content.rstrip()
@@ -213,7 +213,9 @@ class CallParser:
             has_end = stop is not None and stop[1] == self._form.closing
             self._text = self._text[stop.end() if stop and has_end else len(section) :]
             if stop is None:
-                begun = max(tail_of(mark, section) for mark in {*MARKS, self._form.closing})
+                begun = max(
+                    partial_match_length(mark, section) for mark in {*MARKS, self._form.closing}
+                )
                 section = section[: len(section) - begun]
             self._hand_out_broken(section)
         else:

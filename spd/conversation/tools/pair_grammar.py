@@ -17,7 +17,7 @@ from spd.conversation.tools.schema_arguments import (
     as_json,
 )
 from spd.conversation.tools.schema_reader import TextShape
-from spd.runtime import Json, JsonObject, closed_schema, references, whole_pattern
+from spd.runtime import Json, JsonObject, closed_schema, full_match_pattern, references
 
 MAX_LENGTH = 10_000
 """Characters: a longer bound of a text is not held."""
@@ -84,10 +84,10 @@ class PairGrammar:
     def other_key(self, keys: FreeKeys, shape: ObjectShape) -> str:
         """Return the expression of a key that the schema does not list."""
         expressions: list[str] = []
-        if keys.pattern is not None and (pattern := whole_pattern(keys.pattern)) is not None:
+        if keys.pattern is not None and (pattern := full_match_pattern(keys.pattern)) is not None:
             expressions.append(regex(pattern))
         others = [] if keys.pattern is not None else [each.pattern for each in shape.free]
-        patterns = (whole_pattern(other) for other in others if other is not None)
+        patterns = (full_match_pattern(other) for other in others if other is not None)
         expressions += [f"~{regex(pattern)}" for pattern in patterns if pattern is not None]
         if shape.listed:
             names = "|".join(re.escape(name).replace("\\ ", " ") for name in shape.listed)
@@ -187,6 +187,6 @@ def content_of(shape: TextShape) -> str:
     least = shape.least if shape.least < MAX_LENGTH else 0
     most = shape.most if shape.most is not None and shape.most < MAX_LENGTH else None
     times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-    patterns = (whole_pattern(pattern) for pattern in shape.patterns)
+    patterns = (full_match_pattern(pattern) for pattern in shape.patterns)
     expressions = [regex(pattern) for pattern in patterns if pattern is not None]
     return " & ".join([f"/(.|\\n){times}/", *expressions])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spd.errors import CheckpointError
 from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
-from spd.runtime import Json, JsonObject, has_value
+from spd.runtime import Json, JsonObject, is_satisfiable
 
 KINDS = frozenset(["string", "number", "boolean", "null", "array", "object"])
 """Types of JSON values; an integer is a number."""
@@ -92,7 +92,7 @@ class TextShape(NamedTuple):
 
 @lru_cache(1024)
 def _has_text(shape: TextShape) -> bool:
-    return has_value(shape.as_schema())
+    return is_satisfiable(shape.as_schema())
 
 
 class SchemaReader:

@@ -24,7 +24,7 @@ from spd.runtime.plan.memory import pages_a_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
-from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
+from spd.runtime.round.cpu_load import AdaptiveThreads, thread_counts
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.kv_cache import KvCache
@@ -33,8 +33,8 @@ from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
 from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.snapshot_store import SnapshotStore
 from spd.runtime.round.state import RoundState
-from spd.runtime.round.state_store import StateStore
 
 
 def _runners(
@@ -120,8 +120,8 @@ def assemble(
     )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
-    if plan.config.verify != "coupled" and proposer is not None and proposer.draws:
-        sampler.keep_draft_laws()
+    if plan.config.verify != "coupled" and proposer is not None and proposer.samples_drafts:
+        sampler.allocate_draft_distributions()
     imposed = None
     if plan.config.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.config.synthetic_acceptance, shape.draft_max, plan.device)
@@ -136,11 +136,11 @@ def assemble(
     ):
         captured = RecordedRounds(round_, kernels.native)
     own_caches = [each for each in drafters if each.cache is not runner.cache]
-    states = StateStore([runner, *own_caches], proposer)
+    states = SnapshotStore([runner, *own_caches], proposer)
     return LocalRoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
 
 
-def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:
+def _threads(plan: EnginePlan, kernels: Kernels) -> AdaptiveThreads:
     """The threads of the kernels' own pool, which follow the load; or torch's, whose number stays.
 
     Beside a pool torch's operations are too small to share: its threads would only be in the way.
@@ -148,7 +148,7 @@ def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:
     pooled = kernels.native is not None and plan.draft_kernels == plan.shape.kernels
     torch.set_num_threads(1 if pooled else plan.threads)
     if kernels.native is None:
-        return FollowedThreads((plan.threads,), torch.set_num_threads)
+        return AdaptiveThreads((plan.threads,), torch.set_num_threads)
     kernels.native.threads = plan.threads
-    counts = fewer_threads(plan.threads) if plan.threads_follow else (plan.threads,)
-    return FollowedThreads(counts, partial(setattr, kernels.native, "threads"))
+    counts = thread_counts(plan.threads) if plan.threads_follow else (plan.threads,)
+    return AdaptiveThreads(counts, partial(setattr, kernels.native, "threads"))

@@ -36,12 +36,12 @@ class EngineInfo:
     """The whole plan as plain JSON values."""
 
     @classmethod
-    def of_plan(cls, plan: EnginePlan) -> EngineInfo:
+    def from_plan(cls, plan: EnginePlan) -> EngineInfo:
         """Return what a plan says."""
-        return cls.of_json(plan.as_dict())
+        return cls.from_json(plan.as_dict())
 
     @classmethod
-    def of_json(cls, plan: Mapping[str, Any]) -> EngineInfo:
+    def from_json(cls, plan: Mapping[str, Any]) -> EngineInfo:
         """Return what the JSON of a plan says."""
         return cls(
             spec=plan["spec"],
@@ -94,9 +94,12 @@ class EngineClient(Protocol):
         """Return the counters of a request. Raises KeyError for an unknown one."""
 
     def capture_ahead(
-        self, params: Collection[SamplingParams], most: int | None = None, together: int = 1
+        self, params: Collection[SamplingParams], limit: int | None = None, concurrency: int = 1
     ) -> int:
-        """Capture up to `most` rounds that requests with such parameters will run; return how many."""
+        """Capture up to `limit` rounds that such requests will probably run; return how many.
+
+        concurrency: how many of these requests will at least run together.
+        """
 
     def close(self) -> None:
         """Let go of the engine."""

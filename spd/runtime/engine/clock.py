@@ -12,7 +12,7 @@ def now() -> float:
     return time.perf_counter() - _stopped
 
 
-def leave_out(seconds: float) -> None:
+def exclude(seconds: float) -> None:
     """Leave out a time in which the process was stopped, as by Ctrl-Z."""
     global _stopped
     _stopped += seconds

@@ -8,7 +8,7 @@ from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import show_size
 from spd.runtime.plan.memory import remedies
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
+from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
 from spd.runtime.round.round_queue import RoundQueue
 
 
@@ -23,12 +23,12 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise memory_refusal(error, plan, "loading") from None
+        raise out_of_memory_error(error, plan, "loading") from None
 
 
-def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
+def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
     """Return the refusal where memory ran out: what the plan counted, and what would free how much."""
-    let_go(error)
+    release_memory(error)
     asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
     said = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
     reason = [*said[:1], f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"]

@@ -54,7 +54,7 @@ def chance_of_next(rate: float, accepted: int) -> float:
 
 
 @cache
-def foretold(tried: int) -> float:
+def correlated_acceptance(tried: int) -> float:
     """How many of a round's drafts were accepted because those before them were, if so many were tried.
 
     Without them, accepted drafts over tried ones are on average the `rate` of `chance_of_next`.
@@ -82,7 +82,7 @@ def expected_tokens(rates: Sequence[float], caps: Sequence[int], maximum: int) -
 class Acceptance:
     """Drafts of one request, or of all, that were accepted, and those that could have been: sums that fade.
 
-    Both without those that were `foretold` by the drafts before them.
+    Both without those that were `correlated_acceptance` by the drafts before them.
     """
 
     accepted: float = 0.0
@@ -234,7 +234,7 @@ class DraftLength:
     def _probe_k(self) -> int:
         return next((k for k in self.tiers if k >= PROBE_LENGTH), self.tiers[-1])
 
-    def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:
+    def likely_pairs(self, alone: bool) -> set[tuple[int, int]]:
         """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
         if not self.adaptive:
             return {(0, self.maximum), (self.maximum, self.maximum)}
@@ -271,7 +271,7 @@ class DraftLength:
         if not 0 < k <= self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)
-        told = foretold(could)
+        told = correlated_acceptance(could)
         self.overall.take(accepted - told, could - told)
         if own is not None:
             own.take(accepted - told, could - told, DECAY)

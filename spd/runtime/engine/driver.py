@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 def drive(
     step: Callable[[], list[Event]],
-    go_on: Callable[[], bool],
-    short: Callable[[ResourceError], None] | None = None,
+    should_continue: Callable[[], bool],
+    on_out_of_memory: Callable[[ResourceError], None] | None = None,
 ) -> Iterator[list[Event]]:
-    """The events of each step of an engine, for as long as `go_on` says so.
+    """Yield the events of each step of an engine, as long as `should_continue` returns True.
 
-    It is called before each step, adds and aborts requests, and waits where there is nothing to do. `short`
-    is told where memory ran out: what ran then ends with an error, what waits goes on. Raises what `step`
-    raises.
+    `should_continue` is called before each step. It adds and aborts requests, and blocks while there is
+    nothing to do. `on_out_of_memory` is called where memory ran out: running requests then end with an
+    error, and waiting ones continue. Raises what `step` raises.
     """
-    while go_on():
+    while should_continue():
         try:
             events = step()
         except ResourceError as error:
-            if short is None:
+            if on_out_of_memory is None:
                 raise
-            short(error)
+            on_out_of_memory(error)
             events = []
         yield events
 
@@ -56,22 +56,23 @@ CLOSED = "the engine was closed"
 class EngineThread(Generic[E]):
     """An engine in a thread of its own: everything that touches the device happens there.
 
-    `build` makes the engine in the thread and tells how far it is. While idle the thread captures rounds
-    that requests with the `expected` parameters will run; an order waits for one capture at most. Where a
-    step fails all that run are told, and the thread goes on with the next request; `short`: see `drive`.
+    `build` makes the engine in the thread and reports its progress. While idle the thread captures rounds
+    that requests with the `expected` parameters will run; a command waits for one capture at most. Where a
+    step fails, every running request's listener gets the error, and the thread continues with the next
+    request. For `on_out_of_memory` see `drive`.
     """
 
     def __init__(
         self,
         build: Callable[[Progress], E],
         expected: Callable[[], Collection[SamplingParams]],
-        short: Callable[[ResourceError], None] | None = None,
+        on_out_of_memory: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None  # why there is no engine
         self._build = build
         self._expected = expected
-        self._short = short
+        self._on_out_of_memory = on_out_of_memory
         self._engine: E | None = None
         self.ready = threading.Event()
         self._leave = threading.Event()
@@ -179,7 +180,9 @@ class EngineThread(Generic[E]):
         """Carry out orders until there are no more."""
         while True:
             try:
-                for events in drive(engine.step, partial(self._take_orders, engine), self._short):
+                for events in drive(
+                    engine.step, partial(self._take_orders, engine), self._on_out_of_memory
+                ):
                     self._deliver(events)
                 return
             except BaseException as error:
@@ -195,7 +198,9 @@ class EngineThread(Generic[E]):
             idle = self._broken or not engine.has_work
             with suppress(Exception):  # a fault of the engine is told when a request meets it
                 while (
-                    idle and self._orders.empty() and engine.capture_ahead(self._expected(), most=1)
+                    idle
+                    and self._orders.empty()
+                    and engine.capture_ahead(self._expected(), limit=1)
                 ):
                     pass
             try:

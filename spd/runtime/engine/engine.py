@@ -20,14 +20,14 @@ from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
-from spd.runtime.engine.device import memory_refusal, open_device
+from spd.runtime.engine.device import open_device, out_of_memory_error
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
 from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
-from spd.runtime.engine.sequence import NO_SLOT, RequestChecks, Sequence
+from spd.runtime.engine.sequence import NO_SLOT, RequestValidator, Sequence
 from spd.runtime.engine.trace import round_record
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
@@ -36,7 +36,7 @@ from spd.runtime.round.limits import NUM_RESERVED, PAGE_SIZE, mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round_queue import RoundQueue, RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
 IDLE_PASSES = 16
 BUSY_PASSES = 4
@@ -65,9 +65,9 @@ class Engine(EngineClient):
         began = clock.now()
         self.config = config
         self.plan = plan = make_plan(config)
-        self.info = EngineInfo.of_plan(plan)
+        self.info = EngineInfo.from_plan(plan)
         shape = plan.shape
-        self._checks = RequestChecks(plan)
+        self._checks = RequestValidator(plan)
         self.eos_ids = self._checks.eos_ids
         self.usable_vocab = self._checks.usable_vocab
         self.round_queue = open_device(plan, self.usable_vocab, progress)
@@ -86,7 +86,7 @@ class Engine(EngineClient):
             shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
         )
         self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
-        self._needs = SamplerClass()
+        self._needs = SamplingSteps()
         self._logprobs: int | None = None  # the most that any request of the round wants
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
@@ -96,17 +96,18 @@ class Engine(EngineClient):
     # -- orders ----------------------------------------------------------------------------------
 
     def capture_ahead(
-        self, params: Collection[SamplingParams], most: int | None = None, together: int = 1
+        self, params: Collection[SamplingParams], limit: int | None = None, concurrency: int = 1
     ) -> int:
-        """Capture rounds before they are run, the largest first, no more than `most`; returns how many.
+        """Capture rounds before they are run, the largest first, at most `limit`; return how many.
 
-        Those that requests with such parameters, at least so many together, are nearly sure to run; others
-        are captured when they are. 0 once all are there, while anything runs, and where none is captured.
+        These are the rounds that at least `concurrency` requests with such parameters will almost certainly
+        run. All other rounds are captured when they first run. Returns 0 once all of them are captured,
+        while anything runs, and where rounds are not captured.
         """
         captured = self.round_queue.captured
         if captured is None or self.has_work:
             return 0
-        shapes = captured.usual(self.draft_length.usual_pairs, params, together)[:most]
+        shapes = captured.likely_shapes(self.draft_length.likely_pairs, params, concurrency)[:limit]
         return sum(takewhile(bool, map(self.round_queue.capture, shapes)))
 
     def add(self, request: Request) -> None:
@@ -219,7 +220,7 @@ class Engine(EngineClient):
                 if self.round_queue.is_writing:
                     self._fail_running("writing a prompt broke off")
                 raise
-            refusal = memory_refusal(error, self.plan, "running")
+            refusal = out_of_memory_error(error, self.plan, "running")
             self._fail_running("memory ran out")
             raise refusal from None
         events = self._ready
@@ -237,7 +238,7 @@ class Engine(EngineClient):
     def _drop_rounds(self) -> None:
         """No round is on its way any more."""
         while self.scheduler.in_flight:
-            self.scheduler.round_over()
+            self.scheduler.finish_round()
 
     def _prefill(self) -> None:
         """Write prompts: one pass, or a few where more wait."""
@@ -277,7 +278,7 @@ class Engine(EngineClient):
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        self.round_queue.place(
+        self.round_queue.admit(
             SlotAdmission(
                 slot=sequence.slot,
                 tokens=sequence.tokens(),
@@ -335,7 +336,7 @@ class Engine(EngineClient):
             for sequence in sorted(short, key=attrgetter("epoch")):
                 if not scheduler.grow(sequence, sequence.bound + rows):
                     break
-                self.round_queue.show_pages(sequence.slot, sequence.pages)
+                self.round_queue.upload_pages(sequence.slot, sequence.pages)
             else:
                 return live, reaches
             if scheduler.in_flight:
@@ -350,7 +351,7 @@ class Engine(EngineClient):
         """Note what follows from the sequences of a round, where one came or went."""
         self._gathered = live
         most = self.plan.shape.draft_max
-        self._needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
+        self._needs = reduce(or_, (sequence.needs for sequence in live), SamplingSteps())
         wanted = (sequence.request.params.logprobs for sequence in live)
         self._logprobs = max((one for one in wanted if one is not None), default=None)
         caps = (most if (cap := s.request.draft_max) is None else min(cap, most) for s in live)
@@ -391,7 +392,7 @@ class Engine(EngineClient):
         scheduler = self.scheduler
         oldest = self.scheduler.in_flight[0]
         result = oldest.ticket.read()
-        scheduler.round_over()
+        scheduler.finish_round()
         self.rounds += 1
         draft, verify, rest = result.seconds
         self.draft_length.observe_cost(
@@ -465,7 +466,7 @@ class Engine(EngineClient):
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")
         if own := self.scheduler.retire(sequence):
-            self.round_queue.clear(own)
+            self.round_queue.zero_pages(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
         self._finished[event.request_id] = sequence.metrics
         if len(self._finished) > KEPT:
@@ -484,6 +485,6 @@ def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) 
         # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
         # cut away unseen, it would count as a block that came to a fair end.
         legal = legal if rule == "coupled" else len(drafts)
-        device.allow(sequence.slot, rows, list(drafts), legal)
+        device.set_masks(sequence.slot, rows, list(drafts), legal)
     sequence.active = True
     device.set_active(sequence.slot, True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.runtime.engine.grammar_tokenizer import GrammarVocabulary
 from spd.runtime.engine.large_stack import on_large_stack
-from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
+from spd.runtime.engine.request import JSON_STYLE, GrammarSpec, ThinkingBudget
 from spd.runtime.engine.schema_text import (
     SHALLOW_BYTES,
     TOO_MANY_SYMBOLS,
@@ -22,9 +22,9 @@ from spd.runtime.engine.schema_text import (
     check_patterns,
     check_size,
     closed_schema,
-    in_short,
     parser_limits,
     refused,
+    summarize_error,
     usable_schema,
     with_schemas,
 )
@@ -54,7 +54,7 @@ class Grammar:
     def __init__(
         self,
         matcher: Any,
-        text: GrammarText | None = None,
+        text: GrammarSpec | None = None,
         own_ends: Collection[int] = (),
         ends: Collection[int] = (),
         budget: ThinkingBudget | None = None,
@@ -143,7 +143,7 @@ class Grammar:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar failed: {in_short(self._matcher.get_error())}")
+            raise GrammarError(f"the grammar failed: {summarize_error(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
         """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
@@ -198,7 +198,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(
-        self, text: GrammarText | None, ends: Collection[int], budget: ThinkingBudget | None = None
+        self, text: GrammarSpec | None, ends: Collection[int], budget: ThinkingBudget | None = None
     ) -> Grammar | None:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
         if text is None:

@@ -122,7 +122,7 @@ def references(node: Json) -> Iterator[str]:
             yield from references(value)
 
 
-def without_notes(schema: JsonObject) -> JsonObject:
+def without_descriptions(schema: JsonObject) -> JsonObject:
     """Return a schema without the keywords that only describe it, unless a reference leads there."""
     if any(note in reference.split("/") for note in NOTES for reference in references(schema)):
         return schema

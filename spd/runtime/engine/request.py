@@ -27,7 +27,7 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
 
 
-def tail_of(tag: str, text: str) -> int:
+def partial_match_length(tag: str, text: str) -> int:
     """Length of the longest end of `text` that begins `tag`: what may yet become it."""
     return next(
         (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])),
@@ -45,7 +45,7 @@ class ThinkingTokens:
 
 
 @dataclass(frozen=True)
-class GrammarText:
+class GrammarSpec:
     """What a reply must look like: a JSON schema, a regular expression or a Lark grammar."""
 
     kind: Literal["schema", "regex", "lark"]
@@ -86,7 +86,7 @@ class Request:
     earlier request generated keeps its kind, so that its cache can be found again."""
     draft_max: int | None = None
     """Tokens a round that are speculated at most; None: as the engine does. It changes only the speed."""
-    grammar: GrammarText | None = None
+    grammar: GrammarSpec | None = None
     thinking: ThinkingBudget | None = None
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to score at each place of the prompt beside its own; None: no scores.
@@ -128,7 +128,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Gathered:
+class RequestOutput:
     """What has come of one request so far."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Gathered:
 
 
 @dataclass
-class Completion(Gathered):
+class Completion(RequestOutput):
     """Everything that one request brought; fields as in `Event`."""
 
     request_id: str = field(kw_only=True)

@@ -18,7 +18,7 @@ from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, reusable_prefix, runs_below
 
 if TYPE_CHECKING:
-    from spd.runtime.round.round_queue import RoundTicket
+    from spd.runtime.round.round_queue import PendingRound
 
 INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, whatever stands there
 
@@ -26,7 +26,7 @@ INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, what
 class EnqueuedRound(NamedTuple):
     """A round on its way: enqueued, and not yet read."""
 
-    ticket: RoundTicket
+    ticket: PendingRound
     sequences: Listed[Sequence]
     pages: list[
         int
@@ -266,6 +266,6 @@ class Scheduler:
         else:
             self.pages.release(pages)
 
-    def round_over(self) -> None:
+    def finish_round(self) -> None:
         """The oldest round on its way has run, or broke off: it touches no page any more."""
         self.pages.release(self.in_flight.popleft().pages)

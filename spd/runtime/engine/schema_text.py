@@ -113,7 +113,7 @@ def _closed_text(text: str, closes: bool) -> Json:
     live = _without_dead_keys(schema)
     closed = close_objects(live, closes=closes)
     try:
-        pruned = without_endless(closed, has_value)
+        pruned = without_endless(closed, is_satisfiable)
     except EndlessSchemaError as error:
         if _is_lenient(schema):
             return _free(schema)
@@ -168,12 +168,12 @@ def _free(schema: Json) -> Json:
     return {**free, "type": "object"} if schema.get("type") == "object" else free
 
 
-def has_value(schema: Json) -> bool:
+def is_satisfiable(schema: Json) -> bool:
     """False if no value fits a schema, as far as llguidance can tell."""
     return not _fault(schema).startswith(EMPTY)
 
 
-def whole_pattern(pattern: str) -> str | None:
+def full_match_pattern(pattern: str) -> str | None:
     """Return the expression of the whole texts in which a pattern is found.
 
     None for one with look-around within, or that llguidance does not read.
@@ -394,7 +394,7 @@ def _objects(node: Json) -> Iterator[JsonObject]:
         yield from _objects(child)
 
 
-def in_short(text: str) -> str:
+def summarize_error(text: str) -> str:
     """The first line of what the library says, and the reason that it gives below."""
     if TOO_MANY_SYMBOLS in text:
         return f"it needs more than the {MOST_SYMBOLS} symbols that llguidance can number"
@@ -408,5 +408,5 @@ def in_short(text: str) -> str:
 def refused(kind: str, why: str) -> UsageError:
     flag, example = FLAGS[kind]
     return UsageError(
-        f"{flag} cannot be used: {in_short(why)}", fix=[f"{flag} {example}"], code="grammar"
+        f"{flag} cannot be used: {summarize_error(why)}", fix=[f"{flag} {example}"], code="grammar"
     )

@@ -14,9 +14,9 @@ from spd.runtime.engine import clock
 from spd.runtime.engine.draft_length import Acceptance
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.engine.request import Event, Request, TokenLogprob, tail_of
+from spd.runtime.engine.request import Event, Request, TokenLogprob, partial_match_length
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.round.sampling_params import NUM_STOP_IDS, SamplerClass
+from spd.runtime.round.sampling_params import NUM_STOP_IDS, SamplingSteps
 from spd.runtime.round.spans import Run, program_runs
 
 if TYPE_CHECKING:
@@ -100,10 +100,11 @@ class Detokenizer:
         if final and self.stop is None:
             self._pending += self.pass_on((), final=True)
             self._look_for_stop()
-        held = (
-            0 if final else max((tail_of(stop, self._pending) for stop in self._stops), default=0)
-        )
-        end = len(self._pending) - held
+        withheld = 0  # characters that may yet become a stop string
+        if not final:
+            partial_matches = (partial_match_length(stop, self._pending) for stop in self._stops)
+            withheld = max(partial_matches, default=0)
+        end = len(self._pending) - withheld
         text = self._pending[:end]
         self._pending = self._pending[end:]
         self._ignored = max(0, self._ignored - len(text))
@@ -118,7 +119,7 @@ class Sequence:
     length_limit: int
     stop_ids: tuple[int, ...]
     detokenizer: Detokenizer
-    needs: SamplerClass
+    needs: SamplingSteps
     grammar: Grammar | None = None
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
     waits: bool = False
@@ -304,7 +305,7 @@ class Sequence:
         return [*self.request.prompt_ids, *self.generated]
 
 
-class RequestChecks:
+class RequestValidator:
     """Everything about a model that decides whether a request can run: vocabulary, ends, context."""
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -343,7 +344,9 @@ class RequestChecks:
             length_limit=min(self.plan.shape.ctx, limit),
             stop_ids=(*stops, after) if waits and after is not None else stops,
             detokenizer=Detokenizer(bytes_of, params.stop, params.min_tokens),
-            needs=replace(SamplerClass.of(params), grammar=grammar is not None and not waits),
+            needs=replace(
+                SamplingSteps.from_params(params), grammar=grammar is not None and not waits
+            ),
             grammar=grammar,
             waits=waits,
             runs=program_runs(request.spans or (("prompt", length),), self.plan.shape.chunk),

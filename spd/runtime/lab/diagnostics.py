@@ -19,7 +19,7 @@ from typing import Any
 from spd.formats.hub import cache_folder, list_cached_models, own_cache
 from spd.kernels.native.build import processor_features
 from spd.runtime.plan.config import EngineConfig
-from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
+from spd.runtime.round.cpu_load import SLIGHT, OtherProcessLoad
 from spd.version import __version__
 
 OK = "ok"
@@ -161,7 +161,7 @@ def processor() -> Finding:
 
     from spd.kernels.native.build import instructions, obstacle
 
-    load = OtherLoad()
+    load = OtherProcessLoad()
     why = obstacle()
     time.sleep(0.3)  # in which other programs are watched
     facts = {

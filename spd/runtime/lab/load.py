@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.engine.request import Gathered, Request
+from spd.runtime.engine.request import Request, RequestOutput
 
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine
 
 
 @dataclass
-class Timeline(Gathered):
+class Timeline(RequestOutput):
     """When a request arrived, in the seconds of `chunks`, and what came of it."""
 
     request: Request = field(kw_only=True)

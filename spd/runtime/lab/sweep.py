@@ -62,7 +62,7 @@ class Sweep:
             self.plans = self.plans or [engine.plan.as_dict() for engine in engines]
             for engine in engines:
                 params = [SamplingParams(temperature=each) for each in self.settings.temperatures]
-                engine.capture_ahead(params, together=1 if load.rate else load.concurrency)
+                engine.capture_ahead(params, concurrency=1 if load.rate else load.concurrency)
             self._measure(load, engines)
             for engine in engines:
                 engine.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers.assistant import AssistantProposer
-from spd.runtime.proposers.base import Beside, Lookup, ModelProposer
+from spd.runtime.proposers.base import ArbitratedLookup, Lookup, ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.proposers.ngram import NgramProposer
@@ -35,5 +35,5 @@ def build_proposer(
     lookup = Lookup(sampler.kernels, plan.ngram_min, plan.config.ngram_max)
     if method == "ngram":
         return NgramProposer(sampler.state, lookup)
-    beside = Beside(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None
+    beside = ArbitratedLookup(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None
     return BY_MODELS[method](sampler, runners, shape.draft_ctx, beside)

@@ -15,13 +15,13 @@ from spd.kernels.round.window import RoundWindow
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 
 
 class AssistantProposer(ModelProposer):
     """Drafts with one runner, whose cache is the target's."""
 
-    captures = True
+    reads_target_states = True
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
         """Hold the target's states [S, R, hidden] of a round's rows until it drafts."""
@@ -31,7 +31,7 @@ class AssistantProposer(ModelProposer):
         """Do nothing."""
 
     def _draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
         runner = self.runners[0]
         rows = self._window(1, 0, window.valid[:, 0].contiguous())

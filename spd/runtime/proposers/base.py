@@ -17,7 +17,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 
 
@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
         self.kernels.ngram_lookup(state, k, self.shortest, self.longest, bound, over)
 
 
-class Beside(NamedTuple):
+class ArbitratedLookup(NamedTuple):
     """Prompt lookup that takes a model's place where its match is long: each slot keeps the drafts of one.
 
     In a run of copied text the model would only be in the way. The host asks for more drafts than it makes:
@@ -42,8 +42,10 @@ class Beside(NamedTuple):
     """
 
     lookup: Lookup
-    most_drafts: int  # of the model
-    watches: bool  # whether lookup may draft alone, so that matches matter where no model drafts
+    max_model_drafts: int  # of the model
+    tracks_matches: (
+        bool  # whether lookup may draft alone, so that matches matter where no model drafts
+    )
 
 
 class ModelProposer(Proposer):
@@ -55,15 +57,15 @@ class ModelProposer(Proposer):
     is fed by the forward that drafts the next.
     """
 
-    draws = True
-    by_slot: tuple[str, ...] = ("state", "sampler")
+    samples_drafts = True
+    slot_attributes: tuple[str, ...] = ("state", "sampler")
 
     def __init__(
         self,
         sampler: Sampler,
         runners: Sequence[ModelRunner],
         limit: int,
-        beside: Beside | None = None,
+        beside: ArbitratedLookup | None = None,
     ) -> None:
         """limit: positions that the models take."""
         self.state = sampler.state
@@ -72,10 +74,10 @@ class ModelProposer(Proposer):
         self.runners = list(runners)
         first = runners[0]
         self.lookup = None
-        self.refeeds = self.captures or beside is not None
+        self.refeeds = self.reads_target_states or beside is not None
         self.places = Places(first.cache.page_size, limit, first.trash_slot)
         if beside is not None:
-            self.lookup, self.most_drafts, self.watches = beside
+            self.lookup, self.max_model_drafts, self.tracks_matches = beside
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
@@ -106,10 +108,10 @@ class ModelProposer(Proposer):
             self._run(module, rows, views)
 
     def draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
         """Propose k tokens a slot: what followed a long match, else the models'; 0: only look for a match."""
-        drafts = self.lookup is None or 0 < k <= self.most_drafts
+        drafts = self.lookup is None or 0 < k <= self.max_model_drafts
         if drafts:
             self._draft(k, window, views, needs)
         if self.lookup is not None:
@@ -118,7 +120,7 @@ class ModelProposer(Proposer):
                 self.sampler.make_certain(k)
 
     def _draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
         """Propose k tokens a slot, fewer where the models' context ends."""
         # After the prefill the last prompt token is fed too, though the round committed one token only.
@@ -137,7 +139,7 @@ class ModelProposer(Proposer):
                 drawn = self.sampler.draw_draft(self.runners[min(step, last)], made, step, needs)
                 following = self.kernels.draft_step(self.state, drawn, step, k, self.places)
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero pages of the models' caches."""
         for runner in self.runners:
-            runner.cache.clear(pages)
+            runner.cache.zero_pages(pages)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spd.kernels.round.window import RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
-from spd.runtime.proposers.base import Beside, ModelProposer
+from spd.runtime.proposers.base import ArbitratedLookup, ModelProposer
 from spd.runtime.round.kv_cache import zero_rows
 from spd.runtime.round.limits import state_depth
 from spd.runtime.round.model_runner import ModelRunner
@@ -31,15 +31,15 @@ from spd.runtime.round.sampler import Sampler
 class HeadProposer(ModelProposer):
     """Drafts with one runner a module; `limit` positions at most. An EAGLE-3 head is one module."""
 
-    captures = True
-    by_slot = (*ModelProposer.by_slot, "rings")
+    reads_target_states = True
+    slot_attributes = (*ModelProposer.slot_attributes, "rings")
 
     def __init__(
         self,
         sampler: Sampler,
         runners: Sequence[ModelRunner],
         limit: int,
-        beside: Beside | None = None,
+        beside: ArbitratedLookup | None = None,
     ) -> None:
         super().__init__(sampler, runners, limit, beside)
         state = self.state
@@ -106,8 +106,8 @@ class HeadProposer(ModelProposer):
             self._keep(module + 1, states, rows)
         return states
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero pages, and their states, that may hold values that are not finite."""
-        super().clear(pages)
+        super().zero_pages(pages)
         for page_states in self.page_states:
             zero_rows(page_states, pages)

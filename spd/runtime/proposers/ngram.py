@@ -12,22 +12,22 @@ from spd.kernels.round.window import RoundWindow
 from spd.runtime.proposers.base import Lookup
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 
 
 class NgramProposer(Proposer):
     """Prompt lookup over each slot's own tokens, alone."""
 
-    draws = False
-    by_slot = ("state",)
+    samples_drafts = False
+    slot_attributes = ("state",)
 
     def __init__(self, state: RoundState, lookup: Lookup) -> None:
         self.state = state
         self.lookup = lookup
 
     def draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
         """Write up to k tokens that followed the match; none where nothing matches."""
         self.lookup.draft(self.state, k, views, over=False)

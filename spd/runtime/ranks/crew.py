@@ -37,10 +37,10 @@ from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.prompt_scores import PromptScores
-from spd.runtime.round.round_queue import RoundTicket, SlotAdmission
+from spd.runtime.round.round_queue import PendingRound, SlotAdmission
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 
 START_SECONDS = 120  # in which a rank must have imported torch and said that it is there
 PROGRAM = "from spd.cli.rank import main; main()"  # what another rank runs; the command line owns processes
@@ -284,14 +284,14 @@ class LeadingQueue:
         if not self.crew.broken:
             self.order(method, *args, **kwargs)
 
-    def place(self, admission: SlotAdmission) -> None:
-        self.order(self.queue.place, admission)
+    def admit(self, admission: SlotAdmission) -> None:
+        self.order(self.queue.admit, admission)
 
-    def show_pages(self, slot: int, pages: list[int]) -> None:
-        self.order(self.queue.show_pages, slot, pages)
+    def upload_pages(self, slot: int, pages: list[int]) -> None:
+        self.order(self.queue.upload_pages, slot, pages)
 
-    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
-        self.order(self.queue.allow, slot, rows, drafts, legal)
+    def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        self.order(self.queue.set_masks, slot, rows, drafts, legal)
 
     def resume(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         self.order(self.queue.resume, slot, stop_ids)
@@ -302,8 +302,8 @@ class LeadingQueue:
     def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
         self._order_if_running(self.queue.retire, slot, pages, held, place)
 
-    def clear(self, pages: list[int]) -> None:
-        self._order_if_running(self.queue.clear, pages)
+    def zero_pages(self, pages: list[int]) -> None:
+        self._order_if_running(self.queue.zero_pages, pages)
 
     def write(
         self,
@@ -329,10 +329,10 @@ class LeadingQueue:
         self,
         k: int,
         views: Sequence[SlotView],
-        needs: SamplerClass,
+        needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
-    ) -> RoundTicket:
+    ) -> PendingRound:
         ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k)
         fetch = ticket.fetch
         # On a GPU a rank that hangs is noticed where the round's result is fetched.

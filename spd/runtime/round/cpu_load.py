@@ -39,7 +39,7 @@ def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class OtherLoad:
+class OtherProcessLoad:
     """How many CPUs other programs kept busy since the last reading, or since it was made."""
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class OtherLoad:
         return min(max(0.0, (others - before) / max(at - began, 1e-3)), float(len(self.cpus)))
 
 
-def fewer_threads(most: int) -> tuple[int, ...]:
+def thread_counts(most: int) -> tuple[int, ...]:
     """Numbers of threads to choose from, ascending: half of `most` at the least."""
     return tuple(sorted({max(1, most // 2), max(1, most * 3 // 4), max(1, most - 1), most}))
 
 
-class FollowedThreads(OtherLoad):
+class AdaptiveThreads(OtherProcessLoad):
     """Leaves other programs the CPUs that they use, as far as half of the threads."""
 
     def __init__(self, counts: Sequence[int], use: Callable[[int], None]) -> None:

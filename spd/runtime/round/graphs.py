@@ -16,10 +16,10 @@ from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.recording import POOL_BYTES, NotRecordable, record
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
-from spd.runtime.round.state import narrowed
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
+from spd.runtime.round.state import narrow_to_slots
 
-MOST_RECORDED = (
+MAX_RECORDED = (
     64  # rounds that are recorded at most: each holds the arguments of some hundred calls
 )
 
@@ -30,7 +30,7 @@ class RoundShape:
 
     k: int
     next_k: int
-    needs: SamplerClass
+    needs: SamplingSteps
     num_logprobs: int | None
     slots: int  # the first so many run
     threads: int = 0  # of C functions
@@ -61,7 +61,7 @@ class CapturedRounds:
         taken = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
         return next(size for size in self.sizes if size >= taken)
 
-    def usual(
+    def likely_shapes(
         self,
         pairs: Callable[[bool], set[tuple[int, int]]],
         params: Collection[SamplingParams],
@@ -72,7 +72,7 @@ class CapturedRounds:
         pairs: of k and the next k that are nearly sure to come, for one slot alone or for all.
         """
         shapes = {
-            RoundShape(k, next_k, SamplerClass.of(each), each.logprobs, count)
+            RoundShape(k, next_k, SamplingSteps.from_params(each), each.logprobs, count)
             for count in (1, self.sizes[-1])  # numbers between are passed through, if at all
             if count >= least and not self.lazily
             for k, next_k in pairs(count == 1)
@@ -93,7 +93,7 @@ class CapturedRounds:
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
         """Run a shape once with every slot silent, so that all is compiled and loaded, then capture it."""
         state = self.round.state
-        laws = self.round.sampler.draft_laws
+        laws = self.round.sampler.draft_distributions
         written = [state.active, state.draft, state.num_drafts, state.counter]
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
@@ -110,7 +110,7 @@ class CapturedRounds:
     ) -> Callable[[], Logprobs | None]:
         """The round of a shape."""
         count = shape.slots
-        part = self.round if count == self.round.state.slots else narrowed(self.round, count)
+        part = self.round if count == self.round.state.slots else narrow_to_slots(self.round, count)
         return lambda: part.run(
             shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k
         )
@@ -147,7 +147,7 @@ class RecordedRounds(CapturedRounds):
             if (
                 shape in self.met
                 and shape not in self.captured
-                and len(self.captured) < MOST_RECORDED
+                and len(self.captured) < MAX_RECORDED
             ):
                 self.capture(shape, views)
             self.met.add(shape)

@@ -75,7 +75,7 @@ class KvCache:
             else:
                 yield from (pool[page] for pool in layer.pools)
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         assert all(page >= NUM_RESERVED for page in pages)
         for layer, paged in zip(self.layers, self.paged, strict=True):

@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
-from spd.runtime.round.cpu_load import FollowedThreads
+from spd.runtime.round.cpu_load import AdaptiveThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
-from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
+from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
 from spd.runtime.round.prompt_scores import PromptScores, ScoreRows
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.round_queue import HostLogprobs, RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
+from spd.runtime.round.snapshot_store import SnapshotStore
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from spd.runtime.round.state_store import StateStore
 from spd.runtime.round.transfer import to_device
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
 """A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
 
 
-class Ticket(NamedTuple):
+class LocalPendingRound(NamedTuple):
     """A round enqueued and not yet read."""
 
     k: int
@@ -108,8 +108,8 @@ class LocalRoundQueue:
         self,
         round_: Round,
         captured: CapturedRounds | None,
-        states: StateStore,
-        threads: FollowedThreads,
+        states: SnapshotStore,
+        threads: AdaptiveThreads,
         reach: int,
         *,
         alone: bool,
@@ -152,12 +152,12 @@ class LocalRoundQueue:
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def place(self, admission: SlotAdmission) -> None:
+    def admit(self, admission: SlotAdmission) -> None:
         """Write a slot's row; it stays inactive."""
         slot = admission.slot
         prefilled = admission.prefilled
         proposer = self.proposer
-        reads_kept_states = prefilled and proposer is not None and proposer.captures
+        reads_kept_states = prefilled and proposer is not None and proposer.reads_target_states
         if admission.checkpoint is not None or reads_kept_states:
             self.flush()  # the slot begins with what unwritten parts keep on its pages
         if admission.checkpoint is not None:
@@ -180,16 +180,16 @@ class LocalRoundQueue:
         self.runner.admit(slot, prefilled)
         if proposer is not None:
             proposer.admit(slot, prefilled, SlotView(len(ids), admission.pages))
-        self.show_pages(slot, admission.pages)
+        self.upload_pages(slot, admission.pages)
 
-    def show_pages(self, slot: int, pages: list[int]) -> None:
+    def upload_pages(self, slot: int, pages: list[int]) -> None:
         """Upload a slot's page numbers."""
         table = self.state.page_table
         table[slot] = self.runner.page_row(pages, table.shape[1])
 
-    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+    def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
-        self.sampler.allow(slot, rows)
+        self.sampler.set_masks(slot, rows)
         if drafts:  # rounds that it did not take part in may have overwritten them
             self.state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.state.device)
         self.state.num_drafts[slot].fill_(legal)
@@ -218,12 +218,12 @@ class LocalRoundQueue:
         self.state.retire(slot)
         self.last_views[slot] = EMPTY_SLOT
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         self.flush()
-        self.runner.cache.clear(pages)
+        self.runner.cache.zero_pages(pages)
         if self.proposer is not None:
-            self.proposer.clear(pages)
+            self.proposer.zero_pages(pages)
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -283,10 +283,10 @@ class LocalRoundQueue:
         self,
         k: int,
         views: Sequence[SlotView],
-        needs: SamplerClass,
+        needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
-    ) -> Ticket:
+    ) -> LocalPendingRound:
         """Enqueue one round; see `Round.run`."""
         self.threads.follow()
         if self.is_writing:
@@ -296,8 +296,8 @@ class LocalRoundQueue:
         if proposer is not None:
             known = zip(views, self.last_views, strict=True)
             self.last_views = [view if view.bound else last for view, last in known]
-            keeps_up = 0 < next_k <= proposer.most_drafts
-            forwards = next_k if keeps_up and proposer.draws else 0
+            keeps_up = 0 < next_k <= proposer.max_model_drafts
+            forwards = next_k if keeps_up and proposer.samples_drafts else 0
             if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
                 self._catch_up()
             if not keeps_up:
@@ -315,9 +315,9 @@ class LocalRoundQueue:
                 (self.state.num_drafts.unsqueeze(-1), self.state.draft[:, :next_k]), dim=1
             )
         if self.copies is not None:
-            return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self)
+            return LocalPendingRound(k, forwards, self.copies.start(row, logprobs, drafts), self)
         emitted = (*self.rows[row], logprobs, drafts)
-        return Ticket(k, forwards, lambda: emitted, self)
+        return LocalPendingRound(k, forwards, lambda: emitted, self)
 
     @torch.inference_mode()
     def _catch_up(self) -> None:
@@ -343,7 +343,7 @@ class LocalRoundQueue:
             captured.captured.clear()
             captured.pool = None
             captured.lazily = True
-            let_go(error)
+            release_memory(error)
             return False
         return True
 

@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
-def let_go(error: BaseException) -> None:
+def release_memory(error: BaseException) -> None:
     """Free what an exception's frames hold, and give unused device memory back to the driver."""
     seen: BaseException | None = error
     while seen is not None:

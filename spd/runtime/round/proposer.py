@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spd.kernels.round.window import RoundWindow
 from spd.runtime.round.rows import PromptPart, SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 
 
 class Proposer:
@@ -21,15 +21,15 @@ class Proposer:
     `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
     """
 
-    captures: bool = False  # whether it reads the target's states; see `ModelOutput`
-    draws: bool
+    reads_target_states: bool = False  # whether it reads the target's states; see `ModelOutput`
+    samples_drafts: bool
     """Whether each draft is drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
-    watches: bool = False
+    tracks_matches: bool = False
     """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
-    most_drafts: int = (
+    max_model_drafts: int = (
         sys.maxsize
     )  # where more are drafted no model drafts: its cache is not brought up
-    by_slot: tuple[str, ...]  # the attributes that are kept by slots; see `narrowed`
+    slot_attributes: tuple[str, ...]  # the attributes that are kept by slots; see `narrow_to_slots`
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins, new or preempted before, with pages that hold positions up to `start`.
@@ -54,13 +54,16 @@ class Proposer:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
 
     def draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass
+        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Propose the next k tokens of every active slot, 0 where it `watches`; window: what was verified."""
+        """Propose the next k tokens of every active slot; k is 0 only where it `tracks_matches`.
+
+        window: the rows that the round verified.
+        """
         raise NotImplementedError
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero cache pages that may hold values that are not finite."""

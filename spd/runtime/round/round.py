@@ -31,7 +31,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 
 Logprobs = tuple[
@@ -42,7 +42,7 @@ Logprobs = tuple[
 class Round:
     """The device program. Knows slots and tensors; not requests."""
 
-    by_slot = ("state", "sampler", "proposer")
+    slot_attributes = ("state", "sampler", "proposer")
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Round:
         self,
         k: int,
         views: Sequence[SlotView],
-        needs: SamplerClass,
+        needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
     ) -> Logprobs | None:
@@ -96,7 +96,7 @@ class Round:
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
         self._commit(window, (sampled, finite, accepted), needs)
-        if self.proposer is not None and (next_k or self.proposer.watches):
+        if self.proposer is not None and (next_k or self.proposer.tracks_matches):
             self.proposer.draft(next_k, window, views, needs)
             if next_k and self.share is not None:
                 self.share(state.draft[:, :next_k])
@@ -108,7 +108,7 @@ class Round:
         hidden: Tensor,
         window: RoundWindow,
         views: Sequence[SlotView],
-        needs: SamplerClass,
+        needs: SamplingSteps,
         num_logprobs: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
         """A token for each row of hidden [S, R, hidden], whether each is finite, accepted, logprobs.
@@ -133,7 +133,7 @@ class Round:
         return sampled, finite, accepted, logprobs
 
     def _commit(
-        self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplerClass
+        self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplingSteps
     ) -> None:
         """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
         generated = self.sampler.generated if needs.penalties else None

@@ -17,7 +17,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.prompt_scores import PromptScores
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
 
 class HostLogprobs(NamedTuple):
@@ -42,7 +42,7 @@ class RoundResult(NamedTuple):
     gap: float  # seconds without a round before it, by the same clock; 0 for the first
 
 
-class RoundTicket(Protocol):
+class PendingRound(Protocol):
     """A round enqueued and not yet read."""
 
     def read(self) -> RoundResult:
@@ -90,15 +90,15 @@ class RoundQueue(Protocol):
         """True while parts of prompts, or checkpoints behind them, wait to be written."""
         ...
 
-    def place(self, admission: SlotAdmission) -> None:
+    def admit(self, admission: SlotAdmission) -> None:
         """Write a slot's row; it stays inactive."""
         ...
 
-    def show_pages(self, slot: int, pages: list[int]) -> None:
+    def upload_pages(self, slot: int, pages: list[int]) -> None:
         """Upload a slot's page numbers."""
         ...
 
-    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+    def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Set masks int32 [R, words] for a slot's next round, and its drafts, `legal` of them allowed."""
         ...
 
@@ -117,7 +117,7 @@ class RoundQueue(Protocol):
         """
         ...
 
-    def clear(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         ...
 
@@ -152,10 +152,10 @@ class RoundQueue(Protocol):
         self,
         k: int,
         views: Sequence[SlotView],
-        needs: SamplerClass,
+        needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
-    ) -> RoundTicket:
+    ) -> PendingRound:
         """Enqueue one round; see `Round.run`."""
         ...
 

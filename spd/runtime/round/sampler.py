@@ -18,7 +18,7 @@ from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import upload
 
@@ -36,7 +36,7 @@ NUMBERS = (
 class Sampler:
     """Sampling parameters of every slot as tensors, and the draw."""
 
-    by_slot = (
+    slot_attributes = (
         "state",
         "numbers",
         "top_k",
@@ -45,7 +45,7 @@ class Sampler:
         "generated",
         "bias",
         "mask",
-        "draft_laws",
+        "draft_distributions",
     )
 
     def __init__(
@@ -71,13 +71,13 @@ class Sampler:
         )
         """Which tokens a slot's prompt holds, how often each was generated, and what is added: [S, V]."""
         self.mask: Tensor | None = None
-        self.draft_laws: Tensor | None = None
+        self.draft_distributions: Tensor | None = None
         """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
 
-    def keep_draft_laws(self) -> None:
+    def allocate_draft_distributions(self) -> None:
         """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
         shape = (self.state.slots, self.state.max_draft, self.vocab_size)
-        self.draft_laws = torch.zeros(shape, device=self.state.device)
+        self.draft_distributions = torch.zeros(shape, device=self.state.device)
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
@@ -99,14 +99,14 @@ class Sampler:
                 0, generated, torch.ones_like(generated, dtype=torch.int32)
             )
 
-    def allow(self, slot: int, rows: Tensor) -> None:
+    def set_masks(self, slot: int, rows: Tensor) -> None:
         """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
         if self.mask is None:
             shape = (self.state.slots, self.state.max_draft + 1, mask_width(self.vocab_size))
             self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
         self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
-    def tensors(self, needs: SamplerClass, usable_vocab: int | None = None) -> SamplingTensors:
+    def tensors(self, needs: SamplingSteps, usable_vocab: int | None = None) -> SamplingTensors:
         """The parameters and histories of all slots, as far as these steps read them.
 
         usable_vocab: of a drafter, where it knows fewer ids.
@@ -128,13 +128,18 @@ class Sampler:
             mask=self.mask if needs.grammar else None,
         )
 
-    def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, draft: Tensor, needs: SamplingSteps) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
         positions = self._positions(logits)
         return self.kernels.sample_rows(logits, draft, positions, self.tensors(needs))
 
     def verify(
-        self, logits: Tensor, draft: Tensor, num_drafts: Tensor, needs: SamplerClass, by_block: bool
+        self,
+        logits: Tensor,
+        draft: Tensor,
+        num_drafts: Tensor,
+        needs: SamplingSteps,
+        by_block: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Accept drafts [S, k] by their probability: tokens [S, R], whether each is finite, accepted [S].
 
@@ -142,10 +147,12 @@ class Sampler:
         against the laws that are kept, and are certain where none are.
         """
         laws = self.kernels.row_laws(logits, draft, self.tensors(needs))
-        draft_laws = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
+        draft_distributions = self.draft_distributions
+        if draft_distributions is not None:
+            draft_distributions = draft_distributions[:, : draft.shape[1]]
         positions = self._positions(logits)
         tokens, accepted = self.kernels.verify_drafts(
-            laws, draft_laws, draft, num_drafts, self.seed, positions, by_block
+            laws, draft_distributions, draft, num_drafts, self.seed, positions, by_block
         )
         finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
         return tokens, finite, accepted
@@ -155,7 +162,7 @@ class Sampler:
         return self.state.length.unsqueeze(-1) + torch.arange(logits.shape[1], device=logits.device)
 
     def draw_fused(
-        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
+        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
     ) -> tuple[Tensor, Tensor] | None:
         """Tokens [S, R] at positions length + step and on, from hidden [S, R, hidden], where a head can draw.
 
@@ -169,15 +176,15 @@ class Sampler:
         return runner.sample(hidden, draw)
 
     def draw_draft(
-        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
+        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
     ) -> Tensor:
         """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
 
         Sharing the noise makes the draft likely to equal the target's draw; it decides nothing. Where laws
         are kept it would, so that the noise is the draft's own there.
         """
-        wanted = SamplerClass(noise=needs.noise, bias=needs.bias)
-        if self.draft_laws is None:
+        wanted = SamplingSteps(noise=needs.noise, bias=needs.bias)
+        if self.draft_distributions is None:
             drawn = self.draw_fused(runner, hidden, step, wanted)
             if drawn is not None:
                 return drawn[0]
@@ -189,27 +196,29 @@ class Sampler:
         if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # padded otherwise
             bias = pad(tensors.bias, (0, vocab_size - tensors.bias.shape[1])).contiguous()
             tensors = replace(tensors, bias=bias)
-        stream = STREAM_TARGET if self.draft_laws is None else row_stream(STREAM_DRAFT, step)
+        stream = (
+            STREAM_TARGET if self.draft_distributions is None else row_stream(STREAM_DRAFT, step)
+        )
         sampled: Tensor
         positions = self._positions(logits) + step
         sampled, finite = self.kernels.sample_rows(logits, nothing, positions, tensors, stream)
-        if self.draft_laws is not None:
+        if self.draft_distributions is not None:
             laws = self.kernels.row_laws(logits, nothing, tensors)
             # What no law of its own drew, since its logits are broken, is certain.
             laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
                 -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
             )
             # A silent slot's drafts wait for their masks, and what they were drawn from with them.
-            kept = self.draft_laws[:, step, :usable]
+            kept = self.draft_distributions[:, step, :usable]
             kept.copy_(torch.where(self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept))
         return sampled
 
     def make_certain(self, k: int) -> None:
         """Of k drafts, those that prompt lookup made instead of a model were drawn from nothing."""
-        if self.draft_laws is None:
+        if self.draft_distributions is None:
             return
         state = self.state
-        laws = self.draft_laws[:, :k]
+        laws = self.draft_distributions[:, :k]
         certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
         looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
         laws.copy_(torch.where(looked_up, certain, laws))

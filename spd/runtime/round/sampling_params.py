@@ -70,7 +70,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class SamplerClass:
+class SamplingSteps:
     """Which steps any active slot needs; the rest are skipped, which changes no bit of any row."""
 
     noise: bool = False
@@ -81,9 +81,9 @@ class SamplerClass:
     grammar: bool = False
 
     @staticmethod
-    def of(params: SamplingParams) -> SamplerClass:
+    def from_params(params: SamplingParams) -> SamplingSteps:
         """What one request's parameters need."""
-        return SamplerClass(
+        return SamplingSteps(
             noise=params.temperature > 0,
             truncation=params.temperature > 0
             and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
@@ -93,9 +93,9 @@ class SamplerClass:
             min_length=params.min_tokens > 0,
         )
 
-    def __or__(self, other: SamplerClass) -> SamplerClass:
+    def __or__(self, other: SamplingSteps) -> SamplingSteps:
         steps = (field.name for field in fields(self))
-        return SamplerClass(*(getattr(self, step) or getattr(other, step) for step in steps))
+        return SamplingSteps(*(getattr(self, step) or getattr(other, step) for step in steps))
 
 
 def check_range(

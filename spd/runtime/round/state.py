@@ -24,10 +24,11 @@ RING_DEPTH = 4
 Whole = TypeVar("Whole")
 
 
-def narrowed(whole: Whole, count: int) -> Whole:
-    """A copy for the first `count` slots: what `whole.by_slot` names becomes parts of the same memory.
+def narrow_to_slots(whole: Whole, count: int) -> Whole:
+    """Return a copy for the first `count` slots, whose tensors are views of the same memory.
 
-    That may be tensors by slots, lists and dictionaries of them, and others that can be narrowed, each once.
+    The attributes that `slot_attributes` names are narrowed: tensors by slots, lists and dictionaries of
+    them, and objects with `slot_attributes` of their own. An object that is met twice is copied once.
     """
     made: dict[int, Any] = {}
 
@@ -40,7 +41,7 @@ def narrowed(whole: Whole, count: int) -> Whole:
             return value[:count]
         if value is not None and id(value) not in made:
             made[id(value)] = part = copy(value)
-            for name in part.by_slot:
+            for name in part.slot_attributes:
                 setattr(part, name, part_of(getattr(part, name)))
         return made.get(id(value))
 
@@ -51,7 +52,7 @@ def narrowed(whole: Whole, count: int) -> Whole:
 class RoundState:
     """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
 
-    by_slot = (
+    slot_attributes = (
         "tokens",
         "length",
         "prompt_length",

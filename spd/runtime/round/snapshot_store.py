@@ -11,7 +11,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 
 
-class StateStore:
+class SnapshotStore:
     """Numbered places for what goes on behind a position, of the target and of what drafts: checkpoints.
 
     That is the states as of it, the latest inputs of convolutions, and the page that it stands in, which is
