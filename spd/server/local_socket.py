@@ -19,7 +19,7 @@ from spd.conversation.sampling import SamplingWishes, resolve_sampling
 from spd.conversation.settings import REQUEST_ID
 from spd.errors import EngineError, ResourceError, SpdError
 from spd.runtime import EngineInfo
-from spd.runtime.engine.driver import Answer
+from spd.runtime.engine.driver import Update
 from spd.runtime.engine.request import Event, GrammarSpec
 from spd.server.replies import Call
 from spd.server.service import Service
@@ -138,7 +138,7 @@ class LocalSocket:
 
 
 def _tell(
-    calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Answer
+    calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Update
 ) -> None:
     """Send an event by the client's name for its request, the last one with what was counted."""
     event = (

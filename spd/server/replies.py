@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from spd.conversation.settings import PreparedRequest
     from spd.runtime import Event, Request, RequestMetrics
-    from spd.runtime.engine.driver import Answer
+    from spd.runtime.engine.driver import Update
     from spd.server.request import Generation
     from spd.server.service import Service
 
@@ -36,7 +36,7 @@ class Call:
     """
 
     def __init__(
-        self, service: Service, requests: Sequence[Request], hear: Callable[[int, Answer], None]
+        self, service: Service, requests: Sequence[Request], hear: Callable[[int, Update], None]
     ) -> None:
         self._service = service
         self._requests = requests
@@ -57,11 +57,11 @@ class Call:
         self._open.add(index)
         self._service.open += 1
 
-    def _take(self, index: int, answer: Answer) -> None:
+    def _take(self, index: int, answer: Update) -> None:
         with suppress(RuntimeError):  # the loop has ended: nothing listens any more
             self._loop.call_soon_threadsafe(self._tell, index, answer)
 
-    def _tell(self, index: int, answer: Answer) -> None:
+    def _tell(self, index: int, answer: Update) -> None:
         reason = "error" if isinstance(answer, BaseException) else answer.finish_reason
         if reason is not None:
             self._open.discard(index)
@@ -115,7 +115,7 @@ class Reply:
         )
         self._reply_tokens = 0
         """Tokens of all replies so far."""
-        self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         requests = [each.request for each in prepared]
         self._call = Call(service, requests, lambda *answer: self._answers.put_nowait(answer))
 

@@ -222,13 +222,13 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
 def lengths_at_masks(queue: LocalRoundQueue) -> list[int]:
     """Return a list that gets a slot's length whenever its masks arrive."""
     lengths: list[int] = []
-    allow = queue.allow
+    allow = queue.set_masks
 
     def noted(slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         lengths.append(int(queue.state.length[slot]))
         allow(slot, rows, drafts, legal)
 
-    queue.allow = noted  # type: ignore[method-assign]
+    queue.set_masks = noted  # type: ignore[method-assign]
     return lengths
 
 

@@ -1,4 +1,4 @@
-"""The door to an engine, whether it runs in this process or in a server. No torch here."""
+"""The interface of an engine, which may run in this process or in a server. No torch here."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine's plan says to those who use the engine."""
+    """The parts of an engine's plan that users of the engine read."""
 
     spec: str
-    """What proposes tokens: a method, or `off`."""
+    """The method that proposes tokens, or `off`."""
     draft_max: int
-    """Most draft tokens in a round."""
+    """Largest number of draft tokens in a round."""
     ctx: int
     """Context of a request in tokens."""
     slots: int
     """Requests that are decoded together."""
     verify: str
     adaptive: bool
-    """Whether the number of drafts follows what is accepted."""
+    """True if the number of drafts follows the acceptance."""
     imposes_acceptance: bool
-    """Whether acceptance is made up, to measure speed."""
+    """True if acceptance is synthetic, to measure speed."""
     kernels_reason: str
     plan: Mapping[str, Any]
     """The whole plan as plain JSON values."""
 
     @classmethod
     def from_plan(cls, plan: EnginePlan) -> EngineInfo:
-        """Return what a plan says."""
+        """Return the information of a plan."""
         return cls.from_json(plan.as_dict())
 
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> EngineInfo:
-        """Return what the JSON of a plan says."""
+        """Return the information of a plan's JSON form."""
         return cls(
             spec=plan["spec"],
             draft_max=plan["draft_max"],
@@ -57,35 +57,35 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """An engine as the command line, the server and library users know it.
+    """An engine, as the command line, the server and library users call it.
 
     Requests are added, and each step returns the events that have come since the last one.
     """
 
     info: EngineInfo
-    """What its plan says."""
+    """The engine's plan, for its users."""
     load_ms: float
     """Milliseconds that loading took; 0 where a server had loaded before."""
     prefilling: Callable[[int, int], None]
-    """Called with the positions of a prompt that are written, and how many it has."""
+    """Called with the number of a prompt's positions that are written, and the number of all."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What names tokens; None where the model has no tokenizer."""
+        """Return the model's tokenizer; None where it has none."""
 
     @property
     def has_tokenizer(self) -> bool:
-        """True if there is a tokenizer, which is not opened for this."""
+        """True if there is a tokenizer; the check does not load it."""
 
     @property
     def has_work(self) -> bool:
         """True if a request has not ended, or an event has not been taken."""
 
     def add(self, request: Request) -> None:
-        """Begin a request. Raises UsageError and IncompatibleError where it is refused."""
+        """Start a request. Raises UsageError and IncompatibleError where it is refused."""
 
     def abort(self, request_id: str) -> None:
-        """End a request within a round, if it runs."""
+        """End a running request within a round; do nothing for another one."""
 
     def step(self) -> list[Event]:
         """Return the events of a round. Raises EngineError and ResourceError."""
@@ -102,4 +102,4 @@ class EngineClient(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""

@@ -1,18 +1,18 @@
-"""The clock of speeds: seconds in which this process could run."""
+"""The clock that speeds are measured by: seconds in which this process could run."""
 
 from __future__ import annotations
 
 import time
 
-_stopped = 0.0
+_stopped = 0.0  # seconds in which the process was stopped
 
 
 def now() -> float:
-    """Return seconds since some moment, without those in which the process was stopped."""
+    """Return seconds since an arbitrary moment, less those in which the process was stopped."""
     return time.perf_counter() - _stopped
 
 
 def exclude(seconds: float) -> None:
-    """Leave out a time in which the process was stopped, as by Ctrl-Z."""
+    """Exclude seconds in which the process was stopped, as by Ctrl-Z."""
     global _stopped
     _stopped += seconds

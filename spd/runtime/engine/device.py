@@ -1,4 +1,4 @@
-"""Opens the device side of an engine, alone or with other ranks, and says where memory ran out."""
+"""Opening the device side of an engine, alone or with other ranks, and the error for exhausted memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spd.runtime.round.round_queue import RoundQueue
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
-    """Load what a plan names on all its ranks; return the queue that leads them. Raises ResourceError."""
+    """Load a plan's models on all its ranks; return the queue that leads them. Raises ResourceError."""
     try:
         if plan.shape.tp == 1:
             return assemble(plan, usable_vocab, progress)
@@ -27,11 +27,14 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
 
 
 def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
-    """Return the refusal where memory ran out: what the plan counted, and what would free how much."""
+    """Return the error for exhausted memory: what the plan counted, and how much each remedy would free."""
     release_memory(error)
-    asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
-    said = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    reason = [*said[:1], f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"]
-    fix = [*remedies(plan.shape, None, asked), "end what else uses this memory"]
-    why = f"out of memory on {plan.device} while {phase}"
-    return ResourceError(why, reason=reason, fix=fix, code="out_of_memory")
+    is_drafter_requested = plan.drafting_model is not None and plan.drafter.reason == "asked for"
+    error_lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    plan_line = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
+    return ResourceError(
+        f"out of memory on {plan.device} while {phase}",
+        reason=[*error_lines[:1], plan_line],
+        fix=[*remedies(plan.shape, None, is_drafter_requested), "end what else uses this memory"],
+        code="out_of_memory",
+    )

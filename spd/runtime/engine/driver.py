@@ -1,4 +1,4 @@
-"""What drives an engine: the loop over its steps, and a thread for it.
+"""The loop over an engine's steps, and a thread that runs it.
 
 No torch here: the command line builds on this before it loads anything.
 """
@@ -45,11 +45,13 @@ def drive(
         yield events
 
 
-Answer = Event | BaseException
-Listener = Callable[[Answer], None]  # hears of one request, in the engine's thread
+Update = Event | BaseException
+"""An event of one request, or the error that ended it."""
+Listener = Callable[[Update], None]
+"""Called in the engine's thread with each update of one request."""
 E = TypeVar("E", bound=EngineClient)
-_Order = tuple[Callable[[EngineClient], None], Listener]
-"""What to do with the engine, and what hears that it failed."""
+_Command = tuple[Callable[[EngineClient], None], Listener]
+"""A function to call with the engine, and the listener that gets the error if it fails."""
 CLOSED = "the engine was closed"
 
 
@@ -69,79 +71,85 @@ class EngineThread(Generic[E]):
         on_out_of_memory: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
-        self.failure: BaseException | None = None  # why there is no engine
+        self.failure: BaseException | None = None  # the error that loading raised
         self._build = build
         self._expected = expected
         self._on_out_of_memory = on_out_of_memory
         self._engine: E | None = None
         self.ready = threading.Event()
-        self._leave = threading.Event()
-        """Whether loading has ended, well or not; whether it is to end."""
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
+        """Set once loading has ended, with success or failure."""
+        self._closing = threading.Event()
+        """Set once loading has to be cut short."""
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        """Commands for the thread in order; None ends it."""
         self._lock = threading.Lock()
-        """Held while an order is placed, and while the end of all orders is declared."""
-        self._ended: BaseException | None = None
-        self._broken = False
-        """Whether a step failed since the last request: the engine is left alone until the next one."""
+        """Held while a command is queued, and while `_end_error` is set."""
+        self._end_error: BaseException | None = None
+        """Raised by `submit` once the thread takes no more commands."""
+        self._has_failed = False
+        """True after a failed step until the next request: no step is run in between."""
         self._listeners: dict[str, Listener] = {}
         self._thread = threading.Thread(target=self._work, name="spd engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start the thread, which loads the engine."""
         self._thread.start()
 
     def engine(self) -> E:
-        """The engine, once it is loaded. Raises what loading raised."""
+        """Wait until loading has ended and return the engine. Raises what loading raised."""
         self.ready.wait()
         if self._engine is None:
             raise self.failure or EngineError(CLOSED)
         return self._engine
 
     def close(self, seconds: float | None = None) -> bool:
-        """End what runs and let go of the engine; False if the thread does not come back in time."""
-        self._leave.set()
-        self._orders.put(None)
+        """Abort all requests and close the engine; return False if the thread does not end in time."""
+        self._closing.set()
+        self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    # -- orders ----------------------------------------------------------------------------------
+    # -- commands from other threads -------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Run a request. Raises EngineError where the thread has ended; the listener hears other errors."""
+        """Queue a request, whose events and errors go to `listener`.
+
+        Raises EngineError where the thread has ended.
+        """
 
         def begin(engine: EngineClient) -> None:
             engine.add(request)
             self._listeners[request.id] = listener
-            self._broken = False
+            self._has_failed = False
 
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._orders.put((begin, listener))
+            if self._end_error is not None:
+                raise self._end_error
+            self._commands.put((begin, listener))
 
     def run(self, request: Request) -> Iterator[Event]:
-        """Decode one request to its end, or to where `end` cut it. Raises what the engine raised."""
+        """Yield the events of one request until it ends, or `end` ends it. Raises what the engine raised."""
         self.engine()
-        answers = queue.SimpleQueue[Answer]()
-        reason: str | None = None
-        self.submit(request, answers.put)
+        updates = queue.SimpleQueue[Update]()
+        finish_reason: str | None = None
+        self.submit(request, updates.put)
         try:
-            while reason is None:
-                answer = answers.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                reason = answer.finish_reason
-                yield answer
+            while finish_reason is None:
+                update = updates.get()
+                if isinstance(update, BaseException):
+                    raise update
+                finish_reason = update.finish_reason
+                yield update
         finally:
-            if reason is None:
+            if finish_reason is None:
                 self.end(request.id)
 
-    def end(self, name: str) -> None:
-        """End a request after the round that is under way, if it has begun; its listener hears of it."""
-        self._orders.put((lambda engine: engine.abort(name), lambda _: None))
+    def end(self, request_id: str) -> None:
+        """Abort a request after the current round; its listener gets the last event if it had begun."""
+        self._commands.put((lambda engine: engine.abort(request_id), lambda _: None))
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """A request's counters; all zero if it never began, or the engine was let go of."""
+        """Return a request's counters; all zero if it never began, or the engine was closed."""
         try:
             return self.engine().metrics(request_id)
         except (KeyError, EngineError):
@@ -150,7 +158,7 @@ class EngineThread(Generic[E]):
     # -- in the thread ---------------------------------------------------------------------------
 
     def _report(self, progress: LoadProgress) -> None:
-        if self._leave.is_set():
+        if self._closing.is_set():
             raise EngineError(CLOSED)
         self.progress = progress
 
@@ -160,68 +168,73 @@ class EngineThread(Generic[E]):
         except BaseException as error:
             self.failure = error
         self.ready.set()
-        ended = EngineError(CLOSED)
+        end_error = EngineError(CLOSED)
         if self._engine is None:
-            ended = EngineError(f"there is no engine: {self.failure}")
+            end_error = EngineError(f"there is no engine: {self.failure}")
         else:
             self._run(self._engine)
         with self._lock:
-            self._ended = ended
-        self._tell_all(ended)
-        while not self._orders.empty():
-            if (order := self._orders.get()) is not None:
-                order[1](ended)
+            self._end_error = end_error
+        self._fail_all(end_error)
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                _, listener = command
+                listener(end_error)
         if self._engine is not None:
             self._engine.close()
             self._engine = None
             gc.collect()  # another engine may want the memory
 
     def _run(self, engine: E) -> None:
-        """Carry out orders until there are no more."""
+        """Run commands and steps until the thread has to end."""
         while True:
             try:
                 for events in drive(
-                    engine.step, partial(self._take_orders, engine), self._on_out_of_memory
+                    engine.step, partial(self._run_commands, engine), self._on_out_of_memory
                 ):
                     self._deliver(events)
                 return
             except BaseException as error:
-                self._broken = True
-                for name in self._listeners:
-                    with suppress(Exception):  # it may be what failed
-                        engine.abort(name)
-                self._tell_all(error)
+                self._has_failed = True
+                for request_id in self._listeners:
+                    with suppress(Exception):  # the abort may be what failed
+                        engine.abort(request_id)
+                self._fail_all(error)
 
-    def _take_orders(self, engine: E) -> bool:
-        """Carry out what was asked for, waiting for it while there is nothing to do; False at the end."""
+    def _run_commands(self, engine: E) -> bool:
+        """Run the queued commands, blocking while the engine is idle; False if the thread has to end."""
         while True:
-            idle = self._broken or not engine.has_work
-            with suppress(Exception):  # a fault of the engine is told when a request meets it
+            idle = self._has_failed or not engine.has_work
+            with suppress(Exception):  # a fault of the engine is raised again by the next request
                 while (
                     idle
-                    and self._orders.empty()
+                    and self._commands.empty()
                     and engine.capture_ahead(self._expected(), limit=1)
                 ):
                     pass
             try:
-                order = self._orders.get(block=idle)
+                command = self._commands.get(block=idle)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            act, listener = order
+            action, listener = command
             try:
-                act(engine)
+                action(engine)
             except BaseException as error:
                 listener(error)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            find = self._listeners.get if event.finish_reason is None else self._listeners.pop
-            if (listener := find(event.request_id, None)) is not None:
+            is_last = event.finish_reason is not None
+            look_up = self._listeners.pop if is_last else self._listeners.get
+            listener = look_up(event.request_id, None)
+            if listener is not None:
                 listener(event)
 
-    def _tell_all(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
+        """Give every listener an error, and drop them all."""
         listeners = self._listeners
         self._listeners = {}
         for listener in listeners.values():
