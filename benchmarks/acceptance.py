@@ -28,7 +28,13 @@ from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.request import derived_seed
 from spd.runtime.lab.load import Pass, per_position, run_pass
-from spd.runtime.lab.prompt_set import OWN, Question, choose, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import (
+    BUILTIN_PROMPTS,
+    EncodedPrompt,
+    encode_prompts,
+    read_prompts,
+    select_prompts,
+)
 from spd.runtime.plan.config import VERIFY_RULES
 
 SCHEMA = "spd.benchmarks.acceptance/1"
@@ -93,14 +99,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
-def questions(options: Options) -> list[Question]:
+def questions(options: Options) -> list[EncodedPrompt]:
     """The prompts that every drafter, rule, temperature and k is given alike."""
-    prompts = choose(read_prompts(OWN), None, options.each)
-    return encode_questions(demo_folder(), prompts, options.lengths, options.tokens)
+    prompts = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
+    return encode_prompts(demo_folder(), prompts, options.lengths, options.tokens)
 
 
 def requests(
-    asked: Sequence[Question], options: Options, temperature: float, tag: str
+    asked: Sequence[EncodedPrompt], options: Options, temperature: float, tag: str
 ) -> list[Request]:
     """One request a question; its seed depends on nothing but prompt and number."""
     return [
@@ -174,7 +180,7 @@ def temperatures(drafter: str, rule: str, options: Options) -> tuple[float, ...]
 
 
 def measure(
-    drafter: str, rule: str, k: int, asked: Sequence[Question], options: Options
+    drafter: str, rule: str, k: int, asked: Sequence[EncodedPrompt], options: Options
 ) -> list[dict[str, Any]]:
     """One row a temperature, of one engine."""
     longest = max(len(question.ids) for question in asked)
@@ -210,7 +216,7 @@ def weights_digest() -> str:
     return digest.hexdigest()
 
 
-def settings_of(options: Options, asked: Sequence[Question]) -> dict[str, Any]:
+def settings_of(options: Options, asked: Sequence[EncodedPrompt]) -> dict[str, Any]:
     """What rows must have in common to stand in one file."""
     return {
         "model": "demo",

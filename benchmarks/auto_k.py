@@ -24,7 +24,7 @@ from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Load
-from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import BUILTIN_PROMPTS, encode_prompts, read_prompts, select_prompts
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 
@@ -62,9 +62,9 @@ def sweep_of(
     """Plain, every fixed k, and adaptive k, on one mix of prompts."""
     prompts = [
         replace(prompt, category="mixed")
-        for prompt in choose(read_prompts(OWN), None, options.each)
+        for prompt in select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
     ]
-    questions = encode_questions(model, prompts, [None], options.tokens)
+    questions = encode_prompts(model, prompts, [None], options.tokens)
     fixed = [int(word) for word in options.draft_max.split(",")]
     plain = EngineConfig(
         model=model,

@@ -20,7 +20,7 @@ from benchmarks.environment import ROOT, describe_commit, describe_machine
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.lab.explain import Trace, explain_traces
 from spd.runtime.lab.load import run_pass
-from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import BUILTIN_PROMPTS, encode_prompts, read_prompts, select_prompts
 
 SCHEMA = "spd.benchmarks.explain_check/1"
 WITHIN = 0.10
@@ -59,8 +59,8 @@ def run_rounds(
     model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
 ) -> Records:
     """The rounds of every k, each k once a repetition, in turn; the first repetition warms up."""
-    prompts = choose(read_prompts(OWN), None, options.each)
-    questions = encode_questions(model, prompts, [None], options.tokens)
+    prompts = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
+    questions = encode_prompts(model, prompts, [None], options.tokens)
     longest = max(len(question.ids) for question in questions)
     base = {
         "model": model,

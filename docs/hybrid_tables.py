@@ -17,7 +17,7 @@ from spd.runtime.plan.memory import (
     page_bytes,
     state_bytes,
 )
-from spd.runtime.plan.plan import outline
+from spd.runtime.plan.plan import resolve_plan
 from spd.runtime.round.limits import PAGE_SIZE
 from tests.recipes.published_hybrids import RELEASES, write_published
 
@@ -43,7 +43,7 @@ SHOWN = {
 def plan_of(folder: ModelFolder, tp: int = 1) -> EngineShape:
     """What one request with the model's own MTP layer takes, of the longest context."""
     config = EngineConfig(model=folder, tp=tp, ctx=folder.config.max_positions)
-    return outline(config, Machine("cuda", 0, (9, 0), foreseen=True)).shape
+    return resolve_plan(config, Machine("cuda", 0, (9, 0), from_driver_only=True)).shape
 
 
 def usable(card: int) -> int:

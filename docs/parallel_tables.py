@@ -13,7 +13,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import LayerLayout, MoeLayout
-from spd.runtime.plan.plan import possible_sizes
+from spd.runtime.plan.plan import possible_rank_counts
 
 SIZES = (1, 2, 4, 8, 16)
 WIDTH = 2
@@ -198,7 +198,7 @@ def draft_table() -> Iterator[str]:
     }
     drafters["DeepSeek-V3's MTP"] = (DEEPSEEK, family_layout(DEEPSEEK).layers[-1])
     for name, (config, module) in drafters.items():
-        possible = possible_sizes(config, SIZES)
+        possible = possible_rank_counts(config, SIZES)
         for link, speeds in LINKS.items():
             times = {size: 1000 * draft_seconds(speeds, config, size, module) for size in possible}
             least = min(times.values())

@@ -131,7 +131,7 @@ TORCH_FREE = (
     *room("models.weights", "models.layouts", "models.families", "models.eagle3"),
 )
 WITH_TORCH = room(
-    "engine.assembly", "engine.device", "engine.engine", "lab.replay", "lab.tile_questions"
+    "engine.assembly", "engine.device", "engine.engine", "lab.replay", "lab.tile_checks"
 )
 KERNELS_IMPORT = (
     "torch",

@@ -20,7 +20,7 @@ from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarSpec
-from spd.runtime.plan.memory import pages_a_slot
+from spd.runtime.plan.memory import pages_per_slot
 from tests.helpers import (
     PROPOSERS,
     Prompt,
@@ -142,7 +142,7 @@ class Bench:
         if case["pressure"]:
             options["cache_pages"] = self.squeezed
         elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
-            options["cache_pages"] = pages_a_slot(self.options["ctx"]) * (case["size"] + KINDS)
+            options["cache_pages"] = pages_per_slot(self.options["ctx"]) * (case["size"] + KINDS)
         return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **options)
 
     def run(self, case: Case, lag: int) -> list[Run]:

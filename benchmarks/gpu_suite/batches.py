@@ -42,7 +42,7 @@ from benchmarks.gpu_suite.speculation import (
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.engine.draft_length import DraftLength
-from spd.runtime.plan.memory import pages_a_slot
+from spd.runtime.plan.memory import pages_per_slot
 
 K = REFERENCE_K
 POOR_LENGTH = 1.2
@@ -146,7 +146,7 @@ def config_of_kind(
 ) -> EngineConfig:
     """An engine of one kind ("plain", "fixed", "auto"); refused where a slot could not reach its context."""
     options = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
-    options["cache_pages"] = slots * pages_a_slot(options["ctx"])
+    options["cache_pages"] = slots * pages_per_slot(options["ctx"])
     if kind == "plain":
         return config_of(parent, target, **options)
     return config_of(parent, target, draft, K, length, **{"adaptive": kind == "auto", **options})

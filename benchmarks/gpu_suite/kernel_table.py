@@ -43,7 +43,7 @@ from spd.formats.hub import own_cache
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
-from spd.runtime.lab.tile_questions import ask_gpus
+from spd.runtime.lab.tile_checks import find_widest_tiles
 from spd.runtime.load.token_tiles import widest_tiles
 
 ROWS = (1, 2, 4, 8, 16)
@@ -134,7 +134,7 @@ def run_token_tiles() -> dict[str, Any]:
     """What spd doctor asks of the GPU, not kept."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        asked = ask_gpus(lambda: Path(folder))
+        asked = find_widest_tiles(lambda: Path(folder))
     return {"seconds": time.perf_counter() - began, **asked[0]}
 
 

@@ -30,7 +30,7 @@ from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.mtp_weights import module_bytes, module_layer, module_parts
 from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors
-from spd.runtime.plan.memory import largest, page_bytes, tensor_bytes
+from spd.runtime.plan.memory import find_largest, page_bytes, tensor_bytes
 from spd.runtime.round.limits import PAGE_SIZE
 
 CODES = {"bfloat16": "BF16", "float32": "F32"}
@@ -390,7 +390,7 @@ def shorten_to_fit(model: Published, parent: Path, load: Load, **rest: Any) -> P
         plan = plan_anyway(config)
         return needed_bytes(plan) <= usable_bytes(config, plan.device)
 
-    return model.shortened(max(model.fewest_layers, largest(fits, model.layers, 1)))
+    return model.shortened(max(model.fewest_layers, find_largest(fits, model.layers, 1)))
 
 
 def run(

@@ -6,7 +6,7 @@ import random
 from itertools import cycle, islice
 
 from benchmarks.peers.options import Options
-from spd.runtime.lab.prompt_set import OWN, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import BUILTIN_PROMPTS, encode_prompts, read_prompts
 
 BYTES_AND_SPECIALS = 300
 """Ids below are bytes and special tokens in the recipes' vocabularies."""
@@ -16,7 +16,9 @@ def prompts(options: Options, count: int, vocab: int, seed: int = 0) -> list[lis
     """`count` prompts of `options.prompt_tokens` ids; another seed gives others."""
     if options.text:
         lengths = [options.prompt_tokens]
-        asked = encode_questions(options.model, read_prompts(OWN), lengths, options.tokens)
+        asked = encode_prompts(
+            options.model, read_prompts(BUILTIN_PROMPTS), lengths, options.tokens
+        )
         return [
             list(question.ids)
             for question in islice(cycle(asked), seed * count, (seed + 1) * count)

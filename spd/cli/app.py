@@ -22,7 +22,7 @@ from spd.cli.terminal.console import Console, PrintableStderr, Session, write_er
 from spd.cli.terminal.sink import DISK_FULL, OutputClosed, Sink, cannot_write
 from spd.cli.terminal.streams import hold_standard_descriptors, release_streams, wants_color
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
-from spd.runtime.ranks.rendezvous import found
+from spd.runtime.ranks.rendezvous import torchrun_rank
 
 PIPE_CLOSED = 141
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
@@ -72,7 +72,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     before = next((i for i, word in enumerate(argv) if word not in SHARED), 0)
     argv = [*argv[before : before + 1], *argv[:before], *argv[before + 1 :]] or ["--help"]
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
-    rank, started = found(os.environ) or (0, None)
+    rank, started = torchrun_rank(os.environ) or (0, None)
     words = f"spd {argv[0]} --help" if argv[0] in COMMANDS else "spd --help"
     console = Console(wants_color(sys.stderr, os.environ), help=words)
     state = _folder("XDG_STATE_HOME", "~/.local/state/spd")

@@ -16,12 +16,12 @@ from typing import Any
 
 from spd.cli.terminal.console import write_stderr
 from spd.errors import EngineError
-from spd.runtime.ranks.follower import LEADERLESS, SILENCE, serve
-from spd.runtime.ranks.rendezvous import END, meet, next_crew
+from spd.runtime.ranks.follower import EXIT_LEADER_LOST, NO_ANSWER, follow
+from spd.runtime.ranks.rendezvous import END, connect_store, next_engine
 
 COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """What runs engines."""
-LOST = f"error: rank 0: {SILENCE}\n"
+LOST = f"error: rank 0: {NO_ANSWER}\n"
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
-        status = serve(spec, lambda status: _leave(spec, status))
+        status = follow(spec, lambda status: _leave(spec, status))
     finally:
         os._exit(status)  # threads inside a library would keep the process alive
 
@@ -46,7 +46,7 @@ def _watch_parent() -> None:
 
 def _leave(spec: dict[str, Any], status: int) -> None:
     """End this process, and before it a rank 0 that is its parent and hangs: with its error."""
-    if status == LEADERLESS and os.getppid() == spec.get("leader"):
+    if status == EXIT_LEADER_LOST and os.getppid() == spec.get("leader"):
         with suppress(OSError):
             os.kill(spec["leader"], signal.SIGKILL)
             if spec["rank"] == 1:
@@ -56,24 +56,24 @@ def _leave(spec: dict[str, Any], status: int) -> None:
 
 def stand_by(rank: int, argv: list[str], local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
-    from spd.runtime import start_rank  # which imports torch
+    from spd.runtime import start_rank_process  # which imports torch
 
     if not any(word in COMMANDS for word in argv):
         return 0
-    store = meet()
+    store = connect_store()
     number = 1
     processes: list[subprocess.Popen[bytes]] = []
     try:
         while not store.check([END]):
-            if any(process.poll() == LEADERLESS for process in processes):
+            if any(process.poll() == EXIT_LEADER_LOST for process in processes):
                 write_stderr(LOST)
                 return EngineError.exit_code
-            told = next_crew(store, number)
+            told = next_engine(store, number)
             if told is not None:
                 number += 1
                 if rank < told["tp"]:
                     device = "cpu" if told["device"] == "cpu" else f"cuda:{local}"
-                    processes.append(start_rank({**told, "rank": rank, "device": device}))
+                    processes.append(start_rank_process({**told, "rank": rank, "device": device}))
     except RuntimeError:  # the store has gone, and rank 0 with it
         pass
     finally:
@@ -87,4 +87,4 @@ def stand_by(rank: int, argv: list[str], local: str) -> int:
 def dismiss() -> None:
     """Let the other ranks go, once rank 0 is done."""
     with suppress(EngineError, RuntimeError):
-        meet().set(END, "")
+        connect_store().set(END, "")

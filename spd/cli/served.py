@@ -16,7 +16,7 @@ from spd.cli.terminal.progress import clock, loading
 from spd.cli.terminal.sink import Sink, to_json
 from spd.errors import NotFoundError
 from spd.formats.hub import resolve_model
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 from spd.server.client import ServedEngine, servers
 from spd.server.wire import identity, runtime_folder
 
@@ -64,7 +64,7 @@ def _status_line(said: Mapping[str, Any]) -> str:
     state = f"idle {clock(said['idle_seconds'])}"
     if said["running"]:
         state = f"{said['running']} running"
-    parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+    parts = [said["model"], said["url"], f"pid {said['pid']}", format_size(said["memory_bytes"])]
     parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
     return " · ".join(parts)
 

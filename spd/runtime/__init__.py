@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from spd.runtime.models.weights import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
-    from spd.runtime.plan.machine import foreseen_machine
-    from spd.runtime.plan.plan import EnginePlan, drafts_up_to, make_plan, outline
-    from spd.runtime.ranks.crew import start_rank
+    from spd.runtime.plan.machine import machine_from_driver
+    from spd.runtime.plan.plan import EnginePlan, draft_context, make_plan, resolve_plan
+    from spd.runtime.ranks.leader import start_rank_process
     from spd.runtime.round.sampling_params import SamplingParams
 
 _HOMES = {
@@ -67,9 +67,9 @@ _HOMES = {
     "models.weights": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter"),
-    "plan.machine": ("foreseen_machine",),
-    "plan.plan": ("EnginePlan", "drafts_up_to", "make_plan", "outline"),
-    "ranks.crew": ("start_rank",),
+    "plan.machine": ("machine_from_driver",),
+    "plan.plan": ("EnginePlan", "draft_context", "make_plan", "resolve_plan"),
+    "ranks.leader": ("start_rank_process",),
     "round.sampling_params": ("SamplingParams",),
 }
 __getattr__ = lazily(__name__, _HOMES)

@@ -18,7 +18,7 @@ from spd.cli.commands.verify import apply_settings
 from spd.cli.terminal.bars import ASCII, UNICODE
 from spd.errors import UsageError
 from spd.runtime import EngineConfig
-from spd.runtime.lab.load import Work
+from spd.runtime.lab.load import Workload
 from spd.runtime.lab.rows import compare_results, make_rows
 from spd.runtime.lab.sweep import Sweep
 from tests.cli.conftest import refused, write_model
@@ -48,7 +48,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
     ended = make_sample(
-        1, 0, 0.0, work=Work(category="code", temperature=0.8), tokens_after_first=0
+        1, 0, 0.0, work=Workload(category="code", temperature=0.8), tokens_after_first=0
     )
     result: dict[str, Any] = {
         "model": "demo",

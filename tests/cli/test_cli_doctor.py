@@ -21,7 +21,7 @@ from spd.kernels.native import build
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, NUM_TOKENS, OK, WARNING, Finding, Step
-from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import encode_prompts, read_prompts, select_prompts
 from spd.runtime.lab.replay import Replay
 from tests.cli.conftest import ROOT, failing
 from tests.json_schema import faults
@@ -120,8 +120,8 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
 
 def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
     """Rounding in bfloat16 was seen to turn margins of 0.25: another kernel set may not be blamed for it."""
-    questions = encode_questions(
-        demo_folder(), choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
+    questions = encode_prompts(
+        demo_folder(), select_prompts(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
     )
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
     engine = Engine(EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1))

@@ -164,11 +164,11 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
 
     calls = {name: lambda *given: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2")}
     calls["nvmlDeviceGetCudaComputeCapability"] = lambda *given: 0
-    here = machine.foreseen_machine(
+    here = machine.machine_from_driver(
         lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory)
     )
     assert (here.device, here.free) == ("cuda", 7 * 2**30)
-    assert machine.foreseen_machine(lambda name: object()).device == "cpu"
+    assert machine.machine_from_driver(lambda name: object()).device == "cpu"
 
 
 def test_a_folder_without_tokenizer_or_a_template_that_renders(

@@ -37,7 +37,7 @@ from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, N
 from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
-from spd.runtime.lab.tile_questions import ask
+from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load.token_tiles import KINDS, SHOWN
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import ACTS, COMPILED, Form, acted, assert_rounded, near, normal
@@ -404,7 +404,7 @@ def test_offsets_beyond_32_bits() -> None:
 def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kind: str) -> None:
     """The tile follows the number of rows, so each row of 1 to 130 must equal the row alone."""
     held = torch.cuda.get_device_capability()
-    widest = ask(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
+    widest = widest_exact_tiles(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
     print(torch.cuda.get_device_name(), widest)
     assert (held, kind) != ((9, 0), "bfloat16") or widest == SHOWN["9.0"]
     ops = load_kernels("triton", None, widest)

@@ -4,16 +4,16 @@ from datetime import timedelta
 
 import pytest
 
-from spd.runtime.ranks import communicator, crew
+from spd.runtime.ranks import communicator, leader
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 from tests.known_trials import tried_together
-from tests.parallel.thread_ranks import ThreadCrew
+from tests.parallel.thread_ranks import ThreadLeader
 
 
 @pytest.fixture
 def threads(monkeypatch: Patch) -> None:
     """Engines run their ranks as threads; one that is left alone by a failure gives up in minutes."""
-    monkeypatch.setattr(crew, "Crew", ThreadCrew)
+    monkeypatch.setattr(leader, "Leader", ThreadLeader)
     monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
-    monkeypatch.setattr(communicator, "PATIENCE", timedelta(minutes=5))
+    monkeypatch.setattr(communicator, "EXCHANGE_TIMEOUT", timedelta(minutes=5))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from spd.runtime import Engine
-from spd.runtime.ranks import communicator, crew
+from spd.runtime.ranks import communicator, leader
 from spd.runtime.ranks.communicator import ProcessGroup
-from spd.runtime.ranks.crew import PROGRAM
+from spd.runtime.ranks.leader import PROGRAM
 from spd.runtime.round.local_queue import LocalRoundQueue
 from tests.helpers import Patch
 
@@ -22,7 +22,7 @@ LOOK = 0.05  # Seconds between two looks at whether something has come true.
 COUNTED = """
 import json
 from spd.runtime.round.local_queue import LocalRoundQueue
-from spd.runtime.ranks import communicator, crew
+from spd.runtime.ranks import communicator, leader
 from spd.runtime.ranks.communicator import ProcessGroup
 
 def counted(name, received):
@@ -44,11 +44,12 @@ def meet(*arguments, honest=communicator.open_ranks):
 
 def tell(device, number):
     ranks = met[-1]
-    found = {name: getattr(getattr(ranks, name), "traffic", (0, 0)) for name in ("target", "draft", "share")}
+    names = ("target", "draft", "broadcast_group")
+    found = {name: getattr(getattr(ranks, name), "traffic", (0, 0)) for name in names}
     with open(FOLDER + f"/{ranks.target.rank}-{number}", "w") as file:
         json.dump(found, file)
 
-communicator.open_ranks = crew.open_ranks = meet
+communicator.open_ranks = leader.open_ranks = meet
 LocalRoundQueue.tell = tell
 """  # Makes every rank count collectives and the bytes it received, by group, and tell.
 
@@ -56,12 +57,12 @@ LocalRoundQueue.tell = tell
 def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
     """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
     program = COUNTED.replace("FOLDER", repr(str(folder)))
-    patch.setattr(crew, "PROGRAM", f"{program}\n{PROGRAM}")
+    patch.setattr(leader, "PROGRAM", f"{program}\n{PROGRAM}")
     for owner, name in (
         (ProcessGroup, "gather"),
         (ProcessGroup, "broadcast"),
         (communicator, "open_ranks"),
-        (crew, "open_ranks"),
+        (leader, "open_ranks"),
     ):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     patch.setattr(LocalRoundQueue, "tell", None, raising=False)
@@ -81,12 +82,12 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
     return ask
 
 
-def crew_of(engine: Engine) -> Any:
-    return engine.round_queue.crew  # type: ignore[attr-defined]
+def leader_of(engine: Engine) -> Any:
+    return engine.round_queue.leader  # type: ignore[attr-defined]
 
 
 def pids(engine: Engine) -> list[int]:
-    return [process.pid for process in crew_of(engine)._processes.values()]
+    return [process.pid for process in leader_of(engine)._processes.values()]
 
 
 def gone(pid: int) -> bool:

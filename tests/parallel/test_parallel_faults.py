@@ -20,10 +20,10 @@ import pytest
 
 from spd.errors import EngineError
 from spd.runtime import EngineConfig, Request, SamplingParams, make_plan
-from spd.runtime.ranks import crew
+from spd.runtime.ranks import leader
 from spd.runtime.ranks.communicator import describe_rank
-from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.follower import LOOPBACK, connect
+from spd.runtime.ranks.leader import Leader
 from tests.helpers import Patch, Tiny, make_engine, random_prompts
 from tests.parallel import process_ranks
 from tests.parallel.process_ranks import (
@@ -84,12 +84,12 @@ plant(*{place!r})
 """
 STARTED = """
 import sys
-from spd.runtime.ranks import crew
+from spd.runtime.ranks import leader
 fault = {fault!r}
 if {rank} == 0:
     exec(fault)
 else:
-    crew.PROGRAM = crew.PROGRAM.replace("from spd.cli.rank", fault + "\\nfrom spd.cli.rank")
+    leader.PROGRAM = leader.PROGRAM.replace("from spd.cli.rank", fault + "\\nfrom spd.cli.rank")
 from spd.cli.app import main
 sys.exit(main({argv!r}))
 """
@@ -219,7 +219,7 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
         with suppress(AuthenticationError):
             connect(*place, b"another key")
         line, _ = connect(*place, bytes.fromhex(told["key"]))
-        line.tell("hello", 1, describe_rank("cpu"))
+        line.send_message("hello", 1, describe_rank("cpu"))
         wait_until(lambda: line.closed, 1)
         while silent:  # each was asked for what it knows, and has heard nothing else
             with silent.pop() as stranger:
@@ -233,9 +233,9 @@ def test_a_silent_connection_keeps_no_rank_waiting(tiny: Tiny, monkeypatch: Patc
     """Strangers at the port of a rank 0 that torchrun started: ranks are let in, all are asked for a key."""
     with socket.create_server((LOOPBACK, 0)) as store:
         host, port = store.getsockname()
-        monkeypatch.setattr(crew, "START_SECONDS", 20)
-        monkeypatch.setattr(crew, "meet", lambda: SimpleNamespace(host=host, port=port))
-        monkeypatch.setattr(crew, "announce", crowd)
-        met = Crew(make_plan(EngineConfig(model=tiny("qwen3"), tp=2, rendezvous=2)))
+        monkeypatch.setattr(leader, "START_SECONDS", 20)
+        monkeypatch.setattr(leader, "connect_store", lambda: SimpleNamespace(host=host, port=port))
+        monkeypatch.setattr(leader, "announce_engine", crowd)
+        met = Leader(make_plan(EngineConfig(model=tiny("qwen3"), tp=2, rendezvous=2)))
     met.close()
-    assert list(met._lines) == [1]
+    assert list(met._connections) == [1]

@@ -17,8 +17,8 @@ from docs.parallel_tables import logits_exchange, pass_exchange
 from spd.formats.chat_template import isolated
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.ranks import crew
-from spd.runtime.ranks.crew import LeadingQueue
+from spd.runtime.ranks import leader
+from spd.runtime.ranks.leader import LeadingQueue
 from spd.runtime.round.model_runner import bucket_for
 from tests import helpers
 from tests.helpers import (
@@ -105,7 +105,9 @@ def check_traffic(
         drafted = (len(drafting) * rounds, sum(drafting) * rounds)
         # Where ranks draft alone, rank 0's ids, of 8 bytes each, go to the other one.
         assert delta[rank]["draft"] == (drafted if group == 2 else (0, 0))
-        assert delta[rank]["share"] == ((0, 0) if group == 2 else (rounds, 8 * k * rounds * rank))
+        assert delta[rank]["broadcast_group"] == (
+            (0, 0) if group == 2 else (rounds, 8 * k * rounds * rank)
+        )
 
 
 @pytest.mark.slow
@@ -161,7 +163,7 @@ def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
 @pytest.mark.slow
 def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     """With so few positions no row counts are tried, which would be most of what eight ranks do here."""
-    monkeypatch.setattr(crew, "START_SECONDS", 600)  # eight import torch on few cores
+    monkeypatch.setattr(leader, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}
     target = tiny("gqa1", layers=3, **shape)
     draft = tiny("gqa1", layers=2, **shape)

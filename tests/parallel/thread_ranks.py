@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from spd.runtime.engine.assembly import assemble
-from spd.runtime.ranks.communicator import Pulse, Ranks, open_ranks
+from spd.runtime.ranks.communicator import Heartbeat, Ranks, open_ranks
 from spd.runtime.ranks.follower import LOOPBACK
 
 
-class ThreadCrew:
-    """Stands in for `Crew`: every other rank is a thread, and they exchange through gloo, as processes do."""
+class ThreadLeader:
+    """Stand in for `Leader`: every other rank is a thread; they exchange through gloo, as processes do."""
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
-        self.pulse = Pulse()
+        self.pulse = Heartbeat()
         self.broken = False
         self.failures: list[BaseException] = []
         # Documented, but imported by torch without a name of its own.
@@ -27,7 +27,7 @@ class ThreadCrew:
         self._threads: list[threading.Thread] = []
 
     def ranks(self, rank: int) -> Ranks:
-        return open_ranks(self._store, rank, self.plan, LOOPBACK, Pulse())
+        return open_ranks(self._store, rank, self.plan, LOOPBACK, Heartbeat())
 
     def open(self, usable_vocab: int) -> Ranks:
         for rank in range(1, self.plan.shape.tp):

@@ -15,7 +15,7 @@ from spd.runtime import EngineConfig, SamplingParams
 from spd.runtime.models.assistant import check_assistant
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import measure
-from spd.runtime.plan.plan import outline
+from spd.runtime.plan.plan import resolve_plan
 from tests.helpers import edit_config, make_engine, random_prompts, run_all, run_one
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.tiny import write_json
@@ -27,7 +27,7 @@ from tests.runtime.test_runtime_mtp import compared
 FEW = (5, 17, 40)
 """Ids that texts are made of."""
 BIASED = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
-CARD = Machine("cuda", 120 * 2**30, (8, 9), foreseen=True)
+CARD = Machine("cuda", 120 * 2**30, (8, 9), from_driver_only=True)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "kept": 3}}
 Pairs = dict[str, tuple[Path, Path]]
 
@@ -295,7 +295,7 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     assert check_assistant(given.config, given.checkpoint) == []
     elements = sum(math.prod(shape) for name, shape in shapes.items() if kinds[name] == "BF16")
     assert elements == pytest.approx(size, rel=0.1), "as many as it is called after"
-    plan = outline(EngineConfig(model=target, spec="assistant"), CARD)
+    plan = resolve_plan(EngineConfig(model=target, spec="assistant"), CARD)
     assert plan.drafter.reason == "the model's own assistant, it-assistant"
     need = measure(plan.shape)
     assert plan.shape.draft.head_kind == "assistant" and need.draft_cache == 0

@@ -308,7 +308,7 @@ def plan_of(**options: Any) -> EnginePlan:
 def test_how_many_each_drafts(options: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
     plan = plan_of(**options)
     assert plan.spec == spec and (plan.shape.model_drafts, plan.shape.draft_max) == lengths
-    assert plan.copying == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
+    assert plan.copy_draft_max == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
     assert max(plan.draft_tiers) == lengths[0]
 
 

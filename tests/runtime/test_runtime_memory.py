@@ -25,7 +25,7 @@ from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import WeightForm, expected_tensors
 from spd.runtime.plan import machine, memory
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import (
     EngineShape,
     at_context,
@@ -136,7 +136,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     caches = [runner.cache, proposer.runners[0].cache]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == held
-    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_a_slot(500)
+    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_per_slot(500)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
     assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
@@ -180,7 +180,7 @@ def test_the_largest_that_fits_is_found() -> None:
     for step, most, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
         sizes = [*range(step, most, step), most]
         expected = max((size for size in sizes if size <= bound), default=0)
-        assert memory.largest(bound.__ge__, most, step) == expected
+        assert memory.find_largest(bound.__ge__, most, step) == expected
 
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
@@ -204,7 +204,7 @@ def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Pat
     whole = make_plan(config)
     assert (whole.shape.ctx, whole.shape.num_pages) == (
         8192,
-        NUM_RESERVED + 4 * memory.pages_a_slot(8192),
+        NUM_RESERVED + 4 * memory.pages_per_slot(8192),
     )
     monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
     fewer = make_plan(config)
@@ -222,8 +222,8 @@ def refused(shape: EngineShape, free: int, **how: Any) -> list[str]:
     assert error.exit_code == 5 and error.code == "resources"
     assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
     assert (
-        error.reason[1] == measure(shape).words()
-        and show_size(measure(shape).total) in error.reason[0]
+        error.reason[1] == measure(shape).summary()
+        and format_size(measure(shape).total) in error.reason[0]
     )
     return list(error.fix)
 
@@ -231,7 +231,7 @@ def refused(shape: EngineShape, free: int, **how: Any) -> list[str]:
 def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     shape = shape_8b(draft=SMALL)
     fix = refused(shape, 24 * GIB)
-    words = measure(shape).words()
+    words = measure(shape).summary()
     for part in ("weights", "draft weights", "cache", "draft cache", "workspace", "graphs"):
         assert re.search(rf"(^|\+ ){part} \d", words), words
     context, ngram, *_ = fix
@@ -246,7 +246,7 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     assert measure(at_context(shape, ctx)).total <= 24 * GIB * 0.9
     assert measure(at_context(shape, ctx + 1024)).total > 24 * GIB * 0.9
     frees = measure(shape).total - measure(at_context(shape, ctx)).total
-    assert f"(frees {show_size(frees)})" in context
+    assert f"(frees {format_size(frees)})" in context
 
 
 @pytest.mark.parametrize("draft", [SMALL, EAGLE], ids=["draft", "eagle3"])
@@ -268,7 +268,7 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         changed = at_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
         frees = measure(shape).total - measure(changed).total
         alone = "" if measure(changed).total <= free * GIB else ", not enough alone"
-        assert remedy == f"{option}  (frees {show_size(frees)}{alone})" and frees > 0
+        assert remedy == f"{option}  (frees {format_size(frees)}{alone})" and frees > 0
 
 
 def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:

@@ -18,7 +18,7 @@ from spd.runtime.models.mtp_weights import check_source, module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
-from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
+from spd.runtime.plan.plan import EnginePlan, possible_rank_counts, resolve_plan
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
 from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
@@ -35,7 +35,7 @@ from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantiz
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
-CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
+CARD = Machine("cuda", 80 * 2**30, (9, 0), from_driver_only=True)
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
 RANKS = {
     "Qwen3.5-0.8B": 8,
@@ -88,7 +88,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 def planned(folder: ModelFolder, **options: Any) -> EnginePlan:
     """The plan for a GPU of 80 GiB, but for what memory decides."""
-    return outline(EngineConfig(model=folder, **options), CARD)
+    return resolve_plan(EngineConfig(model=folder, **options), CARD)
 
 
 def elements(entries: Iterable[Entry]) -> int:
@@ -165,7 +165,7 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
     assert unused == [entry[0] for entry in seen]
     source = mtp_source(folder)
     assert source is not None and check_source(source, folder.checkpoint)
-    plan = outline(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
+    plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
     assert plan.spec == "mtp"
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
     # Scales of NVFP4 are kept in float32, one a group of 16: 6 bits a weight in place of 4.5.
@@ -182,7 +182,7 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
 def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     folder, _ = shelf(name)
     config = folder.config
-    assert possible_sizes(config, (1, 2, 4, 8, 16)) == [
+    assert possible_rank_counts(config, (1, 2, 4, 8, 16)) == [
         n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]
     ]
     plan = planned(folder, tp=2, draft_tp=1)

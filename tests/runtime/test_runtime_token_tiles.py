@@ -15,8 +15,8 @@ from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_config import token_tile
 from spd.kernels.triton_form import TritonKernels
 from spd.runtime import SamplingParams
-from spd.runtime.lab import diagnostics, tile_questions
-from spd.runtime.lab.tile_questions import ask
+from spd.runtime.lab import diagnostics, tile_checks
+from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
 from tests import helpers
@@ -70,12 +70,14 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
 
         return helpers.with_operations(plain, **{operation: lying})
 
-    assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
+    assert widest_exact_tiles(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
 
 
 @INTERPRETED[0]
 def test_the_kernels_keep_every_bit() -> None:
-    assert ask(partial(load_kernels, "triton", None), CPU, ("float16",), SMALL) == {"float16": 64}
+    assert widest_exact_tiles(partial(load_kernels, "triton", None), CPU, ("float16",), SMALL) == {
+        "float16": 64
+    }
 
 
 def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
@@ -148,8 +150,10 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patc
     cuda |= {"get_device_capability": capability, "is_available": lambda: True}
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(tile_questions, "bound_to", lambda device: {"gpu": str(held[device.index])})
-    monkeypatch.setattr(tile_questions, "ask", lambda load, device: dict.fromkeys(KINDS, 32))
+    monkeypatch.setattr(tile_checks, "bound_to", lambda device: {"gpu": str(held[device.index])})
+    monkeypatch.setattr(
+        tile_checks, "widest_exact_tiles", lambda load, device: dict.fromkeys(KINDS, 32)
+    )
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

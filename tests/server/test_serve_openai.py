@@ -16,7 +16,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import longest_context
-from spd.runtime.plan.plan import outline
+from spd.runtime.plan.plan import resolve_plan
 from spd.server.chat_completions import CHAT
 from spd.server.request import PASSED_OVER
 from tests.cli.conftest import until
@@ -223,6 +223,8 @@ def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
     folder = ModelFolder.named(str(write_published(tmp_path, RELEASES[model])))
     slots = int(values["concurrency"])
     config = EngineConfig(model=folder, quantize=values.get("quantize", "none"), slots=slots)
-    plan = outline(config, Machine("cuda", int((int(card) - 0.5) * 2**30), (8, 9), foreseen=True))
+    plan = resolve_plan(
+        config, Machine("cuda", int((int(card) - 0.5) * 2**30), (8, 9), from_driver_only=True)
+    )
     longest = longest_context(plan.shape, plan.memory_budget_bytes)
     assert plan.spec == "mtp" and ctx <= longest <= 1.2 * ctx

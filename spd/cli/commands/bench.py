@@ -26,11 +26,11 @@ from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, check_writable, to_json
 from spd.errors import CheckFailedError, UsageError
-from spd.runtime.lab import DRAFTING, MACHINE
+from spd.runtime.lab import DRAFTING_SETTINGS, MACHINE_SETTINGS
 from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
-    from spd.runtime.lab import Prompt, Question, Sweep
+    from spd.runtime.lab import EncodedPrompt, Prompt, Sweep
 
 
 def split(text: str, flag: str) -> list[str]:
@@ -56,10 +56,12 @@ def numbers(
 
 def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
     """The prompts asked for: of a file all, of spd's own two of each category."""
-    from spd.runtime.lab import OWN, choose, read_prompts
+    from spd.runtime.lab import BUILTIN_PROMPTS, read_prompts, select_prompts
 
     categories = split(category, "--category") if category is not None else None
-    chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, None if path else 2)
+    chosen: tuple[Prompt, ...] = select_prompts(
+        read_prompts(path or BUILTIN_PROMPTS), categories, None if path else 2
+    )
     return chosen
 
 
@@ -134,7 +136,7 @@ def bench(session: Session, options: BenchOptions) -> None:
       spd bench -m FOLDER,FOLDER-int4 --category code
       spd bench --concurrency 1,4,16
     """
-    from spd.runtime.lab import Load, Settings, Sweep, encode_questions
+    from spd.runtime.lab import Load, Settings, Sweep, encode_prompts
 
     if options.output is not None:
         check_writable(options.output)
@@ -155,9 +157,9 @@ def bench(session: Session, options: BenchOptions) -> None:
         lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
     prompts = chosen_prompts(options.prompts, options.category)
     configs: list[EngineConfig] = []
-    questions: list[Sequence[Question]] = []
+    questions: list[Sequence[EncodedPrompt]] = []
     for its_configs in by_model.values():
-        encoded = encode_questions(its_configs[0].model, prompts, lengths, settings.max_tokens)
+        encoded = encode_prompts(its_configs[0].model, prompts, lengths, settings.max_tokens)
         longest = max(len(question.ids) for question in encoded)
         # The cache holds no more than is asked.
         ctx = longest + settings.max_tokens
@@ -198,7 +200,7 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         spec="off",
         **{name: getattr(options, name) for name in ALIKE},
     )
-    machines = [replace(base, **changes) for changes in _combinations(options, MACHINE)]
+    machines = [replace(base, **changes) for changes in _combinations(options, MACHINE_SETTINGS)]
     ranks = {machine.tp for machine in machines}
     alone = None if max(ranks) > 1 else options.rendezvous
     machines = [
@@ -207,7 +209,9 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
     configs = list(machines)
-    for machine, changes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
+    for machine, changes in product(
+        machines, list(_combinations(options, ("spec", *DRAFTING_SETTINGS)))
+    ):
         method = changes["spec"] = in_order(changes["spec"])
         size = changes["draft_tp"]
         taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights

@@ -15,7 +15,7 @@ from spd.cli.terminal.tables import Size, fact_lines
 from spd.errors import UsageError
 from spd.formats.names import CONFIG_FILE, WEIGHTS_FILE
 from spd.formats.writer import open_stage, outputs, write_json, write_tensors
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 
 if TYPE_CHECKING:
     from spd.formats.mtp import HeadPlan
@@ -65,7 +65,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
         write_tensors(
-            stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=show_size)
+            stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=format_size)
         )
         plan.checkpoint.check_unchanged()
         told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
@@ -142,7 +142,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         }
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
-                report = partial(ticker.count, "writing", amount=show_size)
+                report = partial(ticker.count, "writing", amount=format_size)
                 write_tensors(stage / WEIGHTS_FILE, outputs, report)
                 checkpoint.check_unchanged()
                 write_json(stage / CONFIG_FILE, config)

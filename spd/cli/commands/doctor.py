@@ -27,12 +27,12 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     Examples:
       spd doctor --quick --json
     """
-    from spd.runtime.lab import Finding, steps
+    from spd.runtime.lab import Finding, diagnostic_steps
 
     sink = Sink.stdout()
     done: dict[str, Finding] = {}
     checks: list[dict[str, Any]] = []
-    for step in steps(quick=options.quick):
+    for step in diagnostic_steps(quick=options.quick):
         began = time.perf_counter()
         with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
             finding = done[step.name] = step.run(done)

@@ -17,12 +17,12 @@ from spd.cli.terminal.streams import columns_of
 from spd.cli.terminal.tables import table_lines
 from spd.errors import IncompatibleError
 from spd.runtime.lab import (
+    Estimate,
     Explanation,
-    Prospect,
     TraceHeader,
     explain_traces,
-    paragraph,
     read_trace,
+    summarize,
 )
 
 
@@ -67,7 +67,7 @@ def _way(header: TraceHeader) -> str:
     )
 
 
-def _prospect_cells(name: str, prospect: Prospect, found: Explanation, mark: str) -> list[str]:
+def _prospect_cells(name: str, prospect: Estimate, found: Explanation, mark: str) -> list[str]:
     """Return a row of the table."""
     return [
         name,
@@ -106,5 +106,5 @@ def explanation_lines(found: Explanation, columns: int, glyphs: BarGlyphs | None
         lines += ["", "accepted by position", *bar_lines(bars, columns, glyphs, axis=1.0), ""]
     return [
         *lines,
-        *textwrap.wrap(paragraph(found), min(WIDTH, columns - 1), break_on_hyphens=False),
+        *textwrap.wrap(summarize(found), min(WIDTH, columns - 1), break_on_hyphens=False),
     ]

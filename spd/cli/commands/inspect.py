@@ -217,7 +217,7 @@ def speculation(
 
 def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     """For weights as they are stored, and rounded at load: their bytes, and the longest context that fits."""
-    from spd.runtime import foreseen_machine, outline
+    from spd.runtime import machine_from_driver, resolve_plan
     from spd.runtime.plan.memory import longest_context, measure
 
     found = []
@@ -225,7 +225,9 @@ def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     for name in QUANTIZE:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
             other = replace(config, quantize=name)
-            shape = (plan if name == config.quantize else outline(other, foreseen_machine())).shape
+            shape = (
+                plan if name == config.quantize else resolve_plan(other, machine_from_driver())
+            ).shape
             facts = {"weights": Size(measure(shape).weights), "ctx": longest_context(shape, usable)}
             found.append({"quantize": name, **facts})
     return found
@@ -233,17 +235,17 @@ def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
 
 def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     """What one request takes here and at other contexts; of a pair that cannot run, its target alone."""
-    from spd.runtime import drafts_up_to, foreseen_machine, outline
-    from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
+    from spd.runtime import draft_context, machine_from_driver, resolve_plan
+    from spd.runtime.plan.memory import at_context, checkpoint_bytes, fit_to_memory, measure
 
-    machine = foreseen_machine()
+    machine = machine_from_driver()
     if isinstance(choice, SpdError):
         config = replace(config, draft_model=None)
-    plan = outline(config, machine)
+    plan = resolve_plan(config, machine)
     whole = plan.shape
-    free = machine.free // machine.beside(plan.shape.tp)
+    free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     try:
-        shape = fitted(whole, config, machine.device, free)
+        shape = fit_to_memory(whole, config, machine.device, free)
         fits = True
     except SpdError:
         shape = whole
@@ -254,7 +256,7 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     totals = {}
     for ctx in sorted({shape.ctx, most, *(n for n in CONTEXTS if n < most)}):
         # with a drafter that goes as far as the context, or as its own model does
-        unlimited = replace(whole, draft_ctx=drafts_up_to(whole.draft, ctx))
+        unlimited = replace(whole, draft_ctx=draft_context(whole.draft, ctx))
         totals[ctx] = measure(at_context(unlimited, ctx)).total
     return {
         "ctx": shape.ctx,

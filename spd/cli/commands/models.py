@@ -27,7 +27,7 @@ from spd.cli.terminal.tables import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
 from spd.formats.stores import HUB
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 
 if TYPE_CHECKING:
     from spd.formats.hub_download import RemoteModel
@@ -75,8 +75,8 @@ def pull(session: Session, options: PullOptions) -> None:
         shown["folder"] = answer = str(folder)
         if model.gguf is not None:
             shown["file"] = answer = str(folder / model.gguf.files[0])
-    lines = [f"{show_size(size):>12}  {name}" for name, size in sizes.items()]
-    dry = [*lines, f"{show_size(model.missing_bytes)} to download"]
+    lines = [f"{format_size(size):>12}  {name}" for name, size in sizes.items()]
+    dry = [*lines, f"{format_size(model.missing_bytes)} to download"]
     sink.answer(options.json, shown, dry if options.dry_run else [answer])
 
 
@@ -96,14 +96,14 @@ def ensure_models(session: Session, options: RunOptions) -> None:
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
-    from spd.runtime import foreseen_machine
+    from spd.runtime import machine_from_driver
 
     repository, tag = hub.split_tag(name)
     hub.check_repository_name(repository, revision)  # before anything says that the hub is asked
     with loading(f"asking the hub for {repository}", session.console):
         from spd.formats.hub_download import look_up
 
-        return look_up(repository, revision, tag, foreseen_machine().free)
+        return look_up(repository, revision, tag, machine_from_driver().free)
 
 
 def _download(session: Session, model: RemoteModel) -> Path:
@@ -111,7 +111,7 @@ def _download(session: Session, model: RemoteModel) -> Path:
     from spd.runtime import LoadProgress
 
     if model.missing_bytes:
-        size = show_size(model.missing_bytes)
+        size = format_size(model.missing_bytes)
         session.console.note(
             f"{size} to download; finished files are kept, an interrupted one starts again"
         )
@@ -154,7 +154,7 @@ def ls(session: Session, options: JsonOptions) -> None:
             "yes" if model["mtp"] else "no",
             model["store"],
         )
-        rows.append((model["model"], show_size(model["bytes"]), *facts, runs))
+        rows.append((model["model"], format_size(model["bytes"]), *facts, runs))
     titles = ("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "STORE", "RUNS")
     lines = table_lines(titles, rows)
     sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
@@ -209,7 +209,7 @@ def rm(session: Session, options: RemoveOptions) -> None:
                 f"{name} is not in the local cache", fix=["spd ls"], code="not_cached"
             )
     for name, folder in folders.items():
-        tell(f"{show_size(_bytes_below(folder)):>12}  {name}")
+        tell(f"{format_size(_bytes_below(folder)):>12}  {name}")
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError(

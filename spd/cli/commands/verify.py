@@ -93,7 +93,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
     most = options.max_tokens
-    questions = lab.encode_questions(candidate.model, chosen_prompts(options.prompts), [None], most)
+    questions = lab.encode_prompts(candidate.model, chosen_prompts(options.prompts), [None], most)
     ctx = max(len(question.ids) for question in questions) + most
     reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
     coupled = candidate.verify == "coupled" and reference.verify == "coupled"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from spd.cli.terminal.console import Console, write_stderr
 from spd.cli.terminal.plain_text import as_line
 from spd.cli.terminal.streams import columns_of, is_terminal
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 
 if TYPE_CHECKING:
     from spd.runtime import LoadProgress
@@ -102,7 +102,7 @@ def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], No
     with Ticker(console) as ticker, compiling(lambda words: ticker.write(f"{words} …")):
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(
-            WORDS[progress.phase], progress.done, progress.total, show_size
+            WORDS[progress.phase], progress.done, progress.total, format_size
         )
 
 

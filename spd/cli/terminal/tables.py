@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spd.cli.terminal.plain_text import LABEL, LISTED
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 
 
 class Size(int):
     """Bytes: a number in JSON, and in the unit that suits them for people."""
 
     def __str__(self) -> str:
-        return show_size(int(self))
+        return format_size(int(self))
 
 
 PIPE_COLUMNS = 100

@@ -20,7 +20,7 @@ from spd.runtime.models.builder import Place
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weights import WIDE
-from spd.runtime.plan.memory import pages_a_slot, tensor_bytes
+from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
@@ -108,7 +108,7 @@ def assemble(
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
     target, draft, share = (
-        (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
+        (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.broadcast_group)
     )
     place = Place(dtype, plan.device, kernels, shape.form, target, positions=shape.ctx)
     (runner,) = _runners(plan, plan.model, place, meter)
@@ -116,7 +116,7 @@ def assemble(
     place = Place(dtype, plan.device, own, shape.draft_form, draft, positions=shape.draft_ctx)
     drafters = _drafters(plan, place, runner, share is not None, meter)
     state = RoundState(
-        shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device
+        shape.slots, shape.ctx, shape.draft_max, pages_per_slot(shape.ctx), plan.device
     )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spd.errors import ResourceError
 from spd.runtime.engine.assembly import assemble
 from spd.runtime.load.progress import Progress
-from spd.runtime.plan.config import show_size
+from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import remedies
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
@@ -17,9 +17,9 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
     try:
         if plan.shape.tp == 1:
             return assemble(plan, usable_vocab, progress)
-        from spd.runtime.ranks.crew import lead
+        from spd.runtime.ranks.leader import start_ranks
 
-        return lead(plan, usable_vocab, progress)
+        return start_ranks(plan, usable_vocab, progress)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -31,7 +31,7 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
     release_memory(error)
     is_drafter_requested = plan.drafting_model is not None and plan.drafter.reason == "asked for"
     error_lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    plan_line = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
+    plan_line = f"the plan counted {format_size(plan.need.total)}: {plan.need.summary()}"
     return ResourceError(
         f"out of memory on {plan.device} while {phase}",
         reason=[*error_lines[:1], plan_line],

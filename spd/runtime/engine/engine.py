@@ -83,7 +83,7 @@ class Engine(EngineClient):
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         """Counters of the latest `KEPT` requests that ended."""
         self.draft_length = DraftLength(
-            shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
+            shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copy_draft_max
         )
         self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
         self._needs = SamplingSteps()
@@ -424,7 +424,9 @@ class Engine(EngineClient):
         if event.finish_reason is not None:
             is_whole = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight
-            self._end(sequence, event, has_stopped and (is_whole or not self.plan.drafts_by_state))
+            self._end(
+                sequence, event, has_stopped and (is_whole or not self.plan.drafter_is_recurrent)
+            )
             return
         if event.token_ids:
             self._ready.append(event)

@@ -5,20 +5,27 @@ from __future__ import annotations
 from spd.lazy_names import lazily
 
 _NAMES = {
-    "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "steps"),
+    "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "diagnostic_steps"),
     "explain": (
         "Explanation",
-        "Prospect",
+        "Estimate",
         "Trace",
         "TraceHeader",
         "explain_traces",
-        "paragraph",
+        "summarize",
         "read_trace",
     ),
     "load": ("Load",),
-    "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
+    "prompt_set": ("BUILTIN_PROMPTS", "Prompt", "select_prompts", "encode_prompts", "read_prompts"),
     "replay": ("make_requests", "replay_requests"),
-    "rows": ("DRAFTING", "MACHINE", "compare_results", "make_rows", "models_of", "verdict"),
+    "rows": (
+        "DRAFTING_SETTINGS",
+        "MACHINE_SETTINGS",
+        "compare_results",
+        "make_rows",
+        "models_of",
+        "verdict",
+    ),
     "sweep": ("Settings", "Sweep"),
 }
 __getattr__ = lazily(__name__, _NAMES)

@@ -46,7 +46,7 @@ class Step:
     """One question. It is not asked where a step in `needs` failed."""
 
     name: str
-    ask: Callable[[], Finding]
+    check: Callable[[], Finding]
     needs: tuple[str, ...] = ()
     slow: bool = False
 
@@ -56,7 +56,7 @@ class Step:
         if lacking:
             return Finding(WARNING, f"not checked, because {lacking[0]} failed")
         try:
-            return self.ask()
+            return self.check()
         except Exception as error:
             text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             fix = tuple(getattr(error, "fix", ())) or (REPORT,)
@@ -65,7 +65,7 @@ class Step:
             )
 
 
-def steps(*, quick: bool = False) -> list[Step]:
+def diagnostic_steps(*, quick: bool = False) -> list[Step]:
     """Every question in order; `quick` leaves out those that compile or generate."""
     every = [
         Step("packages", package_versions),
@@ -245,9 +245,9 @@ def token_tiles() -> Finding:
     """Ask each GPU how wide its tiles of tokens may be, and keep what it answers for engines."""
     from triton import knobs
 
-    from spd.runtime.lab.tile_questions import ask_gpus
+    from spd.runtime.lab.tile_checks import find_widest_tiles
 
-    answers = [] if knobs.runtime.interpret else ask_gpus(own_cache)
+    answers = [] if knobs.runtime.interpret else find_widest_tiles(own_cache)
     if not answers:
         return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
     words = "; ".join(
@@ -265,14 +265,14 @@ def token_tiles() -> Finding:
 def equal_texts() -> Finding:
     """Let the demo answer with drafts, which change no token, and by torch."""
     from spd.formats.demo import demo_folder
-    from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
+    from spd.runtime.lab.prompt_set import encode_prompts, read_prompts, select_prompts
     from spd.runtime.lab.replay import make_requests, replay_requests
 
     # One thread: more gain a model of this size nothing, and lose much on a busy machine.
     plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
     # The greedy reply to this prompt holds no near tie, which other kernels might turn.
-    questions = encode_questions(
-        plain.model, choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
+    questions = encode_prompts(
+        plain.model, select_prompts(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
     )
     asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
     drafted = replay_requests(plain, replace(plain, spec="draft", adaptive=False), asked)

@@ -199,7 +199,7 @@ NOTICEABLE = 0.02  # a prospect is worth a try when it is faster by more than th
 
 
 @dataclass(frozen=True)
-class Prospect:
+class Estimate:
     """What so many drafts a round would give on this machine and text."""
 
     k: int
@@ -221,15 +221,15 @@ class Explanation:
     costs: Costs
     survival: tuple[float, ...]
     prospects: tuple[
-        Prospect, ...
+        Estimate, ...
     ]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
-    plain: Prospect
-    now: Prospect  # the run itself: means of all its rounds, whatever their k
-    best: Prospect
+    plain: Estimate
+    now: Estimate  # the run itself: means of all its rounds, whatever their k
+    best: Estimate
 
     def as_dict(self) -> dict[str, Any]:
         """The object of `spd explain --json`."""
-        words = {"bottleneck": bottleneck(self), "try": next_step(self), "words": paragraph(self)}
+        words = {"bottleneck": bottleneck(self), "try": next_step(self), "words": summarize(self)}
         return {"schema": SCHEMA, **asdict(self), **words}
 
 
@@ -248,8 +248,8 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     scale = mean_over_typical(records, costs)
     plain_ms = scale * sum(round_parts(costs, 0).values())
 
-    def prospect(k: int, length: float, ms: float) -> Prospect:
-        return Prospect(k, length, ms, 1000 * length / ms, length * plain_ms / ms)
+    def prospect(k: int, length: float, ms: float) -> Estimate:
+        return Estimate(k, length, ms, 1000 * length / ms, length * plain_ms / ms)
 
     prospects = tuple(
         prospect(k, expected_length(survival, k), scale * sum(round_parts(costs, k).values()))
@@ -312,7 +312,7 @@ def next_step(e: Explanation) -> str:
     return f"--spec {e.method} --draft-max {best.k}"
 
 
-def paragraph(e: Explanation) -> str:
+def summarize(e: Explanation) -> str:
     """What a person wants to know, in a few sentences."""
     now = e.now
     best = e.best

@@ -100,7 +100,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Load):
+class Workload(Load):
     """What is asked of every engine alike; `prompt_tokens_asked` None: prompts of their own length."""
 
     category: str
@@ -116,7 +116,7 @@ class Sample:
     """
 
     config: int
-    work: Work
+    work: Workload
     repetition: int
     prompts: list[str]
     tokens: int
@@ -133,7 +133,7 @@ class Sample:
 
 
 def take_sample(
-    ran: Pass, config: int, work: Work, repetition: int, prompts: Sequence[str]
+    ran: Pass, config: int, work: Workload, repetition: int, prompts: Sequence[str]
 ) -> Sample:
     """Count one pass."""
     lines = [line for line in ran.timelines if line.chunks]

@@ -18,7 +18,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Request, derived_seed
 from spd.runtime.round.sampling_params import SamplingParams
 
-OWN = Path(__file__).with_name("prompts.jsonl")
+BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Question:
+class EncodedPrompt:
     """A prompt in token ids; `prompt_tokens` is the length that was wished for."""
 
     prompt: Prompt
@@ -49,7 +49,7 @@ class Question:
         return Request(name, self.ids, SamplingParams(seed=seed, **params))
 
 
-def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:
+def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:
     """Prompts from lines: JSON with `prompt` and `category`, or plain. Raises UsageError."""
     lines = read_input_text(path, "name a file of prompts").splitlines()
     counts: dict[str, int] = {}
@@ -93,7 +93,7 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
     return text, category
 
 
-def choose(
+def select_prompts(
     prompts: Sequence[Prompt], named: Iterable[str] | None, each: int | None
 ) -> tuple[Prompt, ...]:
     """The prompts of some categories, `each` of every one. Raises UsageError for an unknown category."""
@@ -112,12 +112,12 @@ def choose(
 NO_TEXT_LENGTH = 64  # random ids a prompt, where no length was wished for
 
 
-def encode_questions(
+def encode_prompts(
     folder: Path | ModelFolder,
     prompts: Sequence[Prompt],
     lengths: Sequence[int | None],
     max_tokens: int,
-) -> list[Question]:
+) -> list[EncodedPrompt]:
     """Prompts at every length (None: their own), filled up in front. Raises UsageError for one too long."""
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
@@ -130,7 +130,7 @@ def encode_questions(
             why = f"with -n {max_tokens} they do not fit the context of {most:,}"
             fix = ["a smaller -n or --prompt-tokens"]
             raise UsageError(f"prompt {prompt.name} is {count:,} tokens; {why}", fix=fix)
-        questions.append(Question(prompt, tuple(ids), length))
+        questions.append(EncodedPrompt(prompt, tuple(ids), length))
     return questions
 
 

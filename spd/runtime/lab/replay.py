@@ -11,7 +11,7 @@ from typing import Any
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
 from spd.runtime.lab.load import Pass, compare_texts, run_pass
-from spd.runtime.lab.prompt_set import Question
+from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 
 
@@ -26,7 +26,7 @@ class Replay:
 
 
 def make_requests(
-    questions: Sequence[Question],
+    questions: Sequence[EncodedPrompt],
     temperatures: Sequence[float],
     *,
     max_tokens: int,

@@ -10,7 +10,7 @@ from operator import itemgetter
 from statistics import fmean, median, stdev
 from typing import Any, TypedDict
 
-from spd.runtime.lab.load import Sample, Work
+from spd.runtime.lab.load import Sample, Workload
 
 ALL = "all"
 
@@ -25,11 +25,11 @@ class Interval(TypedDict):
     half_width: float | None
 
 
-KEYS = tuple(field.name for field in fields(Work))
+KEYS = tuple(field.name for field in fields(Workload))
 """What a row shares with the plain row beside it."""
-MACHINE = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
-DRAFTING = ("draft_max", "verify", "draft_tp")
-IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING, *MACHINE)
+MACHINE_SETTINGS = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
+DRAFTING_SETTINGS = ("draft_max", "verify", "draft_tp")
+IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_SETTINGS)
 
 
 def make_rows(
@@ -39,7 +39,7 @@ def make_rows(
 
     plans, models: of each configuration its plan and the name of its model.
     """
-    grouped: dict[Work, dict[int, dict[int, list[Sample]]]] = {}
+    grouped: dict[Workload, dict[int, dict[int, list[Sample]]]] = {}
     several = len({sample.work.category for sample in samples}) > 1
     for sample in samples:
         for work in (sample.work, *[replace(sample.work, category=ALL)] * several):
@@ -78,7 +78,7 @@ def _row(
     return {
         "method": "plain" if plan["spec"] == "off" else plan["spec"],
         "adaptive": plan["adaptive"] and plan["spec"] != "off",
-        **{name: plan[name] for name in (*DRAFTING, *MACHINE)},
+        **{name: plan[name] for name in (*DRAFTING_SETTINGS, *MACHINE_SETTINGS)},
         "acceptance": "imposed" if plan["synthetic_acceptance"] is not None else "natural",
         "prompts": sorted({name for sample in samples for name in sample.prompts}),
         "repetitions": len(repetitions),
@@ -104,14 +104,14 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
 
 def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """The ratio to the plain row of the same work, repetition by repetition."""
-    same = itemgetter("model", *KEYS, *MACHINE)
+    same = itemgetter("model", *KEYS, *MACHINE_SETTINGS)
     plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
     return None if row["method"] == "plain" or not plain else _ratio(row, plain[0])
 
 
 def _over_first_model(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """Return the ratio to the same work and method with the model that was named first."""
-    names = (*KEYS, *MACHINE, "method", "adaptive", "verify", "draft_tp")
+    names = (*KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp")
     # A K that adapts is bounded by what each model's drafter can.
     same = itemgetter(*names, *([] if row["adaptive"] else ["draft_max"]))
     first = [other for other in rows if other["model"] == rows[0]["model"]]

@@ -10,8 +10,8 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import Load, Pass, Sample, Work, compare_texts, run_pass, take_sample
-from spd.runtime.lab.prompt_set import Question
+from spd.runtime.lab.load import Load, Pass, Sample, Workload, compare_texts, run_pass, take_sample
+from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class Sweep:
     def __init__(
         self,
         configs: Sequence[EngineConfig],
-        questions: Sequence[Sequence[Question]],
+        questions: Sequence[Sequence[EncodedPrompt]],
         settings: Settings,
     ) -> None:
         """Take a list of questions for each configuration: the same prompts in its model's own tokens."""
@@ -92,14 +92,14 @@ class Sweep:
                 share = self.settings.seconds / len(self.settings.loads)
                 planned = max(LEAST, min(MOST, int(share / (time.perf_counter() - began))))
 
-    def _units(self, load: Load) -> Iterator[tuple[Work, list[int]]]:
+    def _units(self, load: Load) -> Iterator[tuple[Workload, list[int]]]:
         """Yield what is run in one go, by numbers of questions: a prompt, or all of a category together."""
         groups: dict[tuple[int | None, str], list[int]] = {}
         for number, question in enumerate(self.questions[0]):
             groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(number)
         for (length, category), asked in groups.items():
             for heat in self.settings.temperatures:
-                work = Work(
+                work = Workload(
                     category=category, temperature=heat, prompt_tokens_asked=length, **vars(load)
                 )
                 if load == Load():
@@ -109,7 +109,9 @@ class Sweep:
                     least = max(len(asked), together, BATCH_REQUESTS if load.rate else 0)
                     yield work, list(islice(cycle(asked), least))
 
-    def _requests(self, index: int, work: Work, asked: Sequence[int], tag: str) -> list[Request]:
+    def _requests(
+        self, index: int, work: Workload, asked: Sequence[int], tag: str
+    ) -> list[Request]:
         """Return requests of a configuration, with the same seeds for every engine and repetition."""
         settings = self.settings
         params = {"max_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
@@ -121,7 +123,7 @@ class Sweep:
         ]
 
     def _pass(
-        self, index: int, engine: Engine, work: Work, asked: Sequence[int], turn: int
+        self, index: int, engine: Engine, work: Workload, asked: Sequence[int], turn: int
     ) -> Pass:
         requests = self._requests(index, work, asked, f"{index}.{len(self.samples)}")
         arrivals = work.arrivals(len(requests), turn)
@@ -135,7 +137,7 @@ class Sweep:
         """Return the names of prompts, which are the same for every configuration."""
         return [self.questions[0][number].prompt.name for number in asked]
 
-    def _compare(self, work: Work, asked: Sequence[int], ran: Mapping[int, Pass]) -> None:
+    def _compare(self, work: Workload, asked: Sequence[int], ran: Mapping[int, Pass]) -> None:
         """Compare the texts of a unit with plain decoding of the model on as many ranks, where promised.
 
         More ranks add in another order, which was seen to decide near ties in bfloat16.

@@ -132,7 +132,7 @@ class EngineConfig:
                 raise clash.kind(clash.message, reason=clash.reason, fix=clash.fix)
 
 
-def show_size(size: int) -> str:
+def format_size(size: int) -> str:
     """Bytes in the unit that suits them, two decimals."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(size) >= scale / 10:

@@ -62,8 +62,10 @@ def choose_kernels(
     if requested == "torch":
         return requested, "asked for"
     if requested == "native" or (requested == "auto" and machine.on_cpu):
-        return _native(requested, native_obstacle(machine, dtype, layers), dtype, machine.foreseen)
-    if not machine.foreseen and find_spec("triton") is None:
+        return _native(
+            requested, native_obstacle(machine, dtype, layers), dtype, machine.from_driver_only
+        )
+    if not machine.from_driver_only and find_spec("triton") is None:
         if requested == "auto":
             return "torch", "triton is not installed"
         raise ResourceError(

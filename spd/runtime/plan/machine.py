@@ -32,7 +32,9 @@ class Machine:
         0,
         0,
     )  # of CUDA; (0, 0) without one, or where the driver does not say
-    foreseen: bool = False  # known from the driver alone: nothing is compiled for a plan on it
+    from_driver_only: bool = (
+        False  # known from the driver alone: nothing is compiled for a plan on it
+    )
 
     @property
     def on_cpu(self) -> bool:
@@ -44,12 +46,12 @@ class Machine:
         """Whether torch multiplies bfloat16 quickly: by AMX or AVX512-BF16 on a CPU."""
         return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16)
 
-    def beside(self, ranks: int) -> int:
+    def count_sharing_ranks(self, ranks: int) -> int:
         """Ranks that share this machine's memory and cores: all of them on a CPU."""
         return ranks if self.on_cpu else 1
 
 
-def machine_of(requested: str) -> Machine:
+def find_machine(requested: str) -> Machine:
     """The machine that `--device` comes to. Raises ResourceError for a device that is not there."""
     import torch
 
@@ -67,7 +69,7 @@ def machine_of(requested: str) -> Machine:
     return Machine(device, free_memory(device), torch.cuda.get_device_capability(device))
 
 
-def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
+def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
     # nvmlMemory_t: total, free, used
     device = ctypes.c_void_p()
@@ -85,8 +87,8 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             library.nvmlDeviceGetCudaComputeCapability(
                 device, ctypes.byref(major), ctypes.byref(minor)
             )
-            return Machine("cuda", memory[1], (major.value, minor.value), foreseen=True)
-    return Machine("cpu", free_memory("cpu"), foreseen=True)
+            return Machine("cuda", memory[1], (major.value, minor.value), from_driver_only=True)
+    return Machine("cpu", free_memory("cpu"), from_driver_only=True)
 
 
 def free_memory(device: str) -> int:

@@ -29,7 +29,7 @@ from spd.runtime.models.weights import (
     int4_form,
     layout_bytes,
 )
-from spd.runtime.plan.config import METHODS, EngineConfig, show_size
+from spd.runtime.plan.config import METHODS, EngineConfig, format_size
 from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
@@ -54,10 +54,12 @@ class EngineShape:
     graphs: bool
     on_cpu: bool
     pages: int | None = (
-        None  # of the caches; None for all slots at full length, one where `squeezed`
+        None  # of the caches; None for all slots at full length, one where `minimal_pages`
     )
-    squeezed: bool = False
-    keep_laws: bool = False  # whether what each draft was drawn from is kept until it is verified
+    minimal_pages: bool = False
+    stores_distributions: bool = (
+        False  # whether what each draft was drawn from is kept until it is verified
+    )
     model_drafts: int = (
         0  # the most that a draft model or head drafts; lookup may draft `draft_max`
     )
@@ -79,7 +81,9 @@ class EngineShape:
     @property
     def num_pages(self) -> int:
         """Pages of each cache, the reserved ones included."""
-        wanted = fewest_pages(self.ctx) if self.squeezed else self.slots * pages_a_slot(self.ctx)
+        wanted = (
+            min_pages(self.ctx) if self.minimal_pages else self.slots * pages_per_slot(self.ctx)
+        )
         return NUM_RESERVED + (wanted if self.pages is None else self.pages)
 
     @property
@@ -116,10 +120,10 @@ class MemoryNeed:
         """Bytes of the target's cache and the drafter's, and of states."""
         return self.cache + self.draft_cache + self.states
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
         named = {name.replace("_", " "): size for name, size in vars(self).items()}
-        return " + ".join(f"{name} {show_size(size)}" for name, size in named.items() if size)
+        return " + ".join(f"{name} {format_size(size)}" for name, size in named.items() if size)
 
 
 @lru_cache
@@ -134,12 +138,12 @@ def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks
     return layout_bytes(config, rank_layout(config, ranks), dtype, form)
 
 
-def pages_a_slot(ctx: int) -> int:
+def pages_per_slot(ctx: int) -> int:
     """Return the pages of a slot at full length, in whole blocks of attention."""
     return -(-(ctx + PAGE_SIZE) // KV_BLOCK) * (KV_BLOCK // PAGE_SIZE)
 
 
-def fewest_pages(ctx: int) -> int:
+def min_pages(ctx: int) -> int:
     """Pages that one request at full length needs: with fewer it could never end."""
     return -(-ctx // PAGE_SIZE)
 
@@ -199,7 +203,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     draft_weights = draft_cache = 0
     states = shape.slots * slot_bytes(target, shape, shape.tp)
     workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
-    if shape.keep_laws:
+    if shape.stores_distributions:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     if draft is not None:
         draft_weights = _weights(draft, shape, shape.draft_form, ranks)
@@ -290,7 +294,7 @@ def _workspace(
     shapes = {block.heads for block in layout.attending}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
-    context = pages_a_slot(ctx) * PAGE_SIZE
+    context = pages_per_slot(ctx) * PAGE_SIZE
     # Sums of the split softmax; torch also has a mask a head of a group and window, and perhaps scores.
     attention = (
         sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
@@ -313,7 +317,7 @@ def _workspace(
     return logits + history + attention + activations + rotary
 
 
-def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
+def find_largest(fits: Callable[[int], bool], most: int, step: int) -> int:
     """The largest multiple of `step` below `most`, or `most` itself, that fits; 0 if none does."""
     if fits(most):
         return most
@@ -326,7 +330,7 @@ def fits(shape: EngineShape, usable: int | None) -> bool:
     return usable is not None and measure(shape).total <= usable
 
 
-def fitted(shape: EngineShape, config: EngineConfig, device: str, free: int) -> EngineShape:
+def fit_to_memory(shape: EngineShape, config: EngineConfig, device: str, free: int) -> EngineShape:
     """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
 
     Pages are cut first, down to what one request needs. Raises ResourceError, UsageError for fewer.
@@ -337,11 +341,11 @@ def fitted(shape: EngineShape, config: EngineConfig, device: str, free: int) -> 
         shape = replace(shape, checkpoints=min(room, shape.checkpoints))
 
     def least(ctx: int) -> EngineShape:
-        return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
+        return replace(at_context(shape, ctx), minimal_pages=shape.slots > 1)
 
     ctx = shape.ctx
     if not config.ctx:
-        ctx = largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
+        ctx = find_largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
     if not ctx or not fits(least(ctx), usable):
         smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(
@@ -349,17 +353,17 @@ def fitted(shape: EngineShape, config: EngineConfig, device: str, free: int) -> 
         )
     whole = at_context(shape, ctx)
     if whole.pages is not None:
-        if whole.pages < fewest_pages(ctx):
+        if whole.pages < min_pages(ctx):
             held = f"{whole.pages} cache pages hold {whole.pages * PAGE_SIZE:,} positions"
-            fix = [f"cache_pages={fewest_pages(ctx)} or more", "a smaller ctx"]
+            fix = [f"cache_pages={min_pages(ctx)} or more", "a smaller ctx"]
             reason = ["A request at full length could never end."]
             raise UsageError(f"{held}, but the context is {ctx:,}", reason=reason, fix=fix)
         return whole
     if fits(whole, usable):
         return whole
     step = KV_BLOCK // PAGE_SIZE
-    pages = largest(lambda n: fits(replace(whole, pages=n), usable), whole.num_pages, step)
-    return replace(whole, pages=max(pages, fewest_pages(ctx)))
+    pages = find_largest(lambda n: fits(replace(whole, pages=n), usable), whole.num_pages, step)
+    return replace(whole, pages=max(pages, min_pages(ctx)))
 
 
 def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
@@ -376,21 +380,21 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
         if suffices or frees >= WORTH_NAMING * now:
             alone = "" if suffices or usable is None else ", not enough alone"
             order = (0, frees) if suffices else (1, -frees)
-            found.append((order, f"{flag}  (frees {show_size(frees)}{alone})"))
+            found.append((order, f"{flag}  (frees {format_size(frees)}{alone})"))
     return [words for _, words in sorted(found)]
 
 
 def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
     """The same with fewer positions or slots: as many as fit, or half."""
     ctx = (
-        largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
+        find_largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
         or shape.ctx // 2
     )
     ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # easy to type
     if 2 <= ctx < shape.ctx:
         yield f"--ctx {ctx}", at_context(shape, ctx)
     slots = (
-        largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1)
+        find_largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1)
         or shape.slots // 2
     )
     if slots:
@@ -407,8 +411,8 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         yield f"--spec ngram{without}", replace(shape, draft=None, mtp=None, draft_max=most)
     elif shape.draft_max:
         yield "--spec off", replace(shape, draft_max=0)
-    if shape.keep_laws:
-        yield "--verify coupled", replace(shape, keep_laws=False)
+    if shape.stores_distributions:
+        yield "--verify coupled", replace(shape, stores_distributions=False)
     wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
     stored = [model.quantization for model in models if model is not None]
@@ -432,12 +436,12 @@ def refusal(
     percent = -(-100 * need.total // max(1, free))
     if percent <= 100:
         gained = free * percent // 100 - usable
-        fix.append(f"--memory-fraction {percent / 100:g}  (allows {show_size(gained)} more)")
+        fix.append(f"--memory-fraction {percent / 100:g}  (allows {format_size(gained)} more)")
     why = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
-    share = f"{fraction:g} of the {show_size(free)} that are free"
+    share = f"{fraction:g} of the {format_size(free)} that are free"
     reason = [
-        f"needed are {show_size(need.total)}, usable {show_size(usable)}: {share}",
-        need.words(),
+        f"needed are {format_size(need.total)}, usable {format_size(usable)}: {share}",
+        need.summary(),
     ]
     return ResourceError(
         why, reason=reason, fix=fix or ["a smaller model, or a device with more memory"]
@@ -446,7 +450,7 @@ def refusal(
 
 def longest_context(shape: EngineShape, usable: int) -> int:
     """The longest context of the model with which a shape fits into so many bytes; 0 where none does."""
-    return largest(
+    return find_largest(
         lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE
     )
 

@@ -25,12 +25,12 @@ from spd.runtime.models.weights import WIDE
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
-from spd.runtime.plan.machine import Machine, machine_of
+from spd.runtime.plan.machine import Machine, find_machine
 from spd.runtime.plan.memory import (
     EngineShape,
     MemoryNeed,
     checkpoint_bytes,
-    fitted,
+    fit_to_memory,
     measure,
     state_bytes,
 )
@@ -89,7 +89,7 @@ class EnginePlan:
         return measure(self.shape)
 
     @property
-    def copying(self) -> int:
+    def copy_draft_max(self) -> int:
         """Drafts of a round that lookup makes alone where a request copies text; 0 where it never does."""
         return self.shape.draft_max if self.shape.draft_max > self.shape.model_drafts else 0
 
@@ -100,7 +100,7 @@ class EnginePlan:
         return self.config.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
 
     @property
-    def drafts_by_state(self) -> bool:
+    def drafter_is_recurrent(self) -> bool:
         """Whether what drafts takes tokens into states: none that are taken back can leave them."""
         return _recurrent(self.shape.draft)
 
@@ -159,7 +159,7 @@ def _context(requested: int | None, model: ModelConfig) -> int:
     return requested or max(2, min(most, AUTO_CTX))
 
 
-def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
+def draft_context(draft: ModelConfig | None, ctx: int) -> int:
     """Positions that a drafter can keep of a context; a head that reads the target's states follows it."""
     return ctx if draft is None or draft.head_kind is not None else min(draft.max_positions, ctx)
 
@@ -223,7 +223,7 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
     return tuple(sorted({0, *(k for k in tiers if k >= modules)}))
 
 
-def divide(
+def choose_draft_ranks(
     config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
     """Ranks of each group that runs the drafter, and why so many. Raises IncompatibleError, UsageError."""
@@ -247,12 +247,12 @@ def divide(
     if draft_tp is not None:
         _check_ranks("--draft-tp", draft_tp, drafter, "the drafter")
         return draft_tp, "asked for"
-    if mtp is not None and tp in possible_sizes(drafter, [tp]):
+    if mtp is not None and tp in possible_rank_counts(drafter, [tp]):
         return tp, "as the target, whose tables an MTP head then shares"
     return 1, "a small model is read sooner than its parts are exchanged"
 
 
-def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
+def possible_rank_counts(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
     """Those numbers of ranks among which a model can be divided."""
     layout = family_layout(config)
     found = []
@@ -264,7 +264,7 @@ def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
 
 
 def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
-    possible = possible_sizes(config, range(1, MOST_RANKS + 1))
+    possible = possible_rank_counts(config, range(1, MOST_RANKS + 1))
     if ranks in possible:
         return
     reason = f"{config.num_heads} heads"
@@ -280,7 +280,7 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     raise IncompatibleError(why, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
 
 
-def outline(config: EngineConfig, machine: Machine) -> EnginePlan:
+def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
     target = ModelFolder.of(config.model)
     model = target.config
@@ -302,20 +302,20 @@ def outline(config: EngineConfig, machine: Machine) -> EnginePlan:
     source = drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
-    draft_tp, why_ranks = divide(config, model, draft, mtp)
+    draft_tp, why_ranks = choose_draft_ranks(config, model, draft, mtp)
     shape = EngineShape(
         target=model,
         draft=draft,
         dtype=dtype,
         slots=config.slots,
         ctx=ctx,
-        draft_ctx=min(drafts_up_to(draft, ctx), config.draft_ctx or ctx),
+        draft_ctx=min(draft_context(draft, ctx), config.draft_ctx or ctx),
         draft_max=draft_max,
         kernels=kernels,
         graphs=graphs,
         on_cpu=machine.on_cpu,
         pages=config.cache_pages,
-        keep_laws=config.verify != "coupled",
+        stores_distributions=config.verify != "coupled",
         model_drafts=model_drafts,
         mtp=mtp,
         head_embedding=drafter.head_embedding,
@@ -326,7 +326,7 @@ def outline(config: EngineConfig, machine: Machine) -> EnginePlan:
         checkpoints=(CHECKPOINTS + 2 * config.slots)
         * (config.prefix_sharing and _recurrent(model, draft)),
     )
-    beside = machine.beside(config.tp)
+    beside = machine.count_sharing_ranks(config.tp)
     shortest = min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
     return EnginePlan(
         config=config,
@@ -355,11 +355,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     """Resolve every `auto`. Raises the errors of what cannot be, ResourceError where memory is too small."""
     from spd.runtime.load.token_tiles import widest_tiles
 
-    machine = machine_of(config.device)
-    plan = outline(config, machine)
-    free = machine.free // machine.beside(plan.shape.tp)
+    machine = find_machine(config.device)
+    plan = resolve_plan(config, machine)
+    free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     tiles, why = widest_tiles(
         machine.device if plan.shape.kernels == "triton" else "cpu", own_cache
     )
-    shape = fitted(plan.shape, config, machine.device, free)
+    shape = fit_to_memory(plan.shape, config, machine.device, free)
     return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)

@@ -35,5 +35,9 @@ def build_proposer(
     lookup = Lookup(sampler.kernels, plan.ngram_min, plan.config.ngram_max)
     if method == "ngram":
         return NgramProposer(sampler.state, lookup)
-    beside = ArbitratedLookup(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None
+    beside = (
+        ArbitratedLookup(lookup, shape.model_drafts, plan.copy_draft_max > 0)
+        if arbitrated
+        else None
+    )
     return BY_MODELS[method](sampler, runners, shape.draft_ctx, beside)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.c10d import c10d
-from spd.runtime.ranks.rendezvous import MEETING_SECONDS, meet
+from spd.runtime.ranks.rendezvous import RENDEZVOUS_SECONDS, connect_store
 from spd.version import __version__
 
-PATIENCE = timedelta(hours=1)
+EXCHANGE_TIMEOUT = timedelta(hours=1)
 """Of one exchange. A rank that is dead or hangs is found by other means, much sooner."""
 
 
@@ -33,7 +33,7 @@ class LostRank(Exception):
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """Signs of life that a rank gives: steps it has done, and whether it waits for the others now."""
 
     steps: int = 0
@@ -47,7 +47,7 @@ class Pulse:
 class ProcessGroup:
     """A group of ranks, seen from one of them. The group is gloo's on CPU, NCCL's on CUDA."""
 
-    def __init__(self, group: Any, rank: int, size: int, pulse: Pulse) -> None:
+    def __init__(self, group: Any, rank: int, size: int, pulse: Heartbeat) -> None:
         self.group = group
         self.rank = rank
         self.size = size
@@ -60,7 +60,7 @@ class ProcessGroup:
         # As bytes: not every backend knows every dtype, and nothing is computed on the way.
         sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (part, whole))
         options = c10d.AllgatherOptions()
-        options.timeout = PATIENCE
+        options.timeout = EXCHANGE_TIMEOUT
         self._wait(lambda: self.group._allgather_base(received, sent, options))
         return whole
 
@@ -77,7 +77,7 @@ class ProcessGroup:
         sent = tensor.contiguous()
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = PATIENCE
+        options.timeout = EXCHANGE_TIMEOUT
         self._wait(lambda: self.group.broadcast([sent.view(-1).view(torch.uint8)], options))
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
@@ -98,20 +98,20 @@ class Ranks:
 
     target: ProcessGroup
     draft: ProcessGroup | None  # None: this rank drafts alone
-    share: ProcessGroup | None
+    broadcast_group: ProcessGroup | None
     """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
 
 
 def open_store(place: str) -> Any:
     """Where ranks leave their addresses: a file that only rank 0's user can open, or a part of torchrun's."""
     if not place.startswith("/"):
-        return c10d.PrefixStore(place, meet())
+        return c10d.PrefixStore(place, connect_store())
     store = c10d.FileStore(place)
-    store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+    store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
     return store
 
 
-def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
+def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Heartbeat) -> Ranks:
     """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
     size = plan.shape.tp
     draft_size = plan.shape.draft_tp
@@ -135,7 +135,7 @@ def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) 
     if device == "cpu":
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=MEETING_SECONDS)
+        options._timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
         return c10d.ProcessGroupGloo(own, rank, size, options)
     return c10d.ProcessGroupNCCL(own, rank, size, c10d.ProcessGroupNCCL.Options())
 

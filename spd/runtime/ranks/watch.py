@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from spd.errors import EngineError
-from spd.runtime.ranks.communicator import Pulse
-from spd.runtime.ranks.follower import COLLATERAL, HANG_SECONDS, SILENCE, Line
+from spd.runtime.ranks.communicator import Heartbeat
+from spd.runtime.ranks.follower import (
+    EXIT_OTHER_RANK_ENDED,
+    HANG_SECONDS,
+    NO_ANSWER,
+    RankConnection,
+)
 
 TICK = 0.25  # seconds between two looks of rank 0, each of which is a sign of life to the others
 HANG_TICKS = round(HANG_SECONDS / TICK)
@@ -31,16 +36,16 @@ NOTICE_SECONDS = (
 )
 
 
-def failure(rank: int, words: str, details: str = "") -> EngineError:
+def rank_error(rank: int, words: str, details: str = "") -> EngineError:
     """Why a run ended: a rank's number, what happened, and the end of its traceback where it had one."""
     return EngineError(f"rank {rank}: {words}", reason=details.strip().splitlines()[-12:])
 
 
 @dataclass
-class _Member:
+class _RankStatus:
     """What is known of one rank."""
 
-    line: Line | None = None
+    line: RankConnection | None = None
     process: subprocess.Popen[bytes] | None = None
     steps: int = 0
     waiting: bool = False
@@ -55,7 +60,7 @@ class _Member:
         self.waiting = waiting
 
 
-class Watch:
+class RankMonitor:
     """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`.
 
     Each look is a sign of life for the others too. Where rank 0 does not notice a failure, because it hangs
@@ -65,9 +70,9 @@ class Watch:
 
     def __init__(
         self,
-        lines: Mapping[int, Line],
+        lines: Mapping[int, RankConnection],
         processes: Mapping[int, subprocess.Popen[bytes]],
-        pulse: Pulse,
+        pulse: Heartbeat,
         kill: Callable[[], None],
     ) -> None:
         self.failure: EngineError | None = None
@@ -75,9 +80,9 @@ class Watch:
         self._lines = list(lines.values())
         self._pulse = pulse
         self._kill = kill
-        others = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
+        others = {rank: _RankStatus(line, processes.get(rank)) for rank, line in lines.items()}
         self._others = others
-        self._all = {0: _Member(), **others}
+        self._all = {0: _RankStatus(), **others}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
         self._thread.start()
@@ -94,7 +99,7 @@ class Watch:
     def _run(self) -> None:
         while not self._closing.is_set() and self.failure is None:
             for line in self._lines:
-                line.give_sign()
+                line.send_heartbeat()
             with suppress(OSError):  # the lines were closed meanwhile
                 self._hear(time.monotonic() + TICK)
             if self._closing.is_set():
@@ -119,7 +124,7 @@ class Watch:
                 self._take(talking[line])  # type: ignore[index]
         self._all[0].beat(self._pulse.steps, self._pulse.waiting)
 
-    def _take(self, member: _Member) -> None:
+    def _take(self, member: _RankStatus) -> None:
         assert member.line is not None
         try:
             kind, *rest = member.line.recv()
@@ -130,7 +135,7 @@ class Watch:
         if kind == "beat":
             member.beat(*rest)
         else:
-            self.failure = self.failure or failure(*rest)
+            self.failure = self.failure or rank_error(*rest)
 
     def _dead(self) -> EngineError | None:
         """A rank that is silent, or ended; one that ended because of another only if no other is found."""
@@ -138,12 +143,12 @@ class Watch:
             status = member.process.poll() if member.process is not None else None
             if status is None and member.line is not None:
                 if member.quiet > HANG_TICKS:
-                    return failure(rank, SILENCE)
+                    return rank_error(rank, NO_ANSWER)
                 continue
-            if status in (COLLATERAL, None) and member.gone < LAST_WORDS_TICKS:
+            if status in (EXIT_OTHER_RANK_ENDED, None) and member.gone < LAST_WORDS_TICKS:
                 member.gone += 1  # its own status, or the news of another one, comes in a moment
                 continue
-            return failure(rank, end_words(status))
+            return rank_error(rank, exit_text(status))
         return None
 
     def _stalled(self) -> EngineError | None:
@@ -153,12 +158,12 @@ class Watch:
         if not still or len(late) == len(self._all):
             return None
         late = late or {rank: member.steps for rank, member in self._all.items()}
-        return failure(min(late, key=lambda rank: (late[rank], rank)), KEPT_WAITING)
+        return rank_error(min(late, key=lambda rank: (late[rank], rank)), KEPT_WAITING)
 
 
-def end_words(status: int | None) -> str:
+def exit_text(status: int | None) -> str:
     """How a rank has ended, by its exit status; None: not known."""
-    if status is None or status == COLLATERAL:
+    if status is None or status == EXIT_OTHER_RANK_ENDED:
         return "its connection was lost"
     if status < 0:
         return f"was ended by {next((each.name for each in signal.Signals if each == -status), -status)}"

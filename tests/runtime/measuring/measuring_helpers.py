@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spd.runtime.lab.load import Sample, Work
+from spd.runtime.lab.load import Sample, Workload
 
 PLAIN: dict[str, Any] = {
     "spec": "off",
@@ -17,7 +17,10 @@ DRAFT: dict[str, Any] = {**PLAIN, "spec": "draft", "draft_max": 2, "adaptive": F
 
 def make_sample(config: int, repetition: int, seconds: float, **changes: Any) -> Sample:
     """Ten tokens after the first in `seconds`."""
-    values: dict[str, Any] = {"work": Work(category="code", temperature=0.0), "prompts": ["code/1"]}
+    values: dict[str, Any] = {
+        "work": Workload(category="code", temperature=0.0),
+        "prompts": ["code/1"],
+    }
     values |= {"tokens": 11, "tokens_after_first": 10, "rounds": 10, "speed": (10.0, seconds)}
     values |= {"drafted_per_position": [], "accepted_per_position": [], "ttft_ms": [500.0]}
     values |= {"tpot_ms": [100 * seconds], "itl_ms": [100 * seconds] * 10}

@@ -140,7 +140,7 @@ def test_what_limits_it_and_what_to_try(name: str) -> None:
     assert (found.now.speed_up < 1) == (name in list(CASES)[:4]), found.now
     assert bottleneck(found).startswith(limit), bottleneck(found)
     assert step in next_step(found), next_step(found)
-    assert bottleneck(found) in explain.paragraph(found)
+    assert bottleneck(found) in explain.summarize(found)
     if not limit.startswith("acceptance"):
         shares = {
             word: int(n)

@@ -13,8 +13,16 @@ from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.engine.request import Event, Request
-from spd.runtime.lab.load import Load, Pass, Timeline, Work, compare_texts, run_pass, take_sample
-from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
+from spd.runtime.lab.load import (
+    Load,
+    Pass,
+    Timeline,
+    Workload,
+    compare_texts,
+    run_pass,
+    take_sample,
+)
+from spd.runtime.lab.prompt_set import EncodedPrompt, Prompt, encode_prompts, read_prompts
 from spd.runtime.lab.replay import make_requests, replay_requests
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
@@ -97,7 +105,7 @@ def test_times_by_their_definitions() -> None:
         [line, Timeline(request=request, arrived=10.0)], [], 4.0
     )  # of the second nothing came
     for load, speed in ((Load(), (5, 1.5)), (Load(4), (6, 4.0)), (Load(4, 2.0), (1, 0.3))):
-        work = Work(category="code", temperature=0.0, **vars(load))
+        work = Workload(category="code", temperature=0.0, **vars(load))
         sample = take_sample(ran, 0, work, 0, ["code/1", "code/2"])
         assert sample.speed == pytest.approx(speed) and sample.tokens_after_first == 5
         assert (sample.ttft_ms, sample.itl_ms) == ([500.0], [500.0, 1000.0])
@@ -117,7 +125,7 @@ def make_sweep(
     spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **options)  # type: ignore[arg-type]
     first, second = random_prompts(2, 20, 256)
     told = {"code": first, "edit": first if alike else second}
-    questions = [Question(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
+    questions = [EncodedPrompt(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
     return Sweep([plain, spec], [questions] * 2, settings)
 
 
@@ -193,8 +201,8 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     short = Prompt("a/2", "a", "hi")
     for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
         with pytest.raises(error, match="context"):
-            encode_questions(folder, [long, short], lengths, 4)
-    cut, filled = encode_questions(folder, [long, short], [40], 4)
+            encode_prompts(folder, [long, short], lengths, 4)
+    cut, filled = encode_prompts(folder, [long, short], [40], 4)
     assert len(cut.ids) == len(filled.ids) == 40
     assert sum(sizes) < 500_000
 
@@ -207,14 +215,14 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
         EngineConfig(model=folder, spec="off", tp=2),
         EngineConfig(model=folder, tp=2),
     ]
-    question = Question(Prompt("a", "code", ""), (1, 2, 3))
+    question = EncodedPrompt(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [[question]] * 3, Settings())
     request = question.request("r", 0)
     lines = [
         Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])
     ]
     ran = {i: Pass([line], [], 1.0) for i, line in enumerate(lines)}
-    sweep._compare(Work(category="code", temperature=0.0), [0], ran)
+    sweep._compare(Workload(category="code", temperature=0.0), [0], ran)
     assert [(each["config"], each["expected"]) for each in sweep.differences] == [(2, 7)]
 
 
@@ -236,7 +244,7 @@ def test_texts_part_at_a_token_or_an_end(
 
 Pair = tuple[EngineConfig, EngineConfig]
 IDS = random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1)
-QUESTIONS = [Question(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumerate(IDS)]
+QUESTIONS = [EncodedPrompt(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumerate(IDS)]
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +267,7 @@ def test_the_engine_passes(pair: Pair) -> None:
 def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
     """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
     prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
-    questions = encode_questions(demo_folder(), prompts, [None], 215)
+    questions = encode_prompts(demo_folder(), prompts, [None], 215)
     plain = EngineConfig(model=demo_folder(), threads=1, dtype="bfloat16", ctx=320, spec="off")
     spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
     asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, least=0)

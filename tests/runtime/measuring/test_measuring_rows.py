@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.load import Work, per_position
+from spd.runtime.lab.load import Workload, per_position
 from spd.runtime.lab.rows import (
     compare_results,
     make_rows,
@@ -39,7 +39,7 @@ def test_ratios_are_paired_by_repetition() -> None:
 def test_all_categories_follow_each_one() -> None:
     samples = [
         make_sample(0, 0, 1.0),
-        make_sample(0, 0, 3.0, work=Work(category="edit", temperature=0.0)),
+        make_sample(0, 0, 3.0, work=Workload(category="edit", temperature=0.0)),
     ]
     rows = make_rows(samples, PLANS)
     assert [row["category"] for row in rows] == ["code", "edit", "all"]

@@ -23,7 +23,7 @@ SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
 ASKED_ROWS = TILES[-1]
 
 
-def ask_gpus(cache: Callable[[], Path]) -> list[dict[str, Any]]:
+def find_widest_tiles(cache: Callable[[], Path]) -> list[dict[str, Any]]:
     """Ask each kind of GPU here that runs the kernels, and keep what it answers."""
     answers: list[dict[str, Any]] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
@@ -32,12 +32,12 @@ def ask_gpus(cache: Callable[[], Path]) -> list[dict[str, Any]]:
         if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
             continue
         with torch.cuda.device(device):
-            widest = ask(partial(load_kernels, "triton", None), device)
+            widest = widest_exact_tiles(partial(load_kernels, "triton", None), device)
         answers.append({"for": bound, "widest": widest, "file": keep_answer(cache, bound, widest)})
     return answers
 
 
-def ask(
+def widest_exact_tiles(
     load: Callable[[Widest], Kernels],
     device: torch.device,
     kinds: Sequence[str] = KINDS,

@@ -23,16 +23,16 @@ from spd.runtime.engine.assembly import assemble
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.communicator import (
+    Heartbeat,
     LostRank,
-    Pulse,
     Ranks,
     describe_rank,
     open_ranks,
     open_store,
 )
-from spd.runtime.ranks.follower import LOOPBACK, Line, greet
-from spd.runtime.ranks.rendezvous import announce, meet
-from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
+from spd.runtime.ranks.follower import LOOPBACK, RankConnection, authenticate
+from spd.runtime.ranks.rendezvous import announce_engine, connect_store
+from spd.runtime.ranks.watch import HANG_TICKS, TICK, RankMonitor, exit_text, rank_error
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
@@ -49,7 +49,9 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
-def start_rank(spec: dict[str, Any], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start_rank_process(
+    spec: dict[str, Any], descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """A rank's process on this machine, without a terminal; it ends when its input does.
 
     It is handed descriptors, and holds standard error under another number, for what no other process is
@@ -70,7 +72,7 @@ def start_rank(spec: dict[str, Any], descriptors: Sequence[int] = ()) -> subproc
     return process
 
 
-class Crew:
+class Leader:
     """The ranks of one engine, seen from rank 0.
 
     Raises EngineError where one does not come or fails, naming it; the others are then ended.
@@ -78,49 +80,51 @@ class Crew:
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self.pulse = Pulse()
+        self.pulse = Heartbeat()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._coming: list[Line] = []
-        self._lines: dict[int, Line] = {}
+        self._pending: list[RankConnection] = []
+        self._connections: dict[int, RankConnection] = {}
         self.broken = False  # whether an order broke off, or the others were ended
         self._host = LOOPBACK
-        self._place = ""
+        self._store_address = ""
         try:
             if plan.config.rendezvous is None:
-                self._spawn()
+                self._start_processes()
             else:
-                self._call(plan.config.rendezvous)
+                self._announce(plan.config.rendezvous)
         except BaseException:
-            self._end()
+            self._stop_ranks()
             raise
-        self._watch = Watch(self._lines, self._processes, self.pulse, self._end)
+        self._monitor = RankMonitor(
+            self._connections, self._processes, self.pulse, self._stop_ranks
+        )
 
     # -- the start -------------------------------------------------------------------------------
 
-    def _spawn(self) -> None:
+    def _start_processes(self) -> None:
         """Start the other ranks on this machine, each with the far end of a line and a file to meet in.
 
         That file is never closed: torch's store looks into it once more when it is freed.
         """
         memory = os.memfd_create("spd-ranks")
-        self._place = f"/proc/self/fd/{memory}"
+        self._store_address = f"/proc/self/fd/{memory}"
         for rank in range(1, self.plan.shape.tp):
             device = "cpu" if self.plan.device == "cpu" else f"cuda:{rank}"
             own, far = socket.socketpair()
             with own, far:
-                self._coming.append(Line.over(own))
+                self._pending.append(RankConnection.from_socket(own))
                 told = {"host": self._host, "rank": rank, "device": device, "leader": os.getpid()}
-                self._processes[rank] = start_rank(told, (far.fileno(), memory))
-        self._gather([], b"")
+                self._processes[rank] = start_rank_process(told, (far.fileno(), memory))
+        self._wait_for_ranks([], b"")
 
-    def _call(self, started: int) -> None:
+    def _announce(self, started: int) -> None:
         """Say to ranks that are there already where to come."""
         if (tp := self.plan.shape.tp) > started:
             fix = [f"--tp {started}", f"torchrun with {tp} processes in all"]
             raise UsageError(f"--tp {tp}, but torchrun started {started} ranks", fix=fix)
         key = secrets.token_bytes(32)
-        store = meet()
-        self._place = key.hex()
+        store = connect_store()
+        self._store_address = key.hex()
         master = store
         self._store = store  # where no agent of torchrun holds one, it ends with this one
         while hasattr(master, "underlying_store"):
@@ -130,42 +134,42 @@ class Crew:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         with socket.create_server((self._host, 0), family=family, backlog=128) as listener:
             told = {"host": self._host, "port": listener.getsockname()[1], "key": key.hex()}
-            announce(store, {**told, "tp": tp, "device": self.plan.device})
-            self._gather([listener], key)
+            announce_engine(store, {**told, "tp": tp, "device": self.plan.device})
+            self._wait_for_ranks([listener], key)
 
-    def _gather(self, listeners: Sequence[socket.socket], key: bytes) -> None:
+    def _wait_for_ranks(self, listeners: Sequence[socket.socket], key: bytes) -> None:
         """Wait until all have said that they are there, and that they are of one kind."""
         own = describe_rank(self.plan.device)
         until = time.monotonic() + START_SECONDS
         others = range(1, self.plan.shape.tp)
-        while missing := [n for n in others if n not in self._lines]:
-            for line in self._lines.values():
-                line.give_sign()
+        while missing := [n for n in others if n not in self._connections]:
+            for line in self._connections.values():
+                line.send_heartbeat()
             for rank in missing:
                 if rank in self._processes and (status := self._processes[rank].poll()) is not None:
-                    raise EngineError(f"rank {rank}: {end_words(status)} before it had begun")
+                    raise EngineError(f"rank {rank}: {exit_text(status)} before it had begun")
             if time.monotonic() > until:
                 raise EngineError(f"rank {missing[0]}: did not come within {START_SECONDS} seconds")
-            for ready in wait([*self._coming, *listeners], TICK):
-                if isinstance(ready, Line):
-                    self._coming.remove(ready)
-                    self._greet(ready, own)
+            for ready in wait([*self._pending, *listeners], TICK):
+                if isinstance(ready, RankConnection):
+                    self._pending.remove(ready)
+                    self._admit(ready, own)
                 else:  # a stranger may say nothing for long: no rank waits for it
                     there = listeners[0].accept()[0]
                     threading.Thread(
-                        target=greet, args=(there, key, self._coming), daemon=True
+                        target=authenticate, args=(there, key, self._pending), daemon=True
                     ).start()
 
-    def _greet(self, line: Line, own: dict[str, str]) -> None:
+    def _admit(self, line: RankConnection, own: dict[str, str]) -> None:
         """Take in what has come: a rank's first words."""
         try:
             kind, rank, *told = line.recv()
         except (EOFError, OSError):  # it has ended: so its process will say
             line.close()
             return
-        self._lines[rank] = line
+        self._connections[rank] = line
         if kind == "error":
-            raise failure(rank, *told)
+            raise rank_error(rank, *told)
         for name, value in told[0].items():
             if value != own[name]:
                 why = f"rank {rank} has another {name} than rank 0, so that their bits may differ"
@@ -175,8 +179,10 @@ class Crew:
     def open(self, usable_vocab: int) -> Ranks:
         """Let every rank load its part, and meet them; the own part is loaded by the caller."""
         return self.guard(
-            lambda: open_ranks(open_store(self._place), 0, self.plan, self._host, self.pulse),
-            order=(self.plan, usable_vocab, self._place),
+            lambda: open_ranks(
+                open_store(self._store_address), 0, self.plan, self._host, self.pulse
+            ),
+            order=(self.plan, usable_vocab, self._store_address),
         )
 
     # -- orders ----------------------------------------------------------------------------------
@@ -189,20 +195,20 @@ class Crew:
         waits: whether that waits for them. Raises EngineError naming a rank that has failed.
         """
         if self.broken:
-            raise self._watch.failure or EngineError(
+            raise self._monitor.failure or EngineError(
                 "the ranks have ended: an earlier order broke off"
             )
         try:
             self.pulse.beat()
             self.pulse.waiting = waits
             if order:
-                self._tell(*order)
+                self._send(*order)
             return act()
         except BaseException as error:
             self.broken = True  # where the other ranks are is not known
             lost = isinstance(error, (LostRank, OSError))
             # Of another rank's failure a moment tells.
-            if lost or (isinstance(error, RuntimeError) and self._watch.failed.wait(4 * TICK)):
+            if lost or (isinstance(error, RuntimeError) and self._monitor.failed.wait(4 * TICK)):
                 raise self._verdict(str(error)) from None
             self.close()
             raise
@@ -211,23 +217,23 @@ class Crew:
 
     def _verdict(self, words: str) -> EngineError:
         """The error that says which rank failed, and how."""
-        self._watch.failed.wait(TICK * (HANG_TICKS + 8))
+        self._monitor.failed.wait(TICK * (HANG_TICKS + 8))
         self.close()
-        return self._watch.failure or EngineError("the ranks lost each other", reason=[words])
+        return self._monitor.failure or EngineError("the ranks lost each other", reason=[words])
 
-    def _tell(self, *message: Any) -> None:
-        for line in self._lines.values():
-            line.tell(*message)
+    def _send(self, *message: Any) -> None:
+        for line in self._connections.values():
+            line.send_message(*message)
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the other ranks at once: they hold nothing that is worth keeping."""
         self.broken = True
-        self._watch.close()
-        self._end()
+        self._monitor.close()
+        self._stop_ranks()
 
-    def _end(self) -> None:
+    def _stop_ranks(self) -> None:
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -235,7 +241,7 @@ class Crew:
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
-        for line in (*self._coming, *self._lines.values()):
+        for line in (*self._pending, *self._connections.values()):
             with suppress(OSError):
                 line.close()
 
@@ -243,10 +249,10 @@ class Crew:
 class LeadingQueue:
     """The `RoundQueue` of rank 0: each call is sent to the other ranks before it is made here."""
 
-    def __init__(self, queue: LocalRoundQueue, crew: Crew) -> None:
+    def __init__(self, queue: LocalRoundQueue, leader: Leader) -> None:
         self.queue = queue
-        self.crew = crew
-        self._end = weakref.finalize(self, crew.close)
+        self.leader = leader
+        self._stop_ranks = weakref.finalize(self, leader.close)
 
     @property
     def runner(self) -> ModelRunner:
@@ -272,7 +278,7 @@ class LeadingQueue:
     ) -> Result:
         """Call a method of the local queue on every rank; return this rank's result."""
         assert not kwargs, "orders carry positional arguments only"
-        return self.crew.guard(lambda: method(*args, **kwargs), order=(method.__name__, args))
+        return self.leader.guard(lambda: method(*args, **kwargs), order=(method.__name__, args))
 
     def _order_if_running(
         self,
@@ -281,7 +287,7 @@ class LeadingQueue:
         **kwargs: Arguments.kwargs,
     ) -> None:
         """Call a method that only cleans up: where the ranks have ended there is nothing to clean."""
-        if not self.crew.broken:
+        if not self.leader.broken:
             self.order(method, *args, **kwargs)
 
     def admit(self, admission: SlotAdmission) -> None:
@@ -336,7 +342,7 @@ class LeadingQueue:
         ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k)
         fetch = ticket.fetch
         # On a GPU a rank that hangs is noticed where the round's result is fetched.
-        return ticket._replace(fetch=lambda: self.crew.guard(fetch, waits=True))
+        return ticket._replace(fetch=lambda: self.leader.guard(fetch, waits=True))
 
     def capture(self, shape: RoundShape) -> bool:
         return self.order(self.queue.capture, shape)
@@ -346,21 +352,23 @@ class LeadingQueue:
 
     def close(self) -> None:
         """End the other ranks."""
-        self._end()
+        self._stop_ranks()
 
 
-def lead(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> LeadingQueue:
+def start_ranks(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> LeadingQueue:
     """Start the ranks that a plan names, or meet them, and load this rank's part."""
-    crew = Crew(plan)
+    leader = Leader(plan)
 
-    def heard(news: LoadProgress) -> None:
-        crew.pulse.beat()
+    def report_progress(news: LoadProgress) -> None:
+        leader.pulse.beat()
         if progress is not None:
             progress(news)
 
     try:
-        ranks = crew.open(usable_vocab)
-        return LeadingQueue(crew.guard(lambda: assemble(plan, usable_vocab, heard, ranks)), crew)
+        ranks = leader.open(usable_vocab)
+        return LeadingQueue(
+            leader.guard(lambda: assemble(plan, usable_vocab, report_progress, ranks)), leader
+        )
     except BaseException:
-        crew.close()
+        leader.close()
         raise
