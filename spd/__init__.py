@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spd.lazy_names import lazily
+from spd.lazy_names import make_lazy_getattr
 from spd.version import __version__
 
 if TYPE_CHECKING:
@@ -37,4 +37,4 @@ _HOMES = {
     "formats.demo": ["demo_folder"],
     "runtime": __all__,
 }
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = make_lazy_getattr(__name__, _HOMES)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+def make_lazy_getattr(package: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports the module that is the home of a name.
 
     homes: the names of each module below the package.

@@ -42,7 +42,7 @@ class AssistantConfig:
 def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that an assistant does not draft, as its generation_config.json says."""
     path = folder / GENERATION_FILE
-    return Fields.of(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
+    return Fields.read(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
 
 
 def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
@@ -77,4 +77,4 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
     facts = AssistantConfig(
         fields.integer("backbone_hidden_size", 1, 1 << 20, 1536), clusters, kept
     )
-    return facts, inner.having(text)
+    return facts, inner.with_values(text)

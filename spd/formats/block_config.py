@@ -12,7 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spd.formats.json_file import Fields, keyed
+from spd.formats.json_file import Fields, json_key
 
 MAX_POSITIONS = 1 << 27
 MAX_PERIOD = 1024
@@ -50,11 +50,11 @@ class Scales:
     """What embeddings, the sums of blocks, scores (None: as the head's size says), values and logits are
     multiplied by; logits are also divided."""
 
-    embedding: float = field(default=1.0, metadata=keyed("embedding_multiplier", 1e-6, 1e6))
-    residual: float = field(default=1.0, metadata=keyed("residual_multiplier", 1e-6, 1e6))
-    scores: float | None = field(default=None, metadata=keyed("attention_multiplier", 1e-6, 1e6))
-    values: float = field(default=1.0, metadata=keyed("attention_value_scale", 1e-6, 1e6))
-    logits: float = field(default=1.0, metadata=keyed("logit_scale", 1e-6, 1e6))
+    embedding: float = field(default=1.0, metadata=json_key("embedding_multiplier", 1e-6, 1e6))
+    residual: float = field(default=1.0, metadata=json_key("residual_multiplier", 1e-6, 1e6))
+    scores: float | None = field(default=None, metadata=json_key("attention_multiplier", 1e-6, 1e6))
+    values: float = field(default=1.0, metadata=json_key("attention_value_scale", 1e-6, 1e6))
+    logits: float = field(default=1.0, metadata=json_key("logit_scale", 1e-6, 1e6))
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class Gemma4Config:
 
     head_dim: int  # of layers that see everything, and their key heads
     kv_heads: int
-    shared: int = field(metadata=keyed("num_kv_shared_layers", 0, MAX_PERIOD))
+    shared: int = field(metadata=json_key("num_kv_shared_layers", 0, MAX_PERIOD))
     """The last layers, which read the cache of an earlier one of their kind."""
-    key_is_value: bool = field(default=False, metadata=keyed("attention_k_eq_v"))
+    key_is_value: bool = field(default=False, metadata=json_key("attention_k_eq_v"))
     """Whether layers that see everything make values of what keys are made of."""
-    double_wide: bool = field(default=False, metadata=keyed("use_double_wide_mlp"))
+    double_wide: bool = field(default=False, metadata=json_key("use_double_wide_mlp"))
     """Whether the MLPs of the layers that share are twice as wide."""
-    per_layer: int = field(default=256, metadata=keyed("hidden_size_per_layer_input", 0, MAX_RANK))
+    per_layer: int = field(
+        default=256, metadata=json_key("hidden_size_per_layer_input", 0, MAX_RANK)
+    )
     """Width of each layer's own embedding of a token; 0: there is none."""
     per_layer_vocab: int = field(
-        default=262_144, metadata=keyed("vocab_size_per_layer_input", 1, 1 << 24)
+        default=262_144, metadata=json_key("vocab_size_per_layer_input", 1, 1 << 24)
     )
 
 
@@ -80,15 +82,15 @@ class Gemma4Config:
 class LatentConfig:
     """Latent attention: keys and values are products of one small vector a token, which is what is kept."""
 
-    query_rank: int | None = field(metadata=keyed("q_lora_rank", 1, MAX_RANK))
+    query_rank: int | None = field(metadata=json_key("q_lora_rank", 1, MAX_RANK))
     """None: queries come straight from the hidden state."""
-    rank: int = field(metadata=keyed("kv_lora_rank", 1, MAX_RANK))
+    rank: int = field(metadata=json_key("kv_lora_rank", 1, MAX_RANK))
     nope_dim: int = field(
-        metadata=keyed("qk_nope_head_dim", 1, 1024)
+        metadata=json_key("qk_nope_head_dim", 1, 1024)
     )  # of a head, without position
     rope_dim: int  # of a head, behind them, that rotate: of keys one part for all heads
-    value_dim: int = field(metadata=keyed("v_head_dim", 1, 1024))
-    interleaved: bool = field(default=True, metadata=keyed("rope_interleave"))
+    value_dim: int = field(metadata=json_key("v_head_dim", 1, 1024))
+    interleaved: bool = field(default=True, metadata=json_key("rope_interleave"))
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,16 @@ class DeltaConfig:
     """Gated DeltaNet layers, or Mamba-2's: sizes of heads, and which layers they are."""
 
     kernel: int = field(
-        metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS)
+        metadata=json_key("linear_conv_kernel_dim", 2, MAX_TAPS)
     )  # inputs of the convolution
-    key_heads: int = field(metadata=keyed("linear_num_key_heads", 1, MAX_RANK))
-    value_heads: int = field(metadata=keyed("linear_num_value_heads", 1, MAX_RANK))
-    key_dim: int = field(metadata=keyed("linear_key_head_dim", 1, MAX_DELTA_DIM))
-    value_dim: int = field(metadata=keyed("linear_value_head_dim", 1, MAX_DELTA_DIM))
+    key_heads: int = field(metadata=json_key("linear_num_key_heads", 1, MAX_RANK))
+    value_heads: int = field(metadata=json_key("linear_num_value_heads", 1, MAX_RANK))
+    key_dim: int = field(metadata=json_key("linear_key_head_dim", 1, MAX_DELTA_DIM))
+    value_dim: int = field(metadata=json_key("linear_value_head_dim", 1, MAX_DELTA_DIM))
     layers: tuple[bool, ...]
     interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
     corrects: bool = True  # else Mamba-2, whose heads share keys by groups
-    conv_bias: bool = field(default=False, metadata=keyed("mamba_conv_bias"))
+    conv_bias: bool = field(default=False, metadata=json_key("mamba_conv_bias"))
     single: tuple[str, ...] = ()  # the kind of each layer's one block; empty where layers have two
 
 
@@ -114,7 +116,7 @@ class ConvConfig:
     """Short convolutions between two gates, and which layers they are."""
 
     kernel: int = field(
-        metadata=keyed("conv_L_cache", 2, MAX_TAPS)
+        metadata=json_key("conv_L_cache", 2, MAX_TAPS)
     )  # inputs that the convolution sees
     layers: tuple[bool, ...]
 
@@ -134,8 +136,8 @@ class RouterConfig:
     per_token: int
     sigmoid: bool
     corrected: bool
-    normalised: bool = field(metadata=keyed("norm_topk_prob"))
-    scale: float = field(default=1.0, metadata=keyed("routed_scaling_factor", 0.0, 1e6))
+    normalised: bool = field(metadata=json_key("norm_topk_prob"))
+    scale: float = field(default=1.0, metadata=json_key("routed_scaling_factor", 0.0, 1e6))
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
@@ -159,12 +161,12 @@ class ExpertsConfig:
     shared_gated: bool = (
         False  # what the shared one gives is scaled by the sigmoid of a gate of its own
     )
-    is_transposed: bool = field(default=True, metadata=keyed("experts_are_transposed"))
+    is_transposed: bool = field(default=True, metadata=json_key("experts_are_transposed"))
     """True if matrices of experts with biases stand inputs before outputs, as `transformers` writes them.
 
     No file of a folder has the key: it is said of GGUF files.
     """
-    latent: int | None = field(default=None, metadata=keyed("moe_latent_size", 1, MAX_WIDTH))
+    latent: int | None = field(default=None, metadata=json_key("moe_latent_size", 1, MAX_WIDTH))
     """Width that routed experts work in, between two projections; None: the stream's own."""
 
 
@@ -237,12 +239,12 @@ def layer_kinds(
     if isinstance(said, list) and all(type(each) is int for each in said):
         names = [known[number] for number in fields.integers(key, 0, len(known) - 1)]
     else:
-        written = list(said) if isinstance(said, str) else fields.texts(key)
+        written = list(said) if isinstance(said, str) else fields.strings(key)
         names = [_OLDER[name] if _OLDER.get(name) in known else name for name in written]
     right = num_layers in (None, len(names))
     fields.require(right, key, f"is not a list of {num_layers} names, one a layer")
     for name in dict.fromkeys(names):
-        fields.among(key, name, known)
+        fields.require_supported(key, name, known)
     return names
 
 
@@ -266,8 +268,8 @@ def read_recurrent(
         )
     recurs = tuple(kind == kinds[1] for kind in each)
     if kinds == CONVOLVING:
-        return fields.facts(ConvConfig, layers=recurs)
-    found = fields.facts(
+        return fields.read_dataclass(ConvConfig, layers=recurs)
+    found = fields.read_dataclass(
         DeltaConfig, layers=recurs, single=tuple(each) if kinds == SINGLE else (), **facts
     )
     why = f"{found.key_heads} does not divide {found.value_heads} heads"
@@ -285,7 +287,7 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
     router = made.router
     methods = ("noaux_tc",) if router.sigmoid else ("greedy", "group_limited_greedy")
     scoring = "sigmoid" if router.sigmoid else "softmax"
-    fields.only({"scoring_func": (scoring,), "topk_method": methods})
+    fields.refuse_unsupported_values({"scoring_func": (scoring,), "topk_method": methods})
     groups = kept = 1
     if fields.get("topk_method") != "greedy":  # else of all, whatever is said of groups
         groups = fields.integer("n_group", 1, count, 1)
@@ -301,14 +303,16 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
         fields.number("swiglu_limit", 1e-3, 1e6, SWIGLU_LIMIT),
         fields.number("swiglu_alpha", 1e-3, 1e3, SWIGLU_ALPHA),
     )
-    return fields.facts(
+    return fields.read_dataclass(
         ExpertsConfig,
         made,
         num_experts=count,
         intermediate_size=width,
         shared_size=fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, shared),
         sparse_layers=tuple(_sparse_layers(fields, num_layers)),
-        router=fields.facts(RouterConfig, router, per_token=taken, groups=groups, groups_kept=kept),
+        router=fields.read_dataclass(
+            RouterConfig, router, per_token=taken, groups=groups, groups_kept=kept
+        ),
         clamped=made.clamped and limits,
     )
 
@@ -364,7 +368,7 @@ def granite_keys(fields: Fields) -> dict[str, object]:
 
 def minimax_keys(fields: Fields) -> dict[str, object]:
     """What `minimax_m2` says of rotation: how many dimensions of a head turn."""
-    size = fields.even("head_dim", 1024)
+    size = fields.even_integer("head_dim", 1024)
     turned = fields.optional_integer("rotary_dim", 2, 1024)
     return {} if turned is None else {"partial_rotary_factor": turned / size}
 
@@ -377,7 +381,7 @@ def hunyuan_keys(fields: Fields) -> dict[str, object]:
         if isinstance(each, list) and each:
             fields.require(all(one == each[0] for one in each), key, "differs among layers")
             found[key] = each[0]
-    one = fields.having(found)
+    one = fields.with_values(found)
     inner = one.integer("intermediate_size", 1, MAX_WIDTH)
     shared = one.integer("num_shared_expert", 0, 64, 1)
     return {**found, "shared_expert_intermediate_size": inner * shared}
@@ -404,7 +408,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
         k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)
     }
     found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
-    cut = fields.having(found)
+    cut = fields.with_values(found)
     key = "moe_layers_enum"
     thetas = "rope_theta"
     if "mlp_layer_types" not in cut:
@@ -415,7 +419,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
         )
         named = {int(number) for number in listed} or {*range(3, layers)}
         found["mlp_layer_types"] = [MLPS[layer in named] for layer in range(layers)]
-    slid = cut.fields("attention_other_setting") or Fields(cut.where, {})
+    slid = cut.optional_nested("attention_other_setting") or Fields(cut.where, {})
     found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get(
         "num_attention_heads"
     )
@@ -423,7 +427,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
     shares = "partial_rotary_factors"
     if shares in found and thetas not in found and thetas in cut:
         found[thetas] = [cut.get(thetas)] * layers
-        cut = fields.having(found)
+        cut = fields.with_values(found)
     if thetas in found:
         bases = cut.numbers(thetas, layers, 1.0, 1e12)
         parts = cut.numbers(shares, layers, 0.0, 1.0) if shares in cut else (1.0,) * layers
@@ -434,7 +438,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
                 turning.setdefault(kind, own) == own, thetas, "differs among layers of one kind"
             )
         turning.get(KINDS[0], {}).update(
-            scaling.values if (scaling := cut.fields("rope_scaling")) else {}
+            scaling.values if (scaling := cut.optional_nested("rope_scaling")) else {}
         )
         found |= {"rope_parameters": turning, thetas: None, "rope_scaling": None}
     return {**found, "layer_types": kinds}
@@ -461,7 +465,8 @@ def muse_keys(fields: Fields) -> dict[str, object]:
     alike = len({base for base in bases if base}) <= 1
     fields.require(alike, theta, "differs among layers that turn, which is not supported")
     scale = (
-        fields.number("qk_scale_factor", 1e-6, 1e6, 3.87) * fields.even("head_dim", 1024) ** -0.5
+        fields.number("qk_scale_factor", 1e-6, 1e6, 3.87)
+        * fields.even_integer("head_dim", 1024) ** -0.5
     )
     found = (
         {"layer_types": [KINDS[slide] for slide in slides]} if "layer_types" not in fields else {}
@@ -477,7 +482,7 @@ def nemotron_keys(fields: Fields) -> dict[str, object]:
     """What `nemotron_h` leaves to its kinds of layers: how many; no experts without such ones; none turns."""
     kinds = layer_kinds(fields, None, SINGLE)
     if kinds is None:
-        raise fields.refused("layer_types", "is missing")
+        raise fields.field_error("layer_types", "is missing")
     experts = fields.integer("num_experts", 1, MAX_EXPERTS) if "moe" in kinds else None
     return {
         "num_hidden_layers": len(kinds),
@@ -493,7 +498,9 @@ def read_gemma4(
     kinds = sliding or (None,) * layers
     own = fields.integer("num_key_value_heads", 1, heads, heads)
     wide = _of_wide_layers(fields, kinds)
-    found = fields.facts(Gemma4Config, head_dim=wide.even("head_dim", 1024, 512), kv_heads=own)
+    found = fields.read_dataclass(
+        Gemma4Config, head_dim=wide.even_integer("head_dim", 1024, 512), kv_heads=own
+    )
     if found.key_is_value:
         found = replace(found, kv_heads=wide.integer("num_key_value_heads", 1, heads, own))
     wide.require(
@@ -509,10 +516,10 @@ def read_gemma4(
 
 def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
     """Heads of layers that see everything: under keys of their own, or layer by layer, in all alike."""
-    each = fields.fields("per_layer_config")
+    each = fields.optional_nested("per_layer_config")
     if each is None:
         keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-        return fields.having({key: fields.get(own) for key, own in keys.items()}, keys)
+        return fields.with_values({key: fields.get(own) for key, own in keys.items()}, keys)
     wide = [str(layer) for layer, window in enumerate(kinds) if window is None]
     each = Fields(each.where, {key.lstrip("0") or "0": value for key, value in each.values.items()})
     alike = all(each.values.get(layer) == each.values.get(wide[0]) for layer in wide)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
-from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
+from spd.formats.json_file import Fields, display_text, list_folder, one_line, read_text
 from spd.formats.thinking import SWITCHES, switch_of, switch_value
 from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -54,7 +54,7 @@ class ChatTemplate:
 
         config: where it was read.
         """
-        names = names_in(folder)
+        names = list_folder(folder)
         config = config or read_tokenizer_config(folder)
         special: dict[str, Any] = {**config.roles, **config.named}
         if config.additional:
@@ -66,7 +66,7 @@ class ChatTemplate:
             templates["default"] = read_text(folder / "chat_template.jinja", TEMPLATE_LIMIT)
         else:
             key = "chat_template"
-            own = Fields.of(folder / f"{key}.json") if f"{key}.json" in names else None
+            own = Fields.read(folder / f"{key}.json") if f"{key}.json" in names else None
             fields = next((each for each in (own, config.fields) if each and key in each), None)
             if fields is not None:
                 where = f"{fields.where}: {key}"
@@ -78,7 +78,7 @@ class ChatTemplate:
         if not templates:
             return None
         if "default" not in templates:
-            why = f"has no template named default, only {shown(sorted(templates))}"
+            why = f"has no template named default, only {display_text(sorted(templates))}"
             raise CheckpointError(f"{where}: {why}")
         return cls(where, templates, special)
 
@@ -134,7 +134,7 @@ def _listed_templates(fields: Fields, key: str) -> dict[str, str]:
     value = fields.get(key)
     entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise fields.refused(key, "is neither a string nor a list of named templates")
+        raise fields.field_error(key, "is neither a string nor a list of named templates")
     fields.require(bool(entries), key, "has no template named default, only []")
     named = [Fields(f"{fields.where}: {key}", entry) for entry in entries]
     return {each.text("name"): each.text("template") for each in named}
@@ -144,7 +144,7 @@ def _more_templates(folder: Path) -> dict[str, str]:
     """Return the templates of a folder of them that are used here, by name."""
     if not folder.is_dir():
         return {}
-    names = names_in(folder)
+    names = list_folder(folder)
     paths = {name: folder / f"{name}.jinja" for name in _USED_TEMPLATES if f"{name}.jinja" in names}
     return {name: read_text(path, TEMPLATE_LIMIT) for name, path in paths.items()}
 

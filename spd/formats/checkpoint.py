@@ -23,14 +23,14 @@ from spd.errors import CheckpointError
 from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
 from spd.formats.json_file import (
     Fields,
-    Identity,
+    FileIdentity,
+    abbreviate,
+    convert_os_errors,
     decode_utf8,
-    identity_of,
-    listed,
-    names_in,
+    display_text,
+    file_identity,
+    list_folder,
     open_regular_file,
-    os_errors,
-    shown,
 )
 from spd.formats.names import INDEX_FILE, WEIGHTS_FILE
 
@@ -190,7 +190,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self,
         folder: Path,
         tensors: Metas,
-        identities: Mapping[Path, Identity],
+        identities: Mapping[Path, FileIdentity],
         notes: Sequence[str] = (),
     ) -> None:
         """Hold what was read of headers; identities: of each file when its header was checked."""
@@ -214,7 +214,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         weight_map: the shard of each tensor by an index, which decides where two shards hold one.
         """
-        identities: dict[Path, Identity] = {}
+        identities: dict[Path, FileIdentity] = {}
         tensors: dict[str, TensorMeta] = {}
         placed: set[str] = set()  # names, where the index says
         spare: dict[str, TensorMeta] = {}  # tensors elsewhere
@@ -235,10 +235,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for name, meta in spare.items():
             owner = weight_map[name]
             if name in placed or folder / owner not in identities:
-                stale.append(f"{shown(meta.name)} in {meta.shard.name}: the index says {owner}")
+                stale.append(
+                    f"{display_text(meta.name)} in {meta.shard.name}: the index says {owner}"
+                )
             else:  # the index is wrong, and nothing else can be meant
                 cls._add(tensors, unpacked(name, meta))
-        unused = [f"not used: {each}" for each in listed(stale)]
+        unused = [f"not used: {each}" for each in abbreviate(stale)]
         return cls(folder, tensors, identities, (*notes, *unused))
 
     @staticmethod
@@ -246,7 +248,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for name, part in parts:
             if name in tensors:
                 where = tensors[name].shard.name
-                raise CheckpointError(f"{part.shard}: tensor {shown(name)}: is in {where} too")
+                raise CheckpointError(
+                    f"{part.shard}: tensor {display_text(name)}: is in {where} too"
+                )
             tensors[name] = part
             if len(tensors) > MAX_TENSORS:
                 raise _too_many(part.shard)
@@ -264,7 +268,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         them are not opened, and may be missing. A file that no index names is read too where each of
         its tensors is one by `beside`.
         """
-        names = names_in(folder)
+        names = list_folder(folder)
         weight_map: Mapping[str, str] = {}
         notes: list[str] = []
         if WEIGHTS_FILE in names:
@@ -275,7 +279,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             picked = weight_map if wanted is None else wanted(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
             if missing := [shard for shard in shards if shard not in names]:
-                words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
+                words = f"{len(missing)} of {len(shards)} shards are missing: "
+                words += ", ".join(abbreviate(missing))
                 raise incomplete(folder, f"{INDEX_FILE}: {words}")
             known = set(weight_map.values())
         else:
@@ -287,9 +292,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 continue
             if _holds_only(folder / name, beside):
                 shards.append(name)
-                notes.append(f"not in the index, read for its MTP layers: {shown(name)}")
+                notes.append(f"not in the index, read for its MTP layers: {display_text(name)}")
             elif weight_map:
-                notes.append(f"not in the index, ignored: {shown(name)}")
+                notes.append(f"not in the index, ignored: {display_text(name)}")
         checkpoint = cls.of_shards(folder, shards, notes, weight_map)
         if not checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.shards[0]}: holds no tensors")
@@ -304,7 +309,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def refused(self, name: str, why: str) -> CheckpointError:
         """The error for a tensor: its file, its name, the reason."""
         where = self.tensors[name].shard if name in self.tensors else self.folder
-        return CheckpointError(f"{where}: tensor {shown(name)}: {why}")
+        return CheckpointError(f"{where}: tensor {display_text(name)}: {why}")
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
@@ -373,8 +378,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.close()
 
     def _check_identity(self, shard: Path) -> None:
-        with os_errors(shard):
-            if identity_of(os.stat(shard)) != self._identities[shard]:
+        with convert_os_errors(shard):
+            if file_identity(os.stat(shard)) != self._identities[shard]:
                 raise CheckpointError(f"{shard}: changed while in use")
 
 
@@ -396,7 +401,7 @@ def _holds_only(path: Path, wanted: Callable[[str], bool]) -> bool:
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill a view from a file's bytes at `offset`; `path` is for messages."""
     while view:
-        with os_errors(path):
+        with convert_os_errors(path):
             count = os.preadv(descriptor, [view], offset)
         if not count:
             raise CheckpointError(f"{path}: was truncated while it was read")
@@ -406,18 +411,22 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """The shard of every tensor, the shards' names seen to be harmless."""
-    fields = Fields.of(path, INDEX_LIMIT)
+    fields = Fields.read(path, INDEX_LIMIT)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise fields.refused("weight_map", "is not an object that names a shard for each tensor")
+        raise fields.field_error(
+            "weight_map", "is not an object that names a shard for each tensor"
+        )
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise fields.refused("weight_map", f"{shown(tensor)}: {shown(shard)} is not a string")
+            raise fields.field_error(
+                "weight_map", f"{display_text(tensor)}: {display_text(shard)} is not a string"
+            )
     for shard in sorted(set(weight_map.values())):
         pickles = (
             ", pickle formats are not supported" if shard.lower().endswith(PICKLE_SUFFIXES) else ""
         )
-        why = f"{shown(shard)} is not the plain name of a safetensors file{pickles}"
+        why = f"{display_text(shard)} is not the plain name of a safetensors file{pickles}"
         fields.require(SHARD_NAME.fullmatch(shard) is not None, "weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
 
@@ -443,9 +452,9 @@ def check_tensors(
     for name, shape in expected.items():
         meta = opened.tensors.get(name)
         if meta is None:
-            missing.append(f"{shown(name)}: is missing")
+            missing.append(f"{display_text(name)}: is missing")
             continue
-        where = f"{shown(name)} in {meta.shard.name}"
+        where = f"{display_text(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
         if meta.dtype not in (own := kinds.get(name, opened.dtypes)):
@@ -455,15 +464,15 @@ def check_tensors(
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
         why = f"{opened.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
-        raise CheckpointError(why, reason=listed(problems), fix=fix)
+        raise CheckpointError(why, reason=abbreviate(problems), fix=fix)
     others = (name for name in opened.tensors if name not in expected)
     return [name for name in others if not name.endswith("rotary_emb.inv_freq")]
 
 
-def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
+def read_shard_header(path: Path) -> tuple[FileIdentity, list[TensorMeta]]:
     """Read and check the header of one safetensors file; its tensors must fill it, with no gap or overlap."""
-    with open_regular_file(path) as file, os_errors(path):
-        identity = identity_of(os.fstat(file.fileno()))
+    with open_regular_file(path) as file, convert_os_errors(path):
+        identity = file_identity(os.fstat(file.fileno()))
         size = identity[0]
         length = int.from_bytes(file.read(8), "little")
         if length > HEADER_LIMIT:
@@ -482,7 +491,7 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
         if meta.offset != position:
             gap = f"leaves a gap of {meta.offset - position} bytes"
             what = "overlaps the tensor before it" if meta.offset < position else gap
-            raise CheckpointError(f"{path}: tensor {shown(meta.name)}: data_offsets: {what}")
+            raise CheckpointError(f"{path}: tensor {display_text(meta.name)}: data_offsets: {what}")
         position += meta.nbytes
     if position > size:
         raise CheckpointError(
@@ -495,13 +504,15 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
 
 def _tensor(path: Path, name: str, entry: object, data: int) -> TensorMeta:
     """One entry of the header; `data` is where the tensors' bytes begin in the file."""
-    fields = Fields(f"{path}: tensor {shown(name)}", entry if isinstance(entry, dict) else {})
+    fields = Fields(
+        f"{path}: tensor {display_text(name)}", entry if isinstance(entry, dict) else {}
+    )
     dtype = fields.choice("dtype", DTYPE_BITS)
     shape = fields.integers("shape", 0, MAX_NUMBER)
     begin, end = fields.integers("data_offsets", 0, MAX_NUMBER, 2)
     needed = (
         DTYPE_BITS[dtype] * math.prod(map(float, shape)) / 8
     )  # infinite where whole numbers grow on
-    why = f"hold {end - begin} bytes, {dtype} {shown(shape)} needs {needed:g}"
+    why = f"hold {end - begin} bytes, {dtype} {display_text(shape)} needs {needed:g}"
     fields.require(end - begin == needed, "data_offsets", why)
     return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)

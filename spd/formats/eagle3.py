@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spd.errors import CheckpointError
-from spd.formats.json_file import Fields, keyed, shown
+from spd.formats.json_file import Fields, display_text, json_key
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -54,14 +54,14 @@ FUSE = "fc.weight"
 class Eagle3Config:
     """What a head's configuration says beyond a decoder's."""
 
-    target_hidden_size: int = field(metadata=keyed("target_hidden_size", 1, 1 << 20))
+    target_hidden_size: int = field(metadata=json_key("target_hidden_size", 1, 1 << 20))
     draft_vocab_size: int  # ids that the head knows
     listed_layers: tuple[int, ...] | None
     num_aux: int
-    norm_before_residual: bool = field(metadata=keyed("norm_before_residual"))
-    norm_before_fc: bool = field(metadata=keyed("norm_before_fc"))
-    fc_norm: bool = field(metadata=keyed("fc_norm"))
-    norm_output: bool = field(metadata=keyed("norm_output"))
+    norm_before_residual: bool = field(metadata=json_key("norm_before_residual"))
+    norm_before_fc: bool = field(metadata=json_key("norm_before_fc"))
+    fc_norm: bool = field(metadata=json_key("fc_norm"))
+    norm_output: bool = field(metadata=json_key("norm_output"))
     own_embedding: bool = (
         False  # it needs embeddings of its own, since the target's are of another size
     )
@@ -84,15 +84,15 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     layer = fields
     if speculators:
         layer = fields.nested("transformer_layer_config")
-        layer.only({"model_type": ("llama",)})
+        layer.refuse_unsupported_values({"model_type": ("llama",)})
     else:  # whatever model_type says: trainers write the target's there
         names = fields.get("architectures")
         named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
         if not named and (names != ["LlamaForCausalLM"] or "draft_vocab_size" not in fields):
             return None
-    layer.only({"num_hidden_layers": (1,)})
-    nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
-    nested.only(_BUILT)
+    layer.refuse_unsupported_values({"num_hidden_layers": (1,)})
+    nested = fields.optional_nested("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
+    nested.refuse_unsupported_values(_BUILT)
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
     absent = {"target_hidden_size": layer.get("target_hidden_size") or layer.get("hidden_size")}
     absent |= {
@@ -102,7 +102,9 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     vocab_size = layer.integer("vocab_size", 1, 1 << 24)
     hidden = layer.get("hidden_size")
     said = {key: value for key, value in fields.values.items() if value is not None}
-    facts = Fields(fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}).facts(
+    facts = Fields(
+        fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}
+    ).read_dataclass(
         Eagle3Config,
         draft_vocab_size=fields.integer("draft_vocab_size", 1, vocab_size, vocab_size),
         own_embedding=(said.get("target_hidden_size") or absent["target_hidden_size"]) != hidden,
@@ -116,7 +118,7 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     llama |= dict.fromkeys(
         ("bos_token_id", "eos_token_id")
     )  # the target's, and often another one's
-    return facts, layer.having(llama)
+    return facts, layer.with_values(llama)
 
 
 def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
@@ -125,5 +127,5 @@ def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
         return None
     value = fields.integers(key, 0, 1024)
     fields.require(len(value) <= MOST_AUX, key, f"names more than {MOST_AUX} layers")
-    fields.require(value == sorted(set(value)), key, f"{shown(value)} is not ascending")
+    fields.require(value == sorted(set(value)), key, f"{display_text(value)} is not ascending")
     return tuple(i + added for i in value)

@@ -15,7 +15,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.gguf.model import GgufModel
 from spd.formats.hub import resolve_model
-from spd.formats.json_file import Fields, names_in
+from spd.formats.json_file import Fields, list_folder
 from spd.formats.model_config import GenerationConfig, ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import CONFIG_FILE, EMBEDDING, HEAD, TOKENIZER_FILE
@@ -57,10 +57,10 @@ class ModelFolder(os.PathLike[str]):
         """`config.json` as it stands there, or what a GGUF file says. Raises NotFoundError without any."""
         if self.gguf is not None:
             return self.gguf.fields
-        if CONFIG_FILE not in names_in(self.path):
+        if CONFIG_FILE not in list_folder(self.path):
             why = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
             raise NotFoundError(why, fix=["-m the folder that holds config.json and safetensors"])
-        return Fields.of(self.path / CONFIG_FILE)
+        return Fields.read(self.path / CONFIG_FILE)
 
     @cached_property
     def _stated(self) -> ModelConfig:

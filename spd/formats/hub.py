@@ -18,7 +18,7 @@ from pathlib import Path
 from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.gguf.file_kind import is_gguf
-from spd.formats.json_file import Fields, listed, names_in, read_text, shown
+from spd.formats.json_file import Fields, abbreviate, display_text, list_folder, read_text
 from spd.formats.names import CONFIG_FILE
 from spd.formats.stores import (
     HUB,
@@ -99,7 +99,7 @@ def resolve_model(reference: str) -> Path:
     """
     if not reference.strip() or "\0" in reference:
         known = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
-        raise UsageError(f"{shown(reference)}: is not a model: give {known}")
+        raise UsageError(f"{display_text(reference)}: is not a model: give {known}")
     path = Path(os.path.expanduser(reference))
     if reference in DEMOS:  # whatever lies in the working directory: ./demo is a folder
         return _model_at(demo_folder(reference))
@@ -155,7 +155,7 @@ def stored_model(reference: str) -> StoredModel | None:
     names = list(dict.fromkeys(model.name for model in models))
     if len(names) > 1:
         message = f"{reference}: names {len(names)} models on this machine"
-        fix = listed([f"-m {name}" for name in names], 20)
+        fix = abbreviate([f"-m {name}" for name in names], 20)
         raise UsageError(message, fix=fix, code="choose_file")
     for model in models:
         if not model.fault:
@@ -189,9 +189,9 @@ def list_models() -> list[StoredModel]:
 def not_a_model(path: Path) -> SpdError | None:
     """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
     called = cached_name(path) or str(path)
-    names = names_in(path) if path.is_dir() else []
+    names = list_folder(path) if path.is_dir() else []
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
-        why = f"{called}: holds GGUF files, one of which is to be named: {', '.join(listed(ggufs, 3))}"
+        why = f"{called}: holds GGUF files, one of which is to be named: {', '.join(abbreviate(ggufs, 3))}"
         return CheckpointError(why, fix=[f"-m {path / name}" for name in ggufs[:3]])
     if path.suffix.lower() == ".gguf" and not os.path.lexists(path):
         return NotFoundError(f"{path}: there is no such file")
@@ -199,8 +199,9 @@ def not_a_model(path: Path) -> SpdError | None:
         why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
         return CheckpointError(why, fix=[f"-m {path.parent}"])
     if ADAPTER in names:
-        base = Fields.of(path / ADAPTER).get("base_model_name_or_path")
-        why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
+        base = Fields.read(path / ADAPTER).get("base_model_name_or_path")
+        why = f"{called}: is a LoRA adapter of {display_text(base)}, "
+        why += "to be merged into it (PEFT's merge_and_unload)"
         return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
     if pickles := [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]:
         usual = [name for name in pickles if name.startswith("pytorch_model")]
@@ -212,7 +213,7 @@ def not_a_model(path: Path) -> SpdError | None:
         return None
     fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
     return CheckpointError(
-        f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3)
+        f"{path}: is no model folder, but holds {len(inside)}", fix=abbreviate(fix, 3)
     )
 
 
@@ -257,9 +258,13 @@ def check_repository_name(name: str, revision: str | None = None) -> None:
             f"{name}: is built in: there is nothing to download or remove", fix=[f"-m {name}"]
         )
     if not _REPOSITORY.fullmatch(name):
-        raise UsageError(f"{shown(name)}: is not the name of a model on the hub", fix=["org/name"])
+        raise UsageError(
+            f"{display_text(name)}: is not the name of a model on the hub", fix=["org/name"]
+        )
     if revision is not None and not _REVISION.fullmatch(revision):
-        raise UsageError(f"{name}: revision {shown(revision)}: is not a branch, tag or commit")
+        raise UsageError(
+            f"{name}: revision {display_text(revision)}: is not a branch, tag or commit"
+        )
 
 
 def cached_folder(name: str) -> Path:
@@ -316,7 +321,10 @@ def _cached_snapshot(name: str) -> Path:
         said = read_text(main, REF_LIMIT).strip()
         commit = said if said in snapshots else commit
     if commit is None:
-        reason = [f"looked for: {main}", *listed([f"in the cache: {each}" for each in snapshots])]
+        reason = [
+            f"looked for: {main}",
+            *abbreviate([f"in the cache: {each}" for each in snapshots]),
+        ]
         fix = [f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"]
         raise NotFoundError(
             f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix

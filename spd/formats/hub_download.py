@@ -28,7 +28,7 @@ from spd.formats.checkpoint import read_weight_map
 from spd.formats.files import write_whole
 from spd.formats.gguf.file_sets import FileSet, drafter_files, file_sets, the_one
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
-from spd.formats.json_file import one_line, shown
+from spd.formats.json_file import display_text, one_line
 from spd.formats.names import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -182,7 +182,7 @@ def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[R
         index = _fetch(name, commit, every[INDEX_FILE], lambda _: None)
         shards = sorted(set(read_weight_map(index).values()))
         if absent := [shard for shard in shards if shard not in every]:
-            why = f"{INDEX_FILE} names {shown(absent[0])}, which the hub does not have"
+            why = f"{INDEX_FILE} names {display_text(absent[0])}, which the hub does not have"
             raise errors.CheckpointError(f"{name}: {why}")
         return [every[shard] for shard in shards]
     found = sorted(
@@ -229,7 +229,9 @@ def _check_names(response: Any) -> None:
     if response.request.method == "HEAD" and not (
         _ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)
     ):
-        raise ValueError(f"no name to go by: ETag {shown(etag)}, commit {shown(commit)}")
+        raise ValueError(
+            f"no name to go by: ETag {display_text(etag)}, commit {display_text(commit)}"
+        )
 
 
 def _checked_client() -> Any:

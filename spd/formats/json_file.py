@@ -1,4 +1,4 @@
-"""Reading untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields."""
+"""Readers of untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields."""
 
 from __future__ import annotations
 
@@ -13,82 +13,89 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from spd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 logger = logging.getLogger(__name__)
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
-T = TypeVar("T")
-MAX_CONTAINERS = (
-    1_500_000  # bounds a hostile file's memory; the header of 90 thousand tensors has 270,000
-)
+"""Levels of lists and objects inside each other."""
+MAX_CONTAINERS = 1_500_000
+"""Lists and objects of a file. The limit bounds a hostile file's memory; the header of 90 thousand
+tensors has 270,000."""
+_CONTAINERS = (dict, list)
+T = TypeVar("T", bound="DataclassInstance")
 
 
-def shown(value: object) -> str:
-    """A value of a file as it may appear in a message: one printable line of at most 80 characters."""
+def display_text(value: object) -> str:
+    """Return a file's value as a part of a message: one printable line of at most 80 characters."""
     line = json.dumps(value) if isinstance(value, bool | float | None) else ascii(value)
     return line if len(line) <= 80 else line[:77] + "..."
 
 
 def one_line(error: object) -> str:
-    """What a library says, as a part of a message: one printable line of at most 200 characters."""
+    """Return a library's error as a part of a message: one printable line of at most 200 characters."""
     text = str(error)
     line = text if text.isprintable() else ascii(text)
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def listed(names: list[str], limit: int = 20) -> list[str]:
-    """At most `limit` of the names, then how many more there are."""
-    return [*names[:limit], *([f"and {len(names) - limit} more"] if len(names) > limit else [])]
+def abbreviate(names: list[str], limit: int = 20) -> list[str]:
+    """Return at most `limit` of the names, then the number of the others."""
+    if len(names) <= limit:
+        return [*names]
+    return [*names[:limit], f"and {len(names) - limit} more"]
 
 
 @contextmanager
-def os_errors(path: Path) -> Generator[None, None, None]:
-    """Make what the system refuses inside the block a `CheckpointError` that begins with the file."""
+def convert_os_errors(path: Path) -> Generator[None, None, None]:
+    """Turn an OSError or ValueError of the block into a `CheckpointError` that begins with the file."""
     try:
         yield
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def names_in(folder: Path) -> list[str]:
-    """The sorted names in a folder, broken links included."""
-    with os_errors(folder):
+def list_folder(folder: Path) -> list[str]:
+    """Return the sorted names in a folder, broken links included."""
+    with convert_os_errors(folder):
         return sorted(os.listdir(folder))
 
 
-Identity = tuple[int, int, int, int]
-"""What stays equal while a file is the same: first its size."""
+FileIdentity = tuple[int, int, int, int]
+"""Size, time of change in ns, inode and device of a file: equal while it is the same file."""
 
 
-def identity_of(status: os.stat_result) -> Identity:
-    """Return what tells a file from another one, or from itself after it was written."""
+def file_identity(status: os.stat_result) -> FileIdentity:
+    """Return the numbers that differ from those of another file, and of the same one after a write."""
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, without ever blocking on a FIFO or a device."""
-    with os_errors(path), ExitStack() as opened:
-        file = opened.enter_context(
+    with convert_os_errors(path), ExitStack() as on_error:
+        file = on_error.enter_context(
             open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         )
-        if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
-            kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(
-                stat.S_IFMT(mode)
-            )
-            raise CheckpointError(f"{path}: is {kind or 'no regular file'}, not a file")
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}
+            kind = kinds.get(stat.S_IFMT(mode), "no regular file")
+            raise CheckpointError(f"{path}: is {kind}, not a file")
         if file.peek(23).startswith(b"version https://git-lfs"):
-            why = f"{path}: is a git-lfs pointer, which stands for a file that was not fetched"
-            raise CheckpointError(why, fix=[f"git -C {shlex.quote(str(path.parent))} lfs pull"])
-        opened.pop_all()  # it stays open
+            message = f"{path}: is a git-lfs pointer, which stands for a file that was not fetched"
+            raise CheckpointError(message, fix=[f"git -C {shlex.quote(str(path.parent))} lfs pull"])
+        on_error.pop_all()  # the file stays open
     return file
 
 
 def read_text(path: Path, limit: int) -> str:
-    """The whole content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
-    with open_regular_file(path) as file, os_errors(path):
+    """Return the content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
+    with open_regular_file(path) as file, convert_os_errors(path):
         data = file.read(limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path}: is larger than {limit:,} bytes")
@@ -96,7 +103,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def decode_utf8(data: bytes, where: str) -> str:
-    """UTF-8 bytes as text; UTF-16 is refused by name."""
+    """Return UTF-8 bytes as text. The error for UTF-16 names that encoding."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:4]:
         raise CheckpointError(f"{where}: is UTF-16 or binary, UTF-8 is expected")
     try:
@@ -105,29 +112,33 @@ def decode_utf8(data: bytes, where: str) -> str:
         raise CheckpointError(f"{where}: is not UTF-8 at byte {error.start}") from None
 
 
-def parse_json(text: str, where: str, constant: Callable[[str], Any] | None = None) -> object:
-    """JSON of bounded depth and size, no key twice, no lone surrogates. constant: what NaN becomes."""
+def parse_json(
+    text: str, where: str, parse_constant: Callable[[str], object] | None = None
+) -> object:
+    """Parse JSON of bounded depth and size, no key twice, no lone surrogates.
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{where}: {shown(twice)}: the key is there twice")
-        return result
+    where: begins every message. parse_constant: returns the value of NaN and the infinities by their
+    names; None: Python's own. Raises CheckpointError.
+    """
+
+    def refuse_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{where}: {display_text(duplicate)}: the key is there twice")
+        return values
 
     if text.count("[") + text.count("{") > MAX_CONTAINERS:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
-        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-        level: list[Any] = [[value]]  # all of one depth at a time: a call for each would take long
-        for _ in range(MAX_DEPTH + 2):
-            inner = (node.values() if isinstance(node, dict) else node for node in level)
-            level = [child for each in inner for child in each if type(child) in (dict, list)]
-        if level:
+        value: object = json.loads(
+            text, object_pairs_hook=refuse_duplicate_keys, parse_constant=parse_constant
+        )
+        if _is_deeper(value, MAX_DEPTH + 1):
             raise RecursionError
     except json.JSONDecodeError as error:
-        why = f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        raise CheckpointError(f"{where}: {why}") from None
+        reason = f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        raise CheckpointError(f"{where}: {reason}") from None
     except RecursionError:
         raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep") from None
     except ValueError:  # an integer of thousands of digits
@@ -140,29 +151,47 @@ def parse_json(text: str, where: str, constant: Callable[[str], Any] | None = No
     return value
 
 
-def keyed(name: str, *bounds: float) -> dict[str, Any]:
-    """The metadata of a dataclass's field that `Fields.facts` reads: under which key, in which range."""
+def _is_deeper(value: object, depth: int) -> bool:
+    """True if more than `depth` lists and objects of a JSON value lie inside each other.
+
+    All containers of a level are visited at a time: a call for each would take long.
+    """
+    containers: list[dict[str, object] | list[object]] = [[value]]
+    for _ in range(depth + 1):
+        members = (node.values() if isinstance(node, dict) else node for node in containers)
+        containers = [
+            child for children in members for child in children if isinstance(child, _CONTAINERS)
+        ]
+    return bool(containers)
+
+
+def json_key(name: str, *bounds: float) -> dict[str, object]:
+    """Return the metadata of a dataclass's field that `Fields.read_dataclass` reads under a key.
+
+    bounds: the lowest and the highest number; both are integers for a whole number. None: the field is
+    true or false.
+    """
     return {"key": name, "bounds": bounds}
 
 
 @dataclass
 class Fields:
-    """Typed, ranged reading of a JSON object; null counts as absent."""
+    """A JSON object with typed, ranged reading; null counts as absent."""
 
-    where: str  # what every message begins with: the file, and for a nested object the key that holds it
+    where: str
+    """The beginning of every message: the file, and for a nested object the key that holds it."""
     values: Mapping[str, object]
-    called: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the file's own names of keys that were renamed
+    file_keys: Mapping[str, str] = field(default_factory=dict)
+    """The keys in the file of those that were renamed, for messages."""
 
     @classmethod
-    def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
-        """Those of the object that a file of at most `limit` bytes holds."""
+    def read(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
+        """Read the object that a file of at most `limit` bytes holds."""
         return cls.parse(read_text(path, limit), str(path))
 
     @classmethod
     def parse(cls, text: str, where: str) -> Fields:
-        """Those of the object that a text holds."""
+        """Parse the object that a text holds."""
         value = parse_json(text, where)
         if not isinstance(value, dict):
             raise CheckpointError(f"{where}: is not a JSON object")
@@ -171,69 +200,82 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def having(
-        self, values: Mapping[str, object], called: Mapping[str, str] | None = None
+    def with_values(
+        self, values: Mapping[str, object], file_keys: Mapping[str, str] | None = None
     ) -> Fields:
-        """These, with other values of some keys."""
-        return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
+        """Return a copy with other values of some keys."""
+        return Fields(
+            self.where, {**self.values, **values}, {**self.file_keys, **(file_keys or {})}
+        )
 
-    def renamed(self, others: Mapping[str, Sequence[str]]) -> Fields:
-        """These, with each key under its own name alone. Names may not disagree, but for those of lists."""
-        found: dict[str, object] = {}
-        called = {}
-        for key, names in others.items():
-            first, *rest = [name for name in (key, *names) if name in self] or [key]
-            for name in rest:
-                why = f"{shown(self.get(name))} disagrees with {first}, which is {shown(self.get(first))}"
-                agrees = self.get(name) == self.get(first) or isinstance(self.get(first), list)
-                self.require(agrees, name, why)
+    def with_canonical_keys(self, aliases: Mapping[str, Sequence[str]]) -> Fields:
+        """Return a copy in which each value stands under its canonical key alone.
+
+        aliases: other keys of each canonical one. Keys with the same meaning may not disagree, unless
+        their values are lists.
+        """
+        values: dict[str, object] = {}
+        file_keys: dict[str, str] = {}
+        for key, other_keys in aliases.items():
+            present = [name for name in (key, *other_keys) if name in self]
+            first = present[0] if present else key
+            value = self.get(first)
+            for name in present[1:]:
+                other = self.get(name)
+                reason = f"{display_text(other)} disagrees with {first}, "
+                reason += f"which is {display_text(value)}"
+                self.require(other == value or isinstance(value, list), name, reason)
             if first != key:
-                called[key] = first
-                found |= {key: self.get(first), **dict.fromkeys(names)}
-        return self.having(found, called)
+                file_keys[key] = first
+                values |= {key: value, **dict.fromkeys(other_keys)}
+        return self.with_values(values, file_keys)
 
-    def refused(self, key: str, why: str) -> CheckpointError:
-        """The error for a field: file, field, reason."""
-        return CheckpointError(f"{self.where}: {self.called.get(key, key)}: {why}")
+    def field_error(self, key: str, reason: str) -> CheckpointError:
+        """Return the error for a field: file, field, reason."""
+        return CheckpointError(f"{self.where}: {self.file_keys.get(key, key)}: {reason}")
 
-    def require(self, holds: bool, key: str, why: str) -> None:
-        """Raise that error unless it holds."""
-        if not holds:
-            raise self.refused(key, why)
+    def require(self, condition: bool, key: str, reason: str) -> None:
+        """Raise the error for a field unless a condition holds."""
+        if not condition:
+            raise self.field_error(key, reason)
 
     def get(self, key: str) -> object:
         return self.values.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number in [low, high]; 4096.0 and true are not whole numbers."""
+        """Return a whole number in [low, high]; 4096.0 and true are not whole numbers."""
         value = self._present(key, default)
         if type(value) is not int or not low <= value <= high:
-            raise self.refused(key, f"{shown(value)} is not a whole number from {low} to {high}")
+            raise self.field_error(
+                key, f"{display_text(value)} is not a whole number from {low} to {high}"
+            )
         return value
 
-    def even(self, key: str, high: int, default: int | None = None) -> int:
-        """An even whole number from 2 on: rotary embedding turns pairs."""
+    def even_integer(self, key: str, high: int, default: int | None = None) -> int:
+        """Return an even whole number from 2 on: rotary embedding rotates pairs."""
         value = self.integer(key, 2, high, default)
         self.require(value % 2 == 0, key, f"{value} is odd: rotary embedding needs pairs")
         return value
 
     def optional_integer(self, key: str, low: int, high: int) -> int | None:
-        """As `integer`, `None` when absent."""
+        """Return a whole number in [low, high], `None` when absent."""
         return self.integer(key, low, high) if key in self else None
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in [low, high]; NaN is in no range."""
+        """Return a finite number in [low, high]; NaN is in no range."""
         value = self._present(key, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not low <= value <= high
         ):
-            raise self.refused(key, f"{shown(value)} is not a number from {low:g} to {high:g}")
+            raise self.field_error(
+                key, f"{display_text(value)} is not a number from {low:g} to {high:g}"
+            )
         return float(value)
 
     def integers(self, key: str, low: int, high: int, count: int | None = None) -> list[int]:
-        """A list of whole numbers in [low, high], of any length or `count` of them."""
+        """Return a list of whole numbers in [low, high], of any length or `count` of them."""
         values = self.get(key)
         if isinstance(values, list) and count in (None, len(values)):
             for value in values:  # no generator: a header has hundreds of thousands of short lists
@@ -241,97 +283,114 @@ class Fields:
                     break
             else:
                 return values
-        some = "" if count is None else f"{count} "
-        why = f"{shown(values)} is not a list of {some}whole numbers from {low} to {high}"
-        raise self.refused(key, why)
+        length = "" if count is None else f"{count} "
+        reason = (
+            f"{display_text(values)} is not a list of {length}whole numbers from {low} to {high}"
+        )
+        raise self.field_error(key, reason)
 
     def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
-        """A list of so many numbers, each in [low, high]."""
+        """Return a list of `count` numbers, each in [low, high]."""
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count:
-            raise self.refused(key, f"is not a list of {count} numbers")
+            raise self.field_error(key, f"is not a list of {count} numbers")
         return tuple(Fields(self.where, {key: value}).number(key, low, high) for value in values)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
+        """Return true or false; 0 and 1 are neither."""
         value = self._present(key, default)
         if not isinstance(value, bool):
-            raise self.refused(key, f"{shown(value)} is not true or false")
+            raise self.field_error(key, f"{display_text(value)} is not true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
         value = self._present(key, default)
         if not isinstance(value, str):
-            raise self.refused(key, f"{shown(value)} is not a string")
+            raise self.field_error(key, f"{display_text(value)} is not a string")
         return value
 
-    def texts(self, key: str) -> list[str]:
-        """A list of strings, empty when absent."""
+    def strings(self, key: str) -> list[str]:
+        """Return a list of strings, empty when absent."""
         value = self.get(key) if key in self else []
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.refused(key, f"{shown(value)} is not a list of names")
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.field_error(key, f"{display_text(value)} is not a list of names")
         return value
 
-    def among(self, key: str, value: object, known: Collection[object]) -> None:
-        """Refuse a value that is not among those that are known, by name."""
-        if value not in known:  # a header asks thousands of times
-            plain = [each if isinstance(each, str) else shown(each) for each in known]
-            those = f" ({', '.join(plain)} {'is' if len(plain) == 1 else 'are'})" if plain else ""
-            raise self.refused(key, f"{shown(value)} is not supported{those}")
+    def require_supported(self, key: str, value: object, supported: Collection[object]) -> None:
+        """Raise the error for a field whose value is not among the supported ones; it names the value."""
+        if value not in supported:  # first: a header comes here thousands of times
+            texts = [text if isinstance(text, str) else display_text(text) for text in supported]
+            verb = "is" if len(texts) == 1 else "are"
+            alternatives = f" ({', '.join(texts)} {verb})" if texts else ""
+            raise self.field_error(key, f"{display_text(value)} is not supported{alternatives}")
 
-    def only(self, supported: Mapping[str, Collection[object]]) -> None:
-        """Refuse keys that say anything but what is supported; they may be absent."""
-        for key, known in supported.items():
+    def refuse_unsupported_values(self, supported: Mapping[str, Collection[object]]) -> None:
+        """Raise an error for a key with a value that is not supported. Keys may be absent."""
+        for key, values in supported.items():
             if key in self:
-                self.among(key, self.get(key), known)
+                self.require_supported(key, self.get(key), values)
 
-    def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
-        """A string that is among `known`; any other one is refused by name."""
+    def choice(self, key: str, supported: Collection[str], default: str | None = None) -> str:
+        """Return a string that is among the supported ones."""
         value = self.text(key, default)
-        self.among(key, value, known)
+        self.require_supported(key, value, supported)
         return value
 
-    def facts(self, kind: type[T], made: T | None = None, /, **known: Any) -> T:
-        """A dataclass whose fields have the metadata of `keyed`, and what is `known` of it besides.
+    def read_dataclass(self, kind: type[T], base: T | None = None, /, **values: object) -> T:
+        """Return a dataclass: fields with the metadata of `json_key` are read, unless in `values`.
 
-        Bounds say whether a number is whole; without any it is true or false. An absent key counts as what
-        `made` says, else as the field's default, or as None where its type allows that.
+        An absent key counts as the value in `base`, else as the field's default, or as None where the
+        field's type allows that.
         """
-        for each in dataclasses.fields(cast(Any, kind)):
-            if not each.metadata or each.name in known:
+        for member in dataclasses.fields(kind):
+            if not member.metadata or member.name in values:
                 continue
-            name = each.metadata["key"]
-            bounds = each.metadata["bounds"]
-            reader: Any = self.number if float in map(type, bounds) else self.integer
-            unsaid = made is None and each.default is MISSING
-            if name in self or (unsaid and not str(each.type).endswith("| None")):
-                known[each.name] = (reader if bounds else self.boolean)(name, *bounds)
-            elif unsaid:
-                known[each.name] = None
-        return kind(**known) if made is None else replace(cast(Any, made), **known)
+            key = member.metadata["key"]
+            bounds = member.metadata["bounds"]
+            has_default = base is not None or member.default is not MISSING
+            is_optional = str(member.type).endswith("| None")
+            if key not in self and (has_default or is_optional):
+                if not has_default:
+                    values[member.name] = None
+            elif not bounds:
+                values[member.name] = self.boolean(key)
+            elif float in map(type, bounds):
+                values[member.name] = self.number(key, *bounds)
+            else:
+                values[member.name] = self.integer(key, *bounds)
+        return kind(**values) if base is None else replace(base, **values)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
-        """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""
-        value = self.get(key)
-        ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
-        self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
-        for token_id in ids:
-            self.require(
-                type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id"
-            )
-            if token_id >= end:
-                logger.warning("%s: %s: no text has id %s", self.where, key, shown(token_id))
-        return tuple(dict.fromkeys(token_id for token_id in ids if token_id < end))
+        """Return token ids, one or a list in the file, without duplicates; empty when absent.
 
-    def fields(self, key: str) -> Fields | None:
-        """A nested object, `None` when absent."""
+        Ids from `end` on occur in no text: they are dropped with a warning.
+        """
+        value = self.get(key)
+        entries: list[object] = [value]
+        if value is None or isinstance(value, list):
+            entries = value or []
+        self.require(len(entries) <= 1000, key, f"{len(entries)} token ids are more than 1000")
+        ids: dict[int, None] = {}
+        for token_id in entries:
+            if type(token_id) is not int or token_id < 0:
+                raise self.field_error(key, f"{display_text(token_id)} is not a token id")
+            if token_id < end:
+                ids[token_id] = None
+            else:
+                logger.warning("%s: %s: no text has id %s", self.where, key, display_text(token_id))
+        return tuple(ids)
+
+    def optional_nested(self, key: str) -> Fields | None:
+        """Return a nested object, `None` when absent."""
         return self.nested(key) if key in self else None
 
     def nested(self, key: str) -> Fields:
-        """A nested object that must be there."""
+        """Return a nested object that must be there."""
         value = self.get(key)
         self.require(value is not None, key, "is missing")
         if not isinstance(value, dict):
-            raise self.refused(key, f"{shown(value)} is not an object")
+            raise self.field_error(key, f"{display_text(value)} is not an object")
         return Fields(f"{self.where}: {key}", value)
 
     def _present(self, key: str, default: object) -> object:

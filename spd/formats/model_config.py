@@ -22,7 +22,7 @@ from spd.formats.block_config import MAX_POSITIONS, MAX_WIDTH
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.family_keys import CAUSAL, FamilyKeys
-from spd.formats.json_file import Fields, keyed, names_in, shown
+from spd.formats.json_file import Fields, display_text, json_key, list_folder
 from spd.formats.names import GENERATION_FILE
 from spd.formats.quantized import Quantization, read_quantization
 from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
@@ -40,23 +40,23 @@ class ModelConfig:
     """The facts of a decoder that its code needs; sizes count elements, `dtype` is a torch name."""
 
     architecture: str
-    hidden_size: int = field(metadata=keyed("hidden_size", 1, MAX_WIDTH))
+    hidden_size: int = field(metadata=json_key("hidden_size", 1, MAX_WIDTH))
     intermediate_size: int
-    num_layers: int = field(metadata=keyed("num_hidden_layers", 1, MAX_LAYERS))
-    num_heads: int = field(metadata=keyed("num_attention_heads", 1, MAX_HEADS))
+    num_layers: int = field(metadata=json_key("num_hidden_layers", 1, MAX_LAYERS))
+    num_heads: int = field(metadata=json_key("num_attention_heads", 1, MAX_HEADS))
     num_kv_heads: int
     head_dim: int
-    vocab_size: int = field(metadata=keyed("vocab_size", 1, MAX_VOCAB))
+    vocab_size: int = field(metadata=json_key("vocab_size", 1, MAX_VOCAB))
     max_positions: int
-    rms_norm_eps: float = field(metadata=keyed("rms_norm_eps", 1e-12, 0.1))
-    tie_embeddings: bool = field(metadata=keyed("tie_word_embeddings"))
-    attention_bias: bool = field(metadata=keyed("attention_bias"))
-    mlp_bias: bool = field(metadata=keyed("mlp_bias"))
+    rms_norm_eps: float = field(metadata=json_key("rms_norm_eps", 1e-12, 0.1))
+    tie_embeddings: bool = field(metadata=json_key("tie_word_embeddings"))
+    attention_bias: bool = field(metadata=json_key("attention_bias"))
+    mlp_bias: bool = field(metadata=json_key("mlp_bias"))
     rope: RopeConfig
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    qk_norm: bool = field(default=False, metadata=keyed("use_qk_norm"))
+    qk_norm: bool = field(default=False, metadata=json_key("use_qk_norm"))
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
@@ -69,13 +69,15 @@ class ModelConfig:
     value_dim: int | None = None  # of a value head, where a key's is wider
     limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
     query_growth: tuple[float, int] | None = None  # see `read_growth`
-    post_norm_eps: float | None = field(default=None, metadata=keyed("post_norm_eps", 1e-12, 0.1))
+    post_norm_eps: float | None = field(
+        default=None, metadata=json_key("post_norm_eps", 1e-12, 0.1)
+    )
     """Of norms behind blocks, where it is another."""
     attention_softcap: float | None = field(
-        default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6)
+        default=None, metadata=json_key("attn_logit_softcapping", 1e-3, 1e6)
     )
     logit_softcap: float | None = field(
-        default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6)
+        default=None, metadata=json_key("final_logit_softcapping", 1e-3, 1e6)
     )
     no_rope: tuple[bool, ...] = ()
     """True of layers that know no positions; empty where all layers rotate."""
@@ -270,13 +272,13 @@ def model_config_of(fields: Fields) -> ModelConfig:
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
         flat = wrapper[0] in _FLAT and "text_config" not in fields
-        inner = (fields if flat else fields.nested("text_config")).renamed(_OTHER_NAMES)
-        fields = fields.renamed(_OTHER_NAMES)
+        inner = (fields if flat else fields.nested("text_config")).with_canonical_keys(_OTHER_NAMES)
+        fields = fields.with_canonical_keys(_OTHER_NAMES)
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         if "tie_word_embeddings" in inner:  # the text's part knows
             around.pop("tie_word_embeddings", None)
         text = _TEXTS.get(str(inner.get("model_type")), wrapper[1])
-        fields = inner.having({**around, "architectures": [text]})
+        fields = inner.with_values({**around, "architectures": [text]})
     return _decoder_config(fields)
 
 
@@ -288,7 +290,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         {"hidden_act"} if "hidden_activation" in fields else set()
     )  # which Gemma's code leaves alone
     supported = {**_SUPPORTED, **{key: (only,) for key, only in family.only.items()}}
-    fields.only({key: each for key, each in supported.items() if key not in theirs})
+    fields.refuse_unsupported_values(
+        {key: each for key, each in supported.items() if key not in theirs}
+    )
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
@@ -297,7 +301,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     sliding = () if recurrent else blocks.read_sliding(fields, num_layers, family.absent)
     latent = experts = None
     if family.latent:
-        latent = fields.facts(blocks.LatentConfig, rope_dim=fields.even("qk_rope_head_dim", 1024))
+        latent = fields.read_dataclass(
+            blocks.LatentConfig, rope_dim=fields.even_integer("qk_rope_head_dim", 1024)
+        )
     if family.experts and (family.switch is None or fields.get(family.switch)):
         experts = blocks.read_experts(fields, num_layers, family.experts)
     inner = experts.intermediate_size if experts else None  # where every layer has experts
@@ -307,7 +313,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}"
     )
     head_dim = latent and latent.nope_dim + latent.rope_dim
-    head_dim = head_dim or fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
+    head_dim = head_dim or fields.even_integer("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
     base = family.local_base
     partly = "partial_rotary_factor" in family.absent
     turning = rope_fields(fields, by_kind=base is not None)
@@ -324,10 +330,10 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         key = blocks.SLIDING_HEADS[1]
         others = local, _key_heads(fields, key, local, num_kv_heads)
     no_rope = tuple(window is None for window in sliding) if family.global_no_rope else ()
-    scales = fields.facts(blocks.Scales)
+    scales = fields.read_dataclass(blocks.Scales)
     if "query_pre_attn_scalar" in fields:
         scales = replace(scales, scores=fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5)
-    return fields.facts(
+    return fields.read_dataclass(
         ModelConfig,
         architecture=architecture,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
@@ -364,11 +370,11 @@ def _decoder_config(fields: Fields) -> ModelConfig:
 
 def _spelled(fields: Fields, family: FamilyKeys) -> Fields:
     """What a configuration says, in the keys that are read here, with what absent ones count as."""
-    fields = fields.renamed(_OTHER_NAMES)
+    fields = fields.with_canonical_keys(_OTHER_NAMES)
     read = fields.values.keys() - (_ROW_KEYS - family.absent.keys())
     said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
-    fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.called)
-    return fields.having(family.spelled(fields)) if family.spelled else fields
+    fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.file_keys)
+    return fields.with_values(family.spelled(fields)) if family.spelled else fields
 
 
 def _architecture(fields: Fields) -> str:
@@ -378,9 +384,9 @@ def _architecture(fields: Fields) -> str:
         raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str):
-        raise fields.refused(key, f"{shown(names)} does not name one architecture")
+        raise fields.field_error(key, f"{display_text(names)} does not name one architecture")
     if name not in _FAMILIES:
-        error = fields.refused(key, f"{shown(name)} is not supported")
+        error = fields.field_error(key, f"{display_text(name)} is not supported")
         error.reason = tuple(_lacks(fields, name))
         raise error
     family = _FAMILIES[name]
@@ -390,7 +396,7 @@ def _architecture(fields: Fields) -> str:
 
 def _lacks(fields: Fields, name: str) -> Iterator[str]:
     """Of an unknown architecture the nearest one that is known, and what it has besides."""
-    inner = fields.fields("text_config") or fields
+    inner = fields.optional_nested("text_config") or fields
     text = _TEXTS.get(str(inner.get("model_type")))
     found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
     causal = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1)
@@ -421,21 +427,21 @@ class GenerationConfig:
     """How a model wants to be sampled by default; `None` means that the file is silent."""
 
     eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = field(default=None, metadata=keyed("temperature", 0.0, 1e4))
-    top_p: float | None = field(default=None, metadata=keyed("top_p", 1e-9, 1.0))
-    min_p: float | None = field(default=None, metadata=keyed("min_p", 0.0, 1.0))
+    temperature: float | None = field(default=None, metadata=json_key("temperature", 0.0, 1e4))
+    top_p: float | None = field(default=None, metadata=json_key("top_p", 1e-9, 1.0))
+    min_p: float | None = field(default=None, metadata=json_key("min_p", 0.0, 1.0))
     repetition_penalty: float | None = field(
-        default=None, metadata=keyed("repetition_penalty", 1e-6, 1e4)
+        default=None, metadata=json_key("repetition_penalty", 1e-6, 1e4)
     )
-    top_k: int | None = field(default=None, metadata=keyed("top_k", 0, 1 << 31))
-    do_sample: bool | None = field(default=None, metadata=keyed("do_sample"))
+    top_k: int | None = field(default=None, metadata=json_key("top_k", 0, 1 << 31))
+    do_sample: bool | None = field(default=None, metadata=json_key("do_sample"))
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
     """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored."""
-    if GENERATION_FILE not in names_in(folder):
+    if GENERATION_FILE not in list_folder(folder):
         return GenerationConfig()
-    fields = Fields.of(folder / GENERATION_FILE)
-    return fields.facts(
+    fields = Fields.read(folder / GENERATION_FILE)
+    return fields.read_dataclass(
         GenerationConfig, eos_token_ids=fields.token_ids("eos_token_id", vocab_size)
     )

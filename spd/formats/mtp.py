@@ -17,7 +17,7 @@ from typing import Any
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
 from spd.formats.folder import ModelFolder
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, display_text
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
 from spd.formats.mtp_layout import MtpLayout, find_mtp, is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
@@ -46,7 +46,7 @@ class MtpSource:
 def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
-    found = fields.having({**(nested if isinstance(nested, dict) else {}), **fields.values})
+    found = fields.with_values({**(nested if isinstance(nested, dict) else {}), **fields.values})
     return found.integer(
         next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0
     )
@@ -102,11 +102,12 @@ def head_config(
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read what a head folder says, and find its modules; `check_source` checks its tensors."""
     fields = folder.fields
-    layer = fields.fields("transformer_layer_config")
-    speculators = fields.fields("speculators_config")
+    layer = fields.optional_nested("transformer_layer_config")
+    speculators = fields.optional_nested("speculators_config")
     kind = fields.get("speculators_model_type")
     if kind != MODEL_TYPE or layer is None or speculators is None:
-        why = f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head"
+        why = f"{fields.where}: speculators_model_type: {display_text(kind)}: "
+        why += "this is no folder with an MTP head"
         fix = ["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"]
         raise CheckpointError(why, fix=fix)
     verifier = speculators.nested("verifier")
@@ -115,7 +116,7 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
-        raise fields.refused(
+        raise fields.field_error(
             "num_nextn_predict_layers", f"is {declared}, but {found} modules are there"
         )
     return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))

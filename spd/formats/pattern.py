@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spd.errors import CheckpointError
-from spd.formats.json_file import shown
+from spd.formats.json_file import display_text
 
 MAX_NESTING = 40
 MAX_STEPS = 15_000_000
@@ -109,7 +109,7 @@ class Pattern:
             raise self._refused(str(error)) from None
 
     def _refused(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {shown(self.text)} {why}")
+        return CheckpointError(f"{self.where}: {display_text(self.text)} {why}")
 
 
 class _Parser:

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
-from spd.formats.json_file import Fields, keyed, shown
+from spd.formats.json_file import Fields, display_text, json_key
 from spd.formats.names import CONFIG_FILE
 from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
 
@@ -83,13 +83,13 @@ class Scheme:
     """How one matrix is stored, by GPTQ's keys. group: columns that share a scale, None for all of a row."""
 
     layout: str
-    bits: int = field(metadata=keyed("bits", 2, 8))
+    bits: int = field(metadata=json_key("bits", 2, 8))
     group: int | None = None
-    symmetric: bool = field(default=True, metadata=keyed("sym"))
+    symmetric: bool = field(default=True, metadata=json_key("sym"))
     block_rows: int | None = None  # of FP8 blocks
     offset: int = 0  # what stored zero points lack
     reordered: bool = field(
-        default=False, metadata=keyed("desc_act")
+        default=False, metadata=json_key("desc_act")
     )  # columns of a group lie apart
 
     @property
@@ -209,7 +209,7 @@ class Quantization:
                 if rule.holds(module):
                     return rule.scheme
         except PatternError:
-            why = f"{len(self.rules):,} rules take too long to compare with {shown(module.name)}"
+            why = f"{len(self.rules):,} rules take too long to compare with {display_text(module.name)}"
             raise CheckpointError(f"{self.where}: {why}") from None
         return None
 
@@ -227,7 +227,7 @@ class Quantization:
 
         def refuse(last: str, why: str) -> None:
             if (meta := tensors.get(f"{module}.{last}")) is not None:
-                raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+                raise CheckpointError(f"{meta.shard}: tensor {display_text(meta.name)}: {why}")
 
         if scheme is None:
             for last in dict.fromkeys(PACKED.values()):
@@ -266,12 +266,14 @@ class Quantization:
 
 def read_quantization(fields: Fields) -> Quantization | None:
     """What `config.json` says; None where nothing is quantized."""
-    inner = fields.fields("quantization_config")
+    inner = fields.optional_nested("quantization_config")
     if inner is None:
         return None
     method = inner.text("quant_method", "None")
     advice = "use a copy in one of those, or the original with --quantize int8"
-    why = f"quantized weights ({shown(method)}) are not supported ({SUPPORTED} are): {advice}"
+    why = (
+        f"quantized weights ({display_text(method)}) are not supported ({SUPPORTED} are): {advice}"
+    )
     known = method in _READERS and (method != "fp8" or "weight_block_size" in inner)
     fields.require(known, "quantization_config", why)
     return Quantization(method, tuple(_READERS[method](inner)), inner.where)
@@ -284,11 +286,11 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     name = next((name for name in FILES if (folder / name).is_file()), None)
     if name is None:
         return fields
-    found = Fields.of(folder / name)
-    inner = {"quant_method": FILES[name], **(found.fields("quantization") or found).values}
+    found = Fields.read(folder / name)
+    inner = {"quant_method": FILES[name], **(found.optional_nested("quantization") or found).values}
     if inner["quant_method"] == "modelopt" and inner.get("quant_algo") is None:
         return fields
-    return fields.having({"quantization_config": inner})
+    return fields.with_values({"quantization_config": inner})
 
 
 def _check_size(fields: Fields, key: str, size: int) -> None:
@@ -307,10 +309,10 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
         ("transform_config", "rotations of weights"),
         ("sparsity_config", "sparse weights"),
     ):
-        inner = fields.fields(key) or Fields(fields.where, {})
+        inner = fields.optional_nested(key) or Fields(fields.where, {})
         used = inner.get("config_groups") or inner.get("format") not in (None, "dense")
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
-    fields.only({"quantization_status": ("compressed",)})
+    fields.refuse_unsupported_values({"quantization_status": ("compressed",)})
     groups = fields.nested("config_groups")
     rules: list[Rule] = []
     size = 0
@@ -342,7 +344,7 @@ def _group(group: Fields, whole: Fields) -> Rule:
     strategy = weights.choice("strategy", STRATEGIES, STRATEGIES[0])
     size = weights.optional_integer("group_size", -1, MAX_GROUP)
     symmetric = weights.boolean("symmetric", True)
-    if (activations := group.fields("input_activations")) is not None and kind == "int":
+    if (activations := group.optional_nested("input_activations")) is not None and kind == "int":
         eight = activations.integer("num_bits", 1, 16, 8) >= 8
         why = "activations of fewer than 8 bits are not supported: use a W4A16 copy"
         activations.require(eight, "num_bits", why)
@@ -366,7 +368,7 @@ def _group(group: Fields, whole: Fields) -> Rule:
         )
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
-    names = group.texts("targets")
+    names = group.strings("targets")
     texts = [name[3:] for name in names if name.startswith("re:")]
     _check_size(group, "targets", sum(map(len, texts)))
     patterns = tuple(Pattern(text, f"{group.where}: targets") for text in texts)
@@ -382,25 +384,29 @@ def _size(fields: Fields) -> int | None:
 
 def _gptq(fields: Fields) -> Iterator[Rule]:
     kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    fields.only({"bits": (2, 3, 4, 8)})
-    scheme = fields.facts(
+    fields.refuse_unsupported_values({"bits": (2, 3, 4, 8)})
+    scheme = fields.read_dataclass(
         Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields)
     )
-    changes = fields.fields("dynamic") or Fields(fields.where, {})
+    changes = fields.optional_nested("dynamic") or Fields(fields.where, {})
     _check_size(fields, "dynamic", sum(map(len, changes.values)))
     for pattern in changes.values:
         if pattern.startswith("-:"):  # which are not quantized
             continue
         own = changes.nested(pattern)
-        other = own.facts(Scheme, scheme, group=_size(own) if "group_size" in own else scheme.group)
+        other = own.read_dataclass(
+            Scheme, scheme, group=_size(own) if "group_size" in own else scheme.group
+        )
         where = f"{fields.where}: dynamic"
         yield Rule(other, patterns=(Pattern(pattern.removeprefix("+:"), where),))
     yield Rule(scheme, every=True)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
-    fields = fields.renamed({"bits": ("w_bit",), "group_size": ("q_group_size",)})
-    fields.only({"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)})
+    fields = fields.with_canonical_keys({"bits": ("w_bit",), "group_size": ("q_group_size",)})
+    fields.refuse_unsupported_values(
+        {"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)}
+    )
     yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
 
 
@@ -433,7 +439,7 @@ _FP8 = {
 
 def _fp8(fields: Fields) -> Iterator[Rule]:
     """DeepSeek's blocks of rows and columns that share a scale."""
-    fields.only(_FP8)
+    fields.refuse_unsupported_values(_FP8)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
     yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spd.formats.block_config import KINDS, MAX_POSITIONS
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, display_text
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
@@ -72,8 +72,8 @@ _KNOWN_KEYS = {
 
 def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     """How layers that see everything turn: `rope_parameters`, perhaps `by_kind`, or as version 4 says it."""
-    found = fields.fields("rope_parameters")
-    old = fields.fields("rope_scaling")
+    found = fields.optional_nested("rope_parameters")
+    old = fields.optional_nested("rope_scaling")
     if found is None or not found.values:
         found = old or Fields(fields.where, {})
     if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
@@ -91,8 +91,8 @@ def read_local_rope(
     fields: Fields, base: str, positions: int, head_dim: int, *, partly: bool
 ) -> RopeConfig:
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
-    nested = fields.fields("rope_parameters")
-    part = nested.fields(KINDS[1]) if nested else None
+    nested = fields.optional_nested("rope_parameters")
+    part = nested.optional_nested(KINDS[1]) if nested else None
     own = {"rope_theta": fields.get(base), **({_SHARE: fields.get(_SHARE)} if partly else {})}
     own |= part.values if part else {}
     found = Fields(part.where if part else fields.where, own)
@@ -104,7 +104,7 @@ def read_rope(
 ) -> RopeConfig:
     """What `rope_fields` found, in range. partly: the first dimensions of a head may turn alone."""
     for key in rope.values:
-        rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
+        rope.require(key in _KNOWN_KEYS, display_text(key), "is not a known rope parameter")
     theta = rope.number("rope_theta", 1.0, 1e12)
     kind = _kind(rope)
     if kind == "dynamic":

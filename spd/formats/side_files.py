@@ -16,7 +16,7 @@ from spd.errors import CheckpointError
 from spd.formats.chat_template import MORE_TEMPLATES
 from spd.formats.files import FILE_LIMIT
 from spd.formats.hub import cached_name
-from spd.formats.json_file import names_in, open_regular_file, os_errors
+from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
 
 ENDINGS = (".json", ".jinja", ".txt", ".model")
 TOTAL_LIMIT = 512_000_000  # bytes of all of them
@@ -55,7 +55,7 @@ def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
         if os.path.realpath(file.source) != str(file.source):
             raise CheckpointError(f"{file.source}: changed while in use")
         with open_regular_file(file.source) as source, open(target, "xb") as written:
-            with os_errors(file.source):
+            with convert_os_errors(file.source):
                 data = source.read(FILE_LIMIT + 1)
             if len(data) > FILE_LIMIT:
                 raise CheckpointError(f"{file.source}: changed while in use")
@@ -64,12 +64,12 @@ def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
 
 def _candidates(folder: Path, without: Sequence[str]) -> Iterator[Path]:
     """Yield the paths below a folder whose names say that they go along."""
-    for name in names_in(folder):
+    for name in list_folder(folder):
         if name.endswith(ENDINGS) and ".safetensors" not in name and name not in without:
             yield Path(name)
     templates = folder / MORE_TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
-        for name in names_in(templates):
+        for name in list_folder(templates):
             if name.endswith(".jinja"):
                 yield Path(MORE_TEMPLATES, name)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.file_sets import SUFFIX, FileSet, file_sets
-from spd.formats.json_file import Fields, read_text, shown
+from spd.formats.json_file import Fields, display_text, read_text
 from spd.formats.names import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 HUB = "Hugging Face"
@@ -185,7 +185,7 @@ def _incomplete(file_set: FileSet) -> str:
 def _pulled_file(manifest: Path) -> str:
     """Return the file that llama.cpp's note of a download names; empty without one."""
     with suppress(CheckpointError):
-        named = Fields.of(manifest, MANIFEST_LIMIT).fields("ggufFile")
+        named = Fields.read(manifest, MANIFEST_LIMIT).optional_nested("ggufFile")
         return "" if named is None else named.text("rfilename", "")
     return ""
 
@@ -205,7 +205,7 @@ def _ollama_model(root: Path, manifest: Path, parts: tuple[str, ...]) -> StoredM
 
 def _ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:
     """Return where the weights of a manifest are, and their bytes. Raises CheckpointError."""
-    layers = Fields.of(manifest, MANIFEST_LIMIT).get("layers")
+    layers = Fields.read(manifest, MANIFEST_LIMIT).get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise CheckpointError(f"{manifest}: layers: is not a list of objects")
     kinds = [layer.get("mediaType") for layer in layers]
@@ -216,7 +216,7 @@ def _ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:
     stated = layers[kinds.index(_MODEL)].get("digest")
     digest = _DIGEST.fullmatch(stated) if isinstance(stated, str) else None
     if digest is None:
-        raise CheckpointError(f"{manifest}: digest: {shown(stated)} is no SHA-256")
+        raise CheckpointError(f"{manifest}: digest: {display_text(stated)} is no SHA-256")
     for separator in "-:":
         path = root / "blobs" / f"sha256{separator}{digest[1]}"
         if path.is_file():

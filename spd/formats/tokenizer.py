@@ -28,7 +28,7 @@ import tokenizers
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.encoder import Encode, Encoder, ids_of
 from spd.formats.files import FILE_LIMIT
-from spd.formats.json_file import one_line, parse_json, read_text, shown
+from spd.formats.json_file import display_text, one_line, parse_json, read_text
 from spd.formats.names import TOKENIZER_FILE
 from spd.formats.thinking import mark_tokens
 from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
@@ -254,7 +254,7 @@ def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where:
         actual = library.token_to_id(token.content)
         if actual != number and token.content not in known:
             words = "%s: token %s has id %s there, as in transformers; another file says %s"
-            logger.warning(words, where, shown(token.content), actual, number)
+            logger.warning(words, where, display_text(token.content), actual, number)
             break
 
 
@@ -322,9 +322,9 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
                 )
             strips = True
         elif kind not in ("ByteFallback", "Fuse"):
-            raise CheckpointError(f"{where}: decoder: {shown(kind)} is not supported here")
+            raise CheckpointError(f"{where}: decoder: {display_text(kind)} is not supported here")
     if not replacements:
-        why = f"{shown(kinds)} is not supported (ByteLevel and SentencePiece are)"
+        why = f"{display_text(kinds)} is not supported (ByteLevel and SentencePiece are)"
         raise CheckpointError(f"{where}: decoder: {why}")
 
     def replaced(token: str) -> bytes:

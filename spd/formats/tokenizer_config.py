@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from spd.formats.json_file import Fields, names_in, shown
+from spd.formats.json_file import Fields, display_text, list_folder
 from spd.formats.names import TOKENIZER_CONFIG_FILE
 
 MAP_NAME = "special_tokens_map.json"
@@ -53,13 +53,13 @@ class TokenizerConfig:
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     """Special tokens and flags; empty when the folder says nothing."""
-    names = names_in(folder)
+    names = list_folder(folder)
     roles: dict[str, str] = {}
     named: dict[str, str] = {}
     additional: dict[str, None] = {}
     flags: dict[str, bool] = {}
     files = {
-        name: Fields.of(folder / name)
+        name: Fields.read(folder / name)
         for name in (MAP_NAME, TOKENIZER_CONFIG_FILE)
         if name in names
     }
@@ -82,7 +82,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     if config.fields is not None and "added_tokens_decoder" in config.fields:
         return replace(config, declared=_declared_tokens(config.fields))
     if ADDED_NAME in names:
-        listed = _listed_tokens(Fields.of(folder / ADDED_NAME), frozenset(config.special))
+        listed = _listed_tokens(Fields.read(folder / ADDED_NAME), frozenset(config.special))
         return replace(config, declared=listed)
     return config
 
@@ -138,5 +138,5 @@ def _content(fields: Fields, key: str, value: object) -> str:
     """A token is written as its text, or as an object that holds it."""
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str) or not content:
-        raise fields.refused(key, f"{shown(value)} is not a token")
+        raise fields.field_error(key, f"{display_text(value)} is not a token")
     return content

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spd.lazy_names import lazily
+from spd.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
     from spd.runtime.engine.client import EngineClient, EngineInfo
@@ -72,4 +72,4 @@ _HOMES = {
     "ranks.leader": ("start_rank_process",),
     "round.sampling_params": ("SamplingParams",),
 }
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = make_lazy_getattr(__name__, _HOMES)

@@ -26,7 +26,9 @@ def parse_body(data: bytes) -> Any:
         raise ApiError(400, f"The body holds more than {MAX_BODY_ITEMS:,} values.")
     try:
         text = decode_utf8(data, "The body")
-        return parse_json(text, "The body", constant=lambda name: refuse(name, "it is no number"))
+        return parse_json(
+            text, "The body", parse_constant=lambda name: refuse(name, "it is no number")
+        )
     except CheckpointError as error:
         raise ApiError(400, f"{error.message}.") from None
 

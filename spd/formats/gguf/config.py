@@ -17,7 +17,7 @@ from spd.formats.gguf.container import GgufFile
 from spd.formats.gguf.derived import DERIVED
 from spd.formats.gguf.keys import FULL, SLIDING, Keys, usual
 from spd.formats.gguf.rotation import rotation
-from spd.formats.json_file import Fields, listed, shown
+from spd.formats.json_file import Fields, abbreviate, display_text
 
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -29,9 +29,9 @@ def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
         raise CheckpointError(f"{file.path}: general.architecture: is missing")
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise CheckpointError(f"{file.path}: general.type: {shown(kind)} is not a model")
+        raise CheckpointError(f"{file.path}: general.type: {display_text(kind)} is not a model")
     if name not in ARCHITECTURES:
-        why = f"{shown(name)} is not supported as GGUF ({', '.join(ARCHITECTURES)} are)"
+        why = f"{display_text(name)} is not supported as GGUF ({', '.join(ARCHITECTURES)} are)"
         raise CheckpointError(f"{file.path}: general.architecture: {why}")
     return name, ARCHITECTURES[name]
 
@@ -186,5 +186,5 @@ def general_facts(file: GgufFile) -> dict[str, str]:
             found[key.removeprefix("general.")] = value
         elif key.startswith("general.") and isinstance(value, tuple):
             texts = [each for each in value if isinstance(each, str)]
-            found[key.removeprefix("general.")] = ", ".join(listed(texts))
+            found[key.removeprefix("general.")] = ", ".join(abbreviate(texts))
     return found

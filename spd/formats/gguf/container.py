@@ -23,7 +23,13 @@ from typing import BinaryIO
 from spd.errors import CheckpointError
 from spd.formats.gguf.block_types import BY_NUMBER, UNREAD, BlockType
 from spd.formats.gguf.file_kind import MAGIC, MAX_SPLITS
-from spd.formats.json_file import Identity, identity_of, open_regular_file, os_errors, shown
+from spd.formats.json_file import (
+    FileIdentity,
+    convert_os_errors,
+    display_text,
+    file_identity,
+    open_regular_file,
+)
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -79,7 +85,7 @@ class GgufFile:
     version: int
     metadata: Mapping[str, GgufValue]
     tensors: Mapping[str, GgufTensor]
-    identities: Mapping[Path, Identity]
+    identities: Mapping[Path, FileIdentity]
     """Of each file when it was read, in order."""
 
     @classmethod
@@ -115,13 +121,13 @@ class _Part:
     version: int
     metadata: Mapping[str, GgufValue]
     tensors: Mapping[str, GgufTensor]
-    identity: Identity
+    identity: FileIdentity
 
 
-def _joined(parts: Sequence[_Part]) -> tuple[dict[str, GgufTensor], dict[Path, Identity]]:
+def _joined(parts: Sequence[_Part]) -> tuple[dict[str, GgufTensor], dict[Path, FileIdentity]]:
     """Return the tensors and identities of splits, which must agree with each other."""
     tensors: dict[str, GgufTensor] = {}
-    identities: dict[Path, Identity] = {}
+    identities: dict[Path, FileIdentity] = {}
     for number, part in enumerate(parts):
         said = _whole(part, "split.no", -1), _whole(part, "split.count", 1)
         if said != (number, len(parts)):
@@ -132,7 +138,7 @@ def _joined(parts: Sequence[_Part]) -> tuple[dict[str, GgufTensor], dict[Path, I
         for name, tensor in part.tensors.items():
             if name in tensors:
                 where = tensors[name].path.name
-                raise _refused(part.path, f"tensor {shown(name)}: is in {where} too")
+                raise _refused(part.path, f"tensor {display_text(name)}: is in {where} too")
             tensors[name] = tensor
         identities[part.path] = part.identity
     expected = _whole(parts[0], "split.tensors.count", len(tensors))
@@ -146,7 +152,7 @@ def _whole(part: _Part, key: str, default: int) -> int:
     """Return a key's whole number, which says something of splits."""
     value = part.metadata.get(key, default)
     if type(value) is not int or not -1 <= value <= max(MAX_SPLITS, MAX_TENSORS):
-        raise _refused(part.path, f"{key}: {shown(value)} is not a count")
+        raise _refused(part.path, f"{key}: {display_text(value)} is not a count")
     if key == "split.count" and not 0 < value <= MAX_SPLITS:
         raise _refused(part.path, f"{key}: {value} is not a number from 1 to {MAX_SPLITS}")
     return value
@@ -281,16 +287,16 @@ class _Header:
 
 def _read_part(path: Path) -> _Part:
     """Read one file's header."""
-    with open_regular_file(path) as file, os_errors(path):
-        identity = identity_of(os.fstat(file.fileno()))
+    with open_regular_file(path) as file, convert_os_errors(path):
+        identity = file_identity(os.fstat(file.fileno()))
         header = _Header(file, path)
         version, tensor_count, key_count = _read_start(header)
         metadata: dict[str, GgufValue] = {}
         for _ in range(key_count):
             key = header.text("the name of a key", MAX_NAME)
             if key in metadata:
-                raise header.refused(f"{shown(key)}: the key is there twice")
-            metadata[key] = header.value(shown(key))
+                raise header.refused(f"{display_text(key)}: the key is there twice")
+            metadata[key] = header.value(display_text(key))
         alignment = _alignment(header, metadata)
         infos = [_read_tensor(header) for _ in range(tensor_count)]
     begin = _aligned(header.position, alignment)
@@ -302,7 +308,7 @@ def _read_start(header: _Header) -> tuple[int, int, int]:
     """Return version, count of tensors, count of keys."""
     magic = bytes(int(byte) for byte in header.numbers("B", 4))
     if magic != MAGIC:
-        raise header.refused(f"is not a GGUF file: it begins with {shown(magic)}")
+        raise header.refused(f"is not a GGUF file: it begins with {display_text(magic)}")
     version = int(header.numbers("I")[0])
     if version and version & 0xFFFF == 0:
         raise header.refused("is big-endian, only little-endian GGUF files are supported")
@@ -317,7 +323,7 @@ def _read_start(header: _Header) -> tuple[int, int, int]:
 def _alignment(header: _Header, metadata: Mapping[str, GgufValue]) -> int:
     value = metadata.get("general.alignment", ALIGNMENT)
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        why = f"{shown(value)} is not a power of two from 1 to {MAX_ALIGNMENT}"
+        why = f"{display_text(value)} is not a power of two from 1 to {MAX_ALIGNMENT}"
         raise header.refused(f"general.alignment: {why}")
     return value
 
@@ -338,7 +344,7 @@ class _Info:
 
 def _read_tensor(header: _Header) -> _Info:
     name = header.text("the name of a tensor", MAX_NAME)
-    what = f"tensor {shown(name)}"
+    what = f"tensor {display_text(name)}"
     dimensions = int(header.numbers("I")[0])
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise header.refused(f"{what}: {dimensions} dimensions are not from 1 to {MAX_DIMENSIONS}")
@@ -367,7 +373,7 @@ def _placed(
     tensors: dict[str, GgufTensor] = {}
     position = begin
     for info in sorted(infos, key=lambda each: each.offset):
-        what = f"tensor {shown(info.name)}"
+        what = f"tensor {display_text(info.name)}"
         offset = begin + info.offset
         if offset != position:
             gap = f"leaves a gap of {offset - position} bytes"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from spd.errors import UsageError
-from spd.formats.json_file import listed, shown
+from spd.formats.json_file import abbreviate, display_text
 
 SUFFIX = ".gguf"
 COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
@@ -87,9 +87,9 @@ def the_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileS
     lines = [_line(file_set, free) for file_set in sets]
     message = f"{name}: holds {len(sets)} models as GGUF, one of which is to be chosen"
     if tag is not None and not chosen:
-        message = f"{name}: has no GGUF file {shown(tag)}"
+        message = f"{name}: has no GGUF file {display_text(tag)}"
     fix = [f"spd pull {name}:{file_set.tag}" for file_set in best]
-    raise UsageError(message, reason=listed(lines, 40), fix=fix, code="choose_file")
+    raise UsageError(message, reason=abbreviate(lines, 40), fix=fix, code="choose_file")
 
 
 def needs(chosen: FileSet) -> int:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.container import GgufFile, GgufScalar, GgufTensor, GgufValue
-from spd.formats.json_file import open_regular_file, os_errors, shown
+from spd.formats.json_file import convert_os_errors, display_text, open_regular_file
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -93,8 +93,8 @@ def read_numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
     """Return the numbers of a small tensor of float32. Raises CheckpointError for another one."""
     if tensor.type.name != "F32" or tensor.nbytes > 4 * MAX_FACTORS:
         why = f"{tensor.type.name} {list(tensor.shape)} is not a list of up to {MAX_FACTORS} F32"
-        raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
-    with open_regular_file(tensor.path) as opened, os_errors(tensor.path):
+        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
+    with open_regular_file(tensor.path) as opened, convert_os_errors(tensor.path):
         opened.seek(tensor.offset)
         data = opened.read(tensor.nbytes)
     if len(data) < tensor.nbytes:

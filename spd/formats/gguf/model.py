@@ -28,7 +28,7 @@ from spd.formats.gguf.container import GgufFile, GgufTensor
 from spd.formats.gguf.sampling import read_sampling
 from spd.formats.gguf.tensors import StoredTensor, stored_tensors
 from spd.formats.gguf.vocabulary import Vocabulary, has_vocabulary
-from spd.formats.json_file import Fields, listed, shown
+from spd.formats.json_file import Fields, abbreviate, display_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class GgufCheckpoint(Checkpoint):
         self, file: GgufFile, stored: Mapping[str, StoredTensor], unknown: list[str]
     ) -> None:
         tensors = {name: _meta(name, tensor) for name, tensor in stored.items()}
-        notes = [f"not used: {shown(each)}" for each in listed(unknown)]
+        notes = [f"not used: {display_text(each)}" for each in abbreviate(unknown)]
         super().__init__(file.path, tensors, file.identities, notes)
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(dict(stored))
 

@@ -21,7 +21,7 @@ def read_sampling(file: GgufFile, end_ids: tuple[int, ...]) -> GenerationConfig:
     keys = {key: f"general.sampling.{word}" for key, word in _SAMPLING.items()}
     values = {key: _decimal(file.metadata.get(name)) for key, name in keys.items()}
     fields = Fields(str(file.path), values, keys)
-    return fields.facts(GenerationConfig, eos_token_ids=end_ids)
+    return fields.read_dataclass(GenerationConfig, eos_token_ids=end_ids)
 
 
 def _decimal(value: object) -> object:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats.json_file import names_in
+from spd.formats.json_file import list_folder
 
 PREFIX = "mtp-"
 """What the converter puts before the name of a file that holds a head alone."""
@@ -21,7 +21,7 @@ def sidecar_of(path: Path) -> Path | None:
     Both names are compared without their types and without the numbers of splits.
     """
     try:
-        names = names_in(path.parent)
+        names = list_folder(path.parent)
     except CheckpointError:
         return None
     wanted = _stem(path.name)

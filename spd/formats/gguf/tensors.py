@@ -13,7 +13,7 @@ from spd.formats.gguf import changes as to
 from spd.formats.gguf.architectures import GgufArchitecture
 from spd.formats.gguf.container import GgufFile, GgufTensor
 from spd.formats.gguf.names import LAYER, OUTER, Joined, Names
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, display_text
 
 Shape = tuple[int, ...]
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
@@ -50,19 +50,19 @@ def stored_tensors(
 
     Raises CheckpointError for an unknown one: one architecture's name covers models of several classes.
     """
-    reader = _Reader(row, _Sizes.of(fields.fields("text_config") or fields))
+    reader = _Reader(row, _Sizes.of(fields.optional_nested("text_config") or fields))
     found: dict[str, StoredTensor] = {}
     unknown: list[str] = []
     for tensor in file.tensors.values():
         named = [*reader.named(tensor, file.tensors)]
         if not named and tensor.name not in _IGNORED and not reader.is_joined(tensor.name):
             if not reader.is_beside(tensor.name):
-                why = f"is not known in {shown(file.metadata.get('general.architecture'))}"
-                raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
+                why = f"is not known in {display_text(file.metadata.get('general.architecture'))}"
+                raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
             unknown.append(tensor.name)
         for name, stored in named:
             if name in found:
-                where = f"{tensor.path}: tensor {shown(tensor.name)}"
+                where = f"{tensor.path}: tensor {display_text(tensor.name)}"
                 raise CheckpointError(f"{where}: is there under another name too")
             found[name] = stored
         if len(found) > MAX_PARTS:
@@ -240,7 +240,7 @@ class _Reader:
             counts = [rows // len(targets)] * len(targets)
         if sum(counts) != rows:
             why = f"{rows} rows are not {' + '.join(map(str, counts))}"
-            raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
+            raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
         first = 0
         for count in counts:
             yield _inner_rows(tensor, first, count) if stacked else _rows(tensor, first, count)
@@ -278,7 +278,7 @@ class _Reader:
         values = first[0] - 2 * keys * sizes.key_dim
         if not keys or values <= 0 or values % keys or parts[1].shape[0] != values:
             why = f"{first[0]} rows are not those of {keys} key heads and of their values"
-            raise CheckpointError(f"{parts[0].path}: tensor {shown(parts[0].name)}: {why}")
+            raise CheckpointError(f"{parts[0].path}: tensor {display_text(parts[0].name)}: {why}")
         rows = first[0] + values
         change = to.KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
         return StoredTensor(tuple(parts), (rows, *first[1:]), (change,))
@@ -294,8 +294,8 @@ def _check_fit(joined: Joined, parts: Sequence[GgufTensor]) -> None:
     elif joined.change == "latent_heads":
         fits = len(first) == len(second) == 3 and (first[0], first[1]) == (second[0], second[2])
     if not fits:
-        why = f"{list(first)} does not fit {list(second)} of {shown(parts[1].name)}"
-        raise CheckpointError(f"{parts[0].path}: tensor {shown(parts[0].name)}: shape {why}")
+        why = f"{list(first)} does not fit {list(second)} of {display_text(parts[1].name)}"
+        raise CheckpointError(f"{parts[0].path}: tensor {display_text(parts[0].name)}: shape {why}")
 
 
 def _experts(tensor: GgufTensor) -> int:
@@ -303,7 +303,7 @@ def _experts(tensor: GgufTensor) -> int:
     count = tensor.shape[0]
     if len(tensor.shape) < 2 or count > MAX_EXPERTS:
         why = f"shape {list(tensor.shape)} does not stack up to {MAX_EXPERTS:,} experts"
-        raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)}: {why}")
+        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
     return count
 
 

@@ -30,7 +30,7 @@ from spd.formats.gguf.vocabulary import (
     USER_DEFINED,
     Vocabulary,
 )
-from spd.formats.json_file import shown
+from spd.formats.json_file import display_text
 from spd.formats.tokenizer import Tokenizer, calling, check_content
 from spd.formats.tokenizer_config import TokenizerConfig
 
@@ -142,7 +142,7 @@ def _rule(words: Vocabulary) -> PreTokenizer:
         message = "does not say how a text is cut into words, so that ids would be guessed"
         fix = ["a newer file of this model"]
         raise CheckpointError(f"{words.fields.where}: {key}: {message}", fix=fix)
-    raise words.fields.refused(key, f"{shown(name)} is not supported")
+    raise words.fields.field_error(key, f"{display_text(name)} is not supported")
 
 
 def _added_ids(words: Vocabulary) -> list[int]:
@@ -225,7 +225,9 @@ def _file_merges(words: Vocabulary) -> list[Pair]:
     merges: list[Pair] = []
     for merge in words.merges:
         at = merge.find(" ", 1)
-        words.fields.require(0 < at < len(merge) - 1, key, f"{shown(merge)} is not two parts")
+        words.fields.require(
+            0 < at < len(merge) - 1, key, f"{display_text(merge)} is not two parts"
+        )
         merges.append((merge[:at], merge[at + 1 :]))
     return merges
 

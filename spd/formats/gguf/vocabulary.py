@@ -9,7 +9,7 @@ from functools import cached_property
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.container import GgufFile
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, display_text
 
 MAX_TOKENS = 1 << 24
 BYTE_LEVEL = "gpt2"
@@ -153,7 +153,7 @@ def _texts(fields: Fields, key: str) -> tuple[str, ...]:
     value = fields.get(key)
     if isinstance(value, tuple) and (not value or isinstance(value[0], str)):
         return value
-    raise fields.refused(key, f"{shown(value)} is not a list of texts")
+    raise fields.field_error(key, f"{display_text(value)} is not a list of texts")
 
 
 def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, ...]:
@@ -162,9 +162,9 @@ def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, 
     if value is None:
         return ()
     if not isinstance(value, tuple) or (value and type(value[0]) is not int):
-        raise fields.refused(key, f"{shown(value)} is not a list of whole numbers")
+        raise fields.field_error(key, f"{display_text(value)} is not a list of whole numbers")
     if count is not None and len(value) != count:
-        raise fields.refused(key, f"are {len(value):,}, but there are {count:,} tokens")
+        raise fields.field_error(key, f"are {len(value):,}, but there are {count:,} tokens")
     return value
 
 
@@ -173,7 +173,7 @@ def _scores(fields: Fields, count: int) -> tuple[float, ...]:
     key = "tokenizer.ggml.scores"
     value = fields.get(key)
     if not isinstance(value, tuple) or not value or type(value[0]) not in (int, float):
-        raise fields.refused(key, f"{shown(value)} is not a list of numbers")
+        raise fields.field_error(key, f"{display_text(value)} is not a list of numbers")
     if len(value) != count:
         raise CheckpointError(f"{fields.where}: {key}: are {len(value):,} for {count:,} tokens")
     fields.require(not any(map(math.isnan, value)), key, "one is not a number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spd.lazy_names import lazily
+from spd.lazy_names import make_lazy_getattr
 
 _NAMES = {
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "diagnostic_steps"),
@@ -28,4 +28,4 @@ _NAMES = {
     ),
     "sweep": ("Settings", "Sweep"),
 }
-__getattr__ = lazily(__name__, _NAMES)
+__getattr__ = make_lazy_getattr(__name__, _NAMES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, LAYER, OFFSETS
-from spd.formats.json_file import listed
+from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import HEAD
 from spd.runtime.models import weights
@@ -86,7 +86,7 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     unread = [name for name in unused if name.startswith(UNDERSTOOD)]
     if unread:
         why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
-        reason = [f"{len(unread)} of its tensors are not read:", *listed(unread)]
+        reason = [f"{len(unread)} of its tensors are not read:", *abbreviate(unread)]
         raise CheckpointError(why, reason=reason)
     return [name for name in unused if name not in IGNORABLE]
 

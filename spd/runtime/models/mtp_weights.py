@@ -8,7 +8,7 @@ from functools import partial
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.json_file import listed
+from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import HOW_TO_ATTACH, MtpSource
 from spd.formats.mtp_layout import MtpFamily
@@ -114,5 +114,5 @@ def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     if foreign:
         why = "tensors of the MTP head belong to none of its layers as"
         why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"
-        raise CheckpointError(why, reason=listed(foreign), fix=["--spec ngram"])
+        raise CheckpointError(why, reason=abbreviate(foreign), fix=["--spec ngram"])
     return expected

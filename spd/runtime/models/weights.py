@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.json_file import listed, shown
+from spd.formats.json_file import abbreviate, display_text
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
@@ -127,13 +127,13 @@ def tell_unused(names: Sequence[str], folder: Path) -> None:
     """Warn of tensors that nothing reads."""
     if names:
         logger.warning(
-            "%d tensors of %s are not used, %s first", len(names), folder, shown(names[0])
+            "%d tensors of %s are not used, %s first", len(names), folder, display_text(names[0])
         )
 
 
 def tell_notes(checkpoint: Checkpoint) -> None:
     """Warn of files and tensors that an index contradicts or does not name."""
-    for note in listed([*checkpoint.notes], 3):
+    for note in abbreviate([*checkpoint.notes], 3):
         logger.warning("%s: %s", checkpoint.folder, note)
 
 
