@@ -61,12 +61,12 @@ def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kerne
 def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
     """Few programs for the interpreter: of a small device none is idle, and one turns all heads of a row."""
     from spd.kernels.attention import paged_attention_triton, rotary_store_triton
-    from spd.kernels.launch import device_facts
+    from spd.kernels.launch import device_properties
 
     monkeypatch.setattr(
         paged_attention_triton,
-        "device_facts",
-        lambda it: replace(device_facts(it), processors=processors),
+        "device_properties",
+        lambda it: replace(device_properties(it), processors=processors),
     )
     monkeypatch.setattr(rotary_store_triton, "HEADS_A_PROGRAM", 16)
 

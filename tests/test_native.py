@@ -11,7 +11,7 @@ import torch
 from spd.errors import IncompatibleError
 from spd.formats.demo import demo_folder
 from spd.kernels.native import build
-from spd.kernels.native.build import instructions, obstacle
+from spd.kernels.native.build import instructions, unavailable_reason
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.plan.machine import Machine
@@ -159,14 +159,14 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
         plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **options))
         return plan.shape.dtype, plan.shape.kernels, plan.kernels_reason
 
-    if obstacle() is None:
+    if unavailable_reason() is None:
         why = f"compiled for this processor's {instructions()}"
         assert planned() == planned(kernels="native") == ("bfloat16", "native", why)
         why = f"compiled for this processor's {instructions('float32')}"
         assert planned(dtype="float32") == ("float32", "native", why)
     assert planned(kernels="torch") == (of_torch, "torch", "asked for")
     monkeypatch.setattr(build, "find_compiler", tuple)
-    assert planned() == (of_torch, "torch", f"not the C kernels: {obstacle()}")
+    assert planned() == (of_torch, "torch", f"not the C kernels: {unavailable_reason()}")
 
 
 @needs_native

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
-from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw, Norm
@@ -223,7 +223,7 @@ def attention_case(
         plan = planning()
         query = bench.normal(slots, width, heads.num_heads, heads.head_dim)
         calls = [
-            partial(kernels.paged_attention, query, pair, plan, Scores(scale))
+            partial(kernels.paged_attention, query, pair, plan, AttentionParams(scale))
             for pair in pools.layers
         ]
         plain = pools.contiguous(slots, context)
@@ -253,7 +253,7 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
             where, torch.ones_like(where, dtype=torch.bool), table, [start + chunk], [None], start
         )
         plan = kernels.plan_attention(rows, heads, PAGE, bench.dtype)
-        call = partial(kernels.paged_attention, query[None], own, plan, Scores(scale))
+        call = partial(kernels.paged_attention, query[None], own, plan, AttentionParams(scale))
         us, _, torch_us = bench.row([call], None, [rival])
         flops = 4 * chunk * (start + chunk / 2) * heads.num_heads * heads.head_dim
         found[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]

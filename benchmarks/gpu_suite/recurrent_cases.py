@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
-from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 
 TAPS = 4
@@ -73,13 +73,13 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
     return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
 
 
-def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, Rule]:
+def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, DeltaRule]:
     """What the rule reads of rows: convolved channels, gates, and each head's two constants."""
     device = bench.timer.device
     rate = torch.randn(shape.heads, device=device)
     bias = torch.randn(shape.heads, device=device)
     mixed = torch.randn(rows, shape.channels, device=device)
-    return mixed, bench.normal(rows, 2 * shape.heads), Rule(rate, bias)
+    return mixed, bench.normal(rows, 2 * shape.heads), DeltaRule(rate, bias)
 
 
 def delta_case(

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
 from spd.kernels.round.commit import emission_width
-from spd.kernels.round.window import ENDED, NUM_TIMES, Places
+from spd.kernels.round.window import ENDED, NUM_TIMES, Paging
 from spd.kernels.sampling import draft_verify, philox, sampling
 from spd.runtime.round.sampling_params import SamplingSteps
 
@@ -70,9 +70,9 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
             )
             laws = (logits, draft, tensors)
             found[f"{count} law {name}"] = bench.row(
-                [partial(bench.kernels.row_laws, *laws)],
+                [partial(bench.kernels.row_distributions, *laws)],
                 logits.nbytes,
-                [partial(sampling.row_laws, *laws)],
+                [partial(sampling.row_distributions, *laws)],
             )
     return found
 
@@ -158,7 +158,7 @@ def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows
     """The kernels around the two models: window, commit, clock, and a drafter's windows."""
     kernels = bench.kernels
     s = Slots.build(bench, slots, k, width, vocab)
-    places = Places(PAGE, width, 0)
+    places = Paging(PAGE, width, 0)
     made = kernels.round_window(s, k, places, vocab)
     sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)
     finite = torch.ones_like(sampled, dtype=torch.bool)

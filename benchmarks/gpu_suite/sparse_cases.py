@@ -18,7 +18,13 @@ from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
 from spd.kernels.experts.moe import ExpertWeights
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, int8_rows, tiled
+from spd.kernels.linear.few_bits import (
+    GroupedWeight,
+    TiledWeight,
+    quantize_int4,
+    quantize_int8,
+    tile_weight,
+)
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.runtime.layers.skinny_linear import SkinnyLinear, share_workspace
@@ -136,11 +142,11 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
 
 def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
     if kind in ("int4", "int8"):
-        return tiled(int4_groups(weight) if kind == "int4" else int8_rows(weight))
+        return tile_weight(quantize_int4(weight) if kind == "int4" else quantize_int8(weight))
     n, k = weight.shape
     scales = torch.full((n, -(-k // GROUP)), k**-0.5, dtype=torch.bfloat16, device=weight.device)
     codes = (weight.float() * k**0.5).to(torch.float8_e4m3fn).view(torch.uint8)
-    return tiled(GroupedWeight("e4m3", codes, scales, None, GROUP))
+    return tile_weight(GroupedWeight("e4m3", codes, scales, None, GROUP))
 
 
 def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:

@@ -19,7 +19,7 @@ CODE_BITS: Mapping[CodeKind, int] = {
     "mx4": 4,
 }
 INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
-SUPER = 256
+SUPER_BLOCK = 256
 """Columns that share a factor of scales in bytes."""
 
 

@@ -13,7 +13,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
+from spd.kernels.attention.paged_attention import (
+    AttentionHeads,
+    AttentionParams,
+    AttentionPlan,
+    Windows,
+)
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
 from spd.kernels.capabilities import Capabilities
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
@@ -22,9 +27,9 @@ from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.head_input import HeadRows, PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
 from spd.kernels.native.packed import PackedProducts
-from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
-from spd.kernels.round.window import Places, RoundTensors, RoundWindow, Rows
+from spd.kernels.round.window import Paging, RoundTensors, RoundWindow, Rows
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors
 
@@ -150,9 +155,9 @@ class Kernels(Protocol):
         ...
 
     def keep_states(
-        self, made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
+        self, hidden: Tensor, rows: Rows, rings: Tensor, page_states: Tensor, page_size: int
     ) -> None:
-        """Write valid rows of made [S, W, H] into rings states [S, depth + 1, H], in place.
+        """Write valid rows of hidden [S, W, H] into rings [S, depth + 1, H], in place.
 
         Valid positions of a slot lie less than depth apart. page_states [P, H] takes the row that is the
         last position of its page. Rows that are not valid may write a ring's last place and page 0.
@@ -174,7 +179,7 @@ class Kernels(Protocol):
 
         qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm of
         every head before the rotation. Pools are written in place; values that are not finite are
-        replaced (`tamed`), so that a faulty slot cannot harm another one.
+        replaced (`replace_non_finite`), so that a faulty slot cannot harm another one.
         """
         ...
 
@@ -188,7 +193,7 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores
+        self, query: Tensor, pools: Pools, plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
         """Attend query [S, Q, H, D] to each slot's pages: [S, Q, H, D].
 
@@ -239,7 +244,7 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Choose experts of each row by parts float32 [T, P, E]: (ids int64, weights float32) [T, k].
 
-        Scores are the sigmoid or the softmax of the sum of the parts. Experts are chosen by score +
+        AttentionParams are the sigmoid or the softmax of the sum of the parts. Experts are chosen by score +
         correction [E], best first, ties to the lowest id, from the `groups_kept` groups of neighbours
         whose `group_best` best experts have the largest sum. Weights are scores without correction,
         divided by their sum plus `added` if `normalised`, times `scale`. NaN counts as the largest value:
@@ -252,7 +257,7 @@ class Kernels(Protocol):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        own: ExpertWeights,
+        expert_weights: ExpertWeights,
         stream: Tensor | None = None,
         *,
         chunk: bool = False,
@@ -286,7 +291,7 @@ class Kernels(Protocol):
         ...
 
     def delta_rule(
-        self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+        self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
         """Return what each row reads of its slot's state, float32 [T, H, dv]; memory is written.
 
@@ -299,7 +304,7 @@ class Kernels(Protocol):
         ...
 
     def delta_chunks(
-        self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+        self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
         """Return `delta_rule` up to rounding, for runs of a prompt that are never rolled back.
 
@@ -309,12 +314,12 @@ class Kernels(Protocol):
         ...
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool = False
     ) -> Tensor:
         """Return the RMS norm of each head times silu(gate), rounded once: [T, H * dv].
 
         x float32 [T, H, dv]; gate [T, H * dv], rows with any stride, in the result's dtype; weight
-        float32 [dv] or [H, dv]. first: the gate is applied before the norm.
+        float32 [dv] or [H, dv]. gate_first: the gate is applied before the norm.
         """
         ...
 
@@ -336,7 +341,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def row_laws(self, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
+    def row_distributions(self, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
         """Return the distribution that `sample_rows` draws from: [S, R, V] in the logits' dtype.
 
         At temperature 0 all probability lies on the likeliest token, ties to the lowest id. A row with a
@@ -368,7 +373,7 @@ class Kernels(Protocol):
     # The round.
 
     def round_window(
-        self, state: RoundTensors, k: int, places: Places, usable_vocab: int
+        self, state: RoundTensors, k: int, paging: Paging, usable_vocab: int
     ) -> RoundWindow:
         """Return every slot's verification window: the token at length - 1, then k drafts.
 
@@ -382,7 +387,7 @@ class Kernels(Protocol):
         state: RoundTensors,
         width: int,
         chosen: Tensor,
-        places: Places,
+        paging: Paging,
         first: Tensor | None,
         ahead: int = 0,
     ) -> Rows:
@@ -394,7 +399,7 @@ class Kernels(Protocol):
         ...
 
     def draft_step(
-        self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places
+        self, state: RoundTensors, sampled: Tensor, step: int, k: int, paging: Paging
     ) -> Rows:
         """Write one drafted token into draft[:, step] and return the row that draws the next one.
 
@@ -437,15 +442,15 @@ class Kernels(Protocol):
         ngram_min: int,
         ngram_max: int,
         bound: int,
-        over: bool = False,
+        keep_drafts: bool = False,
     ) -> None:
         """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
 
         Where fewer than k tokens followed it, the text repeats itself and its period goes on. Matches are
         ngram_min >= 1 to ngram_max tokens long. Written in place: draft[:, :k]; num_drafts, k or 0; match,
         the match's length. Inactive slots get 0 drafts and keep their match. bound >= every active slot's
-        length; only the torch form reads it. over: drafts are there already, and stay in inactive slots and
-        where nothing matches. Source: Saxena 2023 (prompt lookup decoding).
+        length; only the torch form reads it. keep_drafts: `draft` already holds drafts, which stay in
+        inactive slots and where nothing matches. Source: Saxena 2023 (prompt lookup decoding).
         """
         ...
 

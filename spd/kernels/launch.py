@@ -21,7 +21,7 @@ class Device:
 
 
 @cache
-def device_facts(device: torch.device) -> Device:
+def device_properties(device: torch.device) -> Device:
     """Of the device that tensors lie on."""
     if device.type == "cpu":
         return Device()
@@ -43,12 +43,12 @@ def power_of_two(size: int) -> int:
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, Any]:
+def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel that may begin before the previous one has ended.
 
     Such a kernel has the constant PDL and waits, in every program, before it touches anything that
     another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
     """
-    if device_facts(device).capability >= (9, 0):
+    if device_properties(device).capability >= (9, 0):
         return {"PDL": 1, "launch_pdl": True}
     return {"PDL": 0}

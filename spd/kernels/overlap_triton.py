@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Programmatic dependent launch: a kernel's first steps while the one before it ends. See `launch.overlap`.
+"""Programmatic dependent launch: a kernel begins while the one before it ends.
 
-Every kernel launched so waits in all its programs before its first access to what another kernel reads
-or writes. As the kernel before it has waited likewise, everything earlier has ended too.
+See `launch.pdl_options`. Every kernel launched so waits in all its programs before its first access
+to what another kernel reads or writes. As the kernel before it has waited likewise, everything
+earlier has ended too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from spd.kernels.round.commit import round_commit
 from spd.kernels.round.ngram_lookup import ngram_lookup
 from spd.kernels.round.window import committed_window, draft_step, mark_time, round_window
 from spd.kernels.sampling.draft_verify import verify_drafts
-from spd.kernels.sampling.sampling import row_laws, sample_rows
+from spd.kernels.sampling.sampling import row_distributions, sample_rows
 
 
 class TorchKernels:
@@ -50,7 +50,7 @@ class TorchKernels:
     delta_chunks = staticmethod(delta_chunks)
     gated_norm = staticmethod(gated_norm)
     sample_rows = staticmethod(sample_rows)
-    row_laws = staticmethod(row_laws)
+    row_distributions = staticmethod(row_distributions)
     verify_drafts = staticmethod(verify_drafts)
     round_window = staticmethod(round_window)
     committed_window = staticmethod(committed_window)

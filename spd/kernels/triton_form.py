@@ -13,7 +13,7 @@ from spd.kernels.linear import skinny_linear_triton
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.head_input_triton import head_input, keep_states
 from spd.kernels.linear.rows_triton import embed, norm_residual, rms_norm_rows
-from spd.kernels.linear.skinny_config import NARROW, Widest
+from spd.kernels.linear.skinny_config import NARROW_TILES, TokenTileLimits
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
 from spd.kernels.recurrent.delta_rule_triton import delta_chunks, delta_rule, gated_norm
 from spd.kernels.recurrent.short_conv_triton import short_conv
@@ -21,7 +21,7 @@ from spd.kernels.round.commit_triton import round_commit
 from spd.kernels.round.ngram_lookup_triton import ngram_lookup
 from spd.kernels.round.window_triton import committed_window, draft_step, mark_time, round_window
 from spd.kernels.sampling.draft_verify_triton import verify_drafts
-from spd.kernels.sampling.sampling_triton import row_laws, sample_rows
+from spd.kernels.sampling.sampling_triton import row_distributions, sample_rows
 
 
 class TritonKernels:
@@ -31,9 +31,9 @@ class TritonKernels:
     capabilities: Capabilities = CAPABILITIES["triton"]
     native: None = None
 
-    def __init__(self, widest: Widest = NARROW) -> None:
-        """widest: the widest token tiles of products, by the dtype of weights."""
-        self.widest = widest
+    def __init__(self, tile_limits: TokenTileLimits = NARROW_TILES) -> None:
+        """tile_limits: the widest token tiles of products, by the dtype of weights."""
+        self.tile_limits = tile_limits
 
     embed = staticmethod(embed)
     rms_norm_rows = staticmethod(rms_norm_rows)
@@ -54,7 +54,7 @@ class TritonKernels:
     delta_chunks = staticmethod(delta_chunks)
     gated_norm = staticmethod(gated_norm)
     sample_rows = staticmethod(sample_rows)
-    row_laws = staticmethod(row_laws)
+    row_distributions = staticmethod(row_distributions)
     verify_drafts = staticmethod(verify_drafts)
     round_window = staticmethod(round_window)
     committed_window = staticmethod(committed_window)
@@ -76,7 +76,7 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor | None]:
         """Launch `Kernels.linear` with this set's token tiles."""
         return skinny_linear_triton.linear(
-            x, weight, bias, workspace, norm, residual, chunk=chunk, widest=self.widest
+            x, weight, bias, workspace, norm, residual, chunk=chunk, tile_limits=self.tile_limits
         )
 
     def norm_gate_up(
@@ -90,15 +90,15 @@ class TritonKernels:
     ) -> Tensor:
         """Launch `Kernels.norm_gate_up` with this set's token tiles."""
         return skinny_linear_triton.norm_gate_up(
-            x, weight, bias, workspace, norm, act, widest=self.widest
+            x, weight, bias, workspace, norm, act, tile_limits=self.tile_limits
         )
 
     def head_logits(self, x: Tensor, weight: AnyWeight) -> Tensor:
         """Launch `Kernels.head_logits` with this set's token tiles."""
-        return skinny_linear_triton.head_logits(x, weight, widest=self.widest)
+        return skinny_linear_triton.head_logits(x, weight, tile_limits=self.tile_limits)
 
     def head_sample(
         self, x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Launch `Kernels.head_sample` with this set's token tiles."""
-        return skinny_linear_triton.head_sample(x, weight, draw, ids, widest=self.widest)
+        return skinny_linear_triton.head_sample(x, weight, draw, ids, tile_limits=self.tile_limits)

@@ -18,7 +18,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import read_head_folder, verifier_hash
-from spd.kernels.linear.few_bits import int4_groups
+from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
 from tests.helpers import cut_when_read, edit_weights
@@ -79,7 +79,7 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
                 continue
             module, scheme = how.found(name, tuple(tensor.shape), after.tensors)
             found = unpack(after, module, scheme, tuple(tensor.shape))
-            assert torch.equal(found.plain(), int4_groups(tensor).plain(torch.float32))
+            assert torch.equal(found.plain(), quantize_int4(tensor).plain(torch.float32))
             rounded.add(name)
         assert any("linear_attn" in name for name in rounded) and any(
             "mlp" in name for name in rounded

@@ -15,18 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
-from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
+from spd.kernels.native.build import (
+    DTYPE_FLAGS,
+    FEATURES,
+    processor_features,
+    unavailable_reason,
+    usable_instructions,
+)
 from spd.kernels.native.library import ROUND
 
 HERE = [
     f"{name} {dtype}"
     for dtype in DTYPE_FLAGS
-    for name in fitting(dtype)
+    for name in usable_instructions(dtype)
     if processor_features() >= FEATURES[name]
 ]
 """Of the instructions and dtypes that there are C kernels of, those that can be tried here."""
 needs_compiled = pytest.mark.skipif(
-    obstacle() is not None, reason=f"no C kernels here: {obstacle()}"
+    unavailable_reason() is not None, reason=f"no C kernels here: {unavailable_reason()}"
 )
 COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
 EVERY: list[Any] = ["torch", "triton", *COMPILED]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spd.formats.gguf.block_types import BY_NAME
-from spd.kernels.linear.few_bits import GroupedWeight, paired
+from spd.kernels.linear.few_bits import GroupedWeight, pack_nibbles
 from spd.runtime.load.gguf_codes import PARTS
 from spd.runtime.models.gguf_forms import FORMS
 
@@ -38,7 +38,7 @@ def grouped(name: str, blocks: Tensor, rows: int) -> GroupedWeight:
     scales = parts.pop("scales")
     return GroupedWeight(
         spec.kind,
-        paired(codes) if spec.paired else codes,
+        pack_nibbles(codes) if spec.paired else codes,
         scales,
         None,
         spec.group,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spd.formats.block_config import RouterConfig
-from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.experts.moe import ExpertWeights
@@ -24,9 +24,9 @@ from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
-from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
-from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
+from spd.kernels.round.window import ENDED, Paging, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
 from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case, stepping
@@ -156,7 +156,7 @@ def attention() -> Launches:
         dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False
     ) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
-        scores = Scores(0.1, heads.sliding[0], softcap, sink)
+        scores = AttentionParams(0.1, heads.sliding[0], softcap, sink)
         plan = OPS.plan_attention(windows, heads, 64, dtype)
         pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
@@ -270,7 +270,9 @@ def draws() -> Launches:
         )
     }
     for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
-        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, stepping(tensors, steps))
+        found[f"law_{name}"] = partial(
+            OPS.row_distributions, logits, draft, stepping(tensors, steps)
+        )
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
             given = (logits, probabilities, *verify, rule == "block")
@@ -286,7 +288,7 @@ def rounds() -> Launches:
         return RoundState(4, width - 32, 31, 64, "meta")
 
     slots = of(I64, 4)
-    places = Places(64, 4096, 64)
+    places = Paging(64, 4096, 64)
     s = state()
     generated = of(torch.int32, 4, VOCAB)
     found: Launches = {}
@@ -335,7 +337,9 @@ def recurrent() -> Launches:
             of(F32, 16, heads, width, size), *(of(F32, 16, 54, *ring) for ring in rings)
         )
         for operation in (OPS.delta_rule, OPS.delta_chunks):
-            operation(mixed, gates, Rule(of(F32, heads), of(F32, heads), corrects), memory, rows)
+            operation(
+                mixed, gates, DeltaRule(of(F32, heads), of(F32, heads), corrects), memory, rows
+            )
 
     def layer(dtype: torch.dtype, *sizes: int) -> None:
         heads, key_heads, width, size = sizes

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int8_rows, paired, tiled
+from spd.kernels.linear.few_bits import (
+    GroupedWeight,
+    TiledWeight,
+    pack_nibbles,
+    quantize_int8,
+    tile_weight,
+)
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import AnyWeight
 from tests.kernels.forms import normal
@@ -43,10 +49,10 @@ def drawn(
     groups = math.ceil(depth / group)
     scales = torch.rand(rows, groups, generator=made) * 0.02 + 0.001
     zero = torch.randint(0, most, (rows, groups), generator=made).to(torch.uint8)
-    kept = paired(codes) if kind in ("int4", "e2m1") else codes
+    kept = pack_nibbles(codes) if kind in ("int4", "e2m1") else codes
     scales = scales if wide else scales.bfloat16()
     whole = GroupedWeight(kind, kept, scales, zero if zeros else None, group)  # type: ignore[arg-type]
-    return whole.stacked(count) if count else whole
+    return whole.as_experts(count) if count else whole
 
 
 def make_weight(
@@ -55,11 +61,13 @@ def make_weight(
     """A random weight in int8 whose scales differ much from row to row, or "kind group" of any codes."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
-        whole = int8_rows(normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None])
+        whole = quantize_int8(
+            normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
+        )
     else:
         code, group = kind.split()
         whole = drawn(code, n, k, int(group), code.startswith("int") and group != "128")
-    return tiled(replace(whole.each(lambda part: part.to(device)), columns=factors))
+    return tile_weight(replace(whole.map_tensors(lambda part: part.to(device)), columns=factors))
 
 
 def exact(weight: AnyWeight) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spd.kernels.attention import attention_chunks
 from spd.kernels.attention import paged_attention as plain
-from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.launch import Device, power_of_two
 from tests.helpers import few_programs
 from tests.kernels.compile_ahead import DEVICES
@@ -62,9 +62,9 @@ class Cache:
     sinks: Tensor | None = None
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> AttentionParams:
         scale = 0.21 if self.rank else self.heads.head_dim**-0.5
-        return Scores(scale, self.heads.sliding[-1], self.softcap, self.sinks)
+        return AttentionParams(scale, self.heads.sliding[-1], self.softcap, self.sinks)
 
     def like(
         self,
@@ -580,7 +580,7 @@ def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
         plan = form.ops.plan_attention(windows, heads, 64, torch.float32)
         query = torch.randn(1, 2, 2, 8)
         assert (
-            form.ops.paged_attention(query, (pool, pool), plan, Scores(1.0, 16, softcap))
+            form.ops.paged_attention(query, (pool, pool), plan, AttentionParams(1.0, 16, softcap))
             .isfinite()
             .all()
         )

@@ -19,11 +19,11 @@ KINDS = ("int4", "int8", "e2m1", "e4m3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_a_bfloat16(kind: str) -> None:
     codes = torch.arange(16 if kind in ("int4", "e2m1") else 256).to(torch.uint8)
-    made = few_bits.decoded(kind, codes)  # type: ignore[arg-type]
+    made = few_bits.decode_codes(kind, codes)  # type: ignore[arg-type]
     made = made[made.isfinite()]
     assert torch.equal(made, made.bfloat16().float()) and made.unique().numel() >= len(codes) - 3
     if kind in ("int4", "e2m1"):
-        assert torch.equal(few_bits.unpaired(few_bits.paired(codes)), codes)
+        assert torch.equal(few_bits.unpack_nibbles(few_bits.pack_nibbles(codes)), codes)
 
 
 @pytest.mark.parametrize("case", [("int4", 70, 256, 64, True), *CODED], ids=str)
@@ -31,8 +31,8 @@ def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatc
     """Made a few rows at a time, too."""
     kept = drawn(*case)
     whole = kept.plain(torch.float32)
-    monkeypatch.setattr(few_bits, "STRIP", 700)
-    assert torch.equal(few_bits.tiled(kept).plain(torch.float32), whole)
+    monkeypatch.setattr(few_bits, "STRIP_VALUES", 700)
+    assert torch.equal(few_bits.tile_weight(kept).plain(torch.float32), whole)
 
 
 @needs_compiled
@@ -72,17 +72,17 @@ def test_largest_sums_are_exact(native: NativeKernels, kind: Any, code: int, gro
 def test_int8_is_within_half_a_step() -> None:
     wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
     wide[5] = 0
-    made = few_bits.int8_rows(wide)
+    made = few_bits.quantize_int8(wide)
     assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales).all()
-    numbers = few_bits.tiled(made).codes.int()
+    numbers = few_bits.tile_weight(made).codes.int()
     assert numbers.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
     assert made.scales[5] == 1 and not numbers[5].any()
-    half = few_bits.int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    half = few_bits.quantize_int8(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
     assert half.codes.tolist() == [[255, 128, 130, 126]]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("rounded", [few_bits.int8_rows, few_bits.int4_groups])
+@pytest.mark.parametrize("rounded", [few_bits.quantize_int8, few_bits.quantize_int4])
 def test_what_is_not_finite_is_not_rounded_away(rounded: Any, value: float) -> None:
     weight = torch.ones(3, 64)
     weight[1, 7] = value

@@ -9,7 +9,7 @@ import torch
 
 from spd.formats.gguf.block_types import BY_NAME
 from spd.kernels.linear.few_bits import StackedWeight
-from spd.kernels.native.library import FLOAT32, ROUNDED, NativeKernels, ending_of
+from spd.kernels.native.library import FLOAT32, ROUNDED, NativeKernels, epilogue_of
 from spd.runtime.load.gguf_blocks import VALUES
 from spd.runtime.models.gguf_forms import FORMS
 from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
@@ -43,7 +43,7 @@ def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> No
     weight = grouped(name, drawn_blocks(name, rows, columns), rows)
     packed = native.pack(weight)
     if rows % 32 == 0:
-        kept = packed.tiles.nbytes + sum(part.nbytes for part in packed.parts.values())
+        kept = packed.tiles.nbytes + sum(part.nbytes for part in packed.quant_parameters.values())
         assert kept == FORMS[name].bytes_of(rows, columns)
     wide = weight.plain(torch.float64).t()
     x = noise(47, columns).to(native.dtype)
@@ -55,7 +55,7 @@ def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> No
     assert_rounded(found, x.double() @ wide + residual.double())
     if rows % 2 == 0:
         act = next(each for each in ACTS if each.gated)
-        gated = native.packed_linear(x, native.pack(weight, gated=True), None, ending_of(act))
+        gated = native.packed_linear(x, native.pack(weight, gated=True), None, epilogue_of(act))
         assert_rounded(gated, acted(x.double() @ wide, act))
 
 

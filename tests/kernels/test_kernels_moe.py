@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import int8_rows, tiled
+from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.native.packed import PackedWeight
 from tests.kernels.forms import ACTS, EVERY, ROUNDED, Form, acted, normal, thinned
 from tests.kernels.skinny_cases import drawn
@@ -138,7 +138,7 @@ def prepared(form: Form, own: moe.ExpertWeights) -> moe.ExpertWeights:
     def kept(weight: Any, gated: bool = False) -> Any:
         if form.native:
             return form.ops.pack(weight, gated=gated)
-        return weight if isinstance(weight, Tensor) else tiled(weight)
+        return weight if isinstance(weight, Tensor) else tile_weight(weight)
 
     return own._replace(gate_up=kept(own.gate_up, own.act.gated), down=kept(own.down))
 
@@ -152,9 +152,9 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
     coded = (
         drawn(code, n, k, int(group), code == "int4", count=count)
         if group != "0"
-        else int8_rows(wide)
+        else quantize_int8(wide)
     )
-    return coded.each(lambda part: part.to(device))
+    return coded.map_tensors(lambda part: part.to(device))
 
 
 def widened(own: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:

@@ -23,7 +23,7 @@ from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeKernels, ending_of
+from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeKernels, epilogue_of
 from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
 from tests.kernels.skinny_cases import CODED, drawn
 
@@ -48,7 +48,7 @@ def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
 
 @pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
 def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
-    """Every ending, with and without what may stand before and after."""
+    """Every epilogue, with and without what may stand before and after."""
     weight = weight_of(native, case)
     double = weight_of(native, case, twice=True)
     width, depth = weight.shape
@@ -82,10 +82,10 @@ def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
         both = x.double() @ wide_double + biases
         for act in ACTS:
             assert_rounded(
-                native.packed_linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act)
+                native.packed_linear(x, kept[act.gated], biases, epilogue_of(act)), acted(both, act)
             )
             assert (
-                native.packed_linear(x * math.nan, kept[act.gated], biases, ending_of(act))
+                native.packed_linear(x * math.nan, kept[act.gated], biases, epilogue_of(act))
                 .isnan()
                 .all()
             )
@@ -97,12 +97,12 @@ def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any
     weight = weight_of(native, case, twice=True)
     x = noise(300, weight.shape[1]).to(native.dtype)
     norm = noise(weight.shape[1]).float()
-    endings = (False, FLOAT32, None), (False, ROUNDED, norm), (True, ending_of(ACTS[-1]), norm)
-    for gated, ending, scales in endings:
+    epilogues = (False, FLOAT32, None), (False, ROUNDED, norm), (True, epilogue_of(ACTS[-1]), norm)
+    for gated, epilogue, scales in epilogues:
         packed = native.pack(weight, gated=gated)
 
-        def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:
-            return native.packed_linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
+        def product(rows: Tensor, packed=packed, epilogue=epilogue, scales=scales) -> Tensor:
+            return native.packed_linear(rows, packed, None, epilogue, norm=scales, epsilon=1e-6)
 
         every = product(x)
         for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 64, 69, 257):
@@ -173,7 +173,7 @@ def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
     """The compiler runs once for all; grows with each library that would have been compiled."""
     runs: list[int] = []
-    monkeypatch.setattr(build, "UNKEPT", {})
+    monkeypatch.setattr(build, "UNCACHED_LIBRARIES", {})
 
     def compile_counted(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
         runs.append(1)
@@ -262,7 +262,7 @@ def test_a_library_without_a_place(
         (lambda: tmp_path / "limited", "File too large"),
     ):
         caplog.clear()
-        monkeypatch.setattr(build, "UNKEPT", {})
+        monkeypatch.setattr(build, "UNCACHED_LIBRARIES", {})
         monkeypatch.setattr(build, "_read", limited if "large" in words else read)
         for _ in range(2):
             assert NativeKernels(library_path(folder)).instructions
@@ -325,7 +325,7 @@ ARM = platform.machine() == "aarch64"
 @pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.fitting(dtype)],
+    [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.usable_instructions(dtype)],
 )
 def test_every_form_compiles(dtype: str, name: str) -> None:
     """Also those whose instructions this processor lacks, without a warning."""
@@ -336,7 +336,13 @@ def test_every_form_compiles(dtype: str, name: str) -> None:
     sources = [str(Path(build.__file__).with_name(source)) for source in build.SOURCES]
     checks = ("-Wall", "-Wextra", "-Werror", "-fsyntax-only")
     flags = [flag for flag in build.FLAGS if own or flag != "-march=native"]
-    command = [*compiler, *flags, *GIVEN[name], *build.OWN_FLAGS[name], *build.DTYPE_FLAGS[dtype]]
+    command = [
+        *compiler,
+        *flags,
+        *GIVEN[name],
+        *build.INSTRUCTION_FLAGS[name],
+        *build.DTYPE_FLAGS[dtype],
+    ]
     command += [*checks, *sources]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from tests.kernels.forms import Form, normal
 
@@ -59,7 +59,7 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     seen = torch.ones(1, WINDOW, dtype=torch.bool, device=device)
     windows = Windows(positions[None, start:], seen, table, (48,), (None,))
     plan = ops.plan_attention(windows, own, page, dtype)
-    scores = Scores(0.2, sliding, softcap)
+    scores = AttentionParams(0.2, sliding, softcap)
     prompt = ops.plan_attention(replace(windows, chunk_start=start), own, page, dtype)
     if latent:
         query = query.to(device, dtype)

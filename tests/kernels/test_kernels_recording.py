@@ -65,7 +65,7 @@ def state(machine: Machine) -> list[Tensor]:
 
 def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Tensor) -> None:
     """A product's room is no part of the pool: it grows while the first is recorded, and again behind it."""
-    library.rooms[:] = [torch.UntypedStorage(0)]
+    library.scratch_storages[:] = [torch.UntypedStorage(0)]
     written = Machine(library)
     machine = Machine(library)
     other, made = record(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from tests.kernels.forms import COMPILED, Form, thinned
 
@@ -80,7 +80,7 @@ class Layer:
         if not s.corrects:
             self.norm = draw(s.key_heads, s.heads // s.key_heads * s.size)
         self.bias = draw(s.channels) if bias else None
-        self.rule = Rule(draw(s.heads), draw(s.heads), s.corrects)
+        self.rule = DeltaRule(draw(s.heads), draw(s.heads), s.corrects)
         self.ring = nothing(s.depth, s.channels, dtype=dtype)
         rings = ((s.key_heads, s.width), (s.heads, s.size), (s.heads, 2))
         kept = (nothing(s.depth, *ring) for ring in rings)

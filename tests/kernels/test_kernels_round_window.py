@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round.window import BEGAN, ENDED, NUM_TIMES, Places, RoundWindow, Rows
+from spd.kernels.round.window import BEGAN, ENDED, NUM_TIMES, Paging, RoundWindow, Rows
 from tests.kernels.forms import round_state
 
 STEM = "round.window"
@@ -105,7 +105,7 @@ def test_window_equals_its_definition(op: Any, device: str, slots: int, k: int) 
         lists = lists_of(state)
         times = torch.full((3, NUM_TIMES), -5, device=device)
         given = first_slots(state, slots, k, times=times, counter=torch.tensor([4], device=device))
-        window: RoundWindow = op.round_window(given, k, Places(PAGE, MAX_LEN, TRASH), VOCAB)
+        window: RoundWindow = op.round_window(given, k, Paging(PAGE, MAX_LEN, TRASH), VOCAB)
         assert_window(window, [expected_window(lists, s, k) for s in range(slots)])
         assert all(getattr(window, name).is_contiguous() for name in vars(window))
         assert (times != -5).nonzero().tolist() == [[1, BEGAN]] and given.counter.tolist() == [4]
@@ -169,7 +169,7 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
         state = make_state(seed, 5, WIDE, device)
         lists = lists_of(state)
         rows = first_slots(state, 5, WIDE)
-        places = Places(PAGE, MAX_LEN - 2, TRASH)
+        places = Paging(PAGE, MAX_LEN - 2, TRASH)
         first = (
             (rows.length - 3 + torch.arange(5, device=device) % 4).clamp(min=0) if seed else None
         )
@@ -202,7 +202,7 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
             sampled = (drawn + step)[:, :1]
             expected = []
             given = first_slots(state, slots, WIDE)
-            window = op.draft_step(given, sampled, step, k, Places(PAGE, limit, TRASH))
+            window = op.draft_step(given, sampled, step, k, Paging(PAGE, limit, TRASH))
             for s, (token,) in enumerate(sampled.tolist()):
                 length = lists["length"][s]
                 lists["draft"][s][step] = token

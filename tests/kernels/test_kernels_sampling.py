@@ -126,7 +126,7 @@ def test_a_row_is_the_same_alone_and_among_others(
         law = (
             []
             if form.native
-            else [form.ops.row_laws(case.logits, case.draft, case.with_steps(steps))]
+            else [form.ops.row_distributions(case.logits, case.draft, case.with_steps(steps))]
         )
         return [*form.ops.sample_rows(*case.arguments(steps)), *law]
 
@@ -158,8 +158,8 @@ def test_nothing_that_varies_chooses_the_program() -> None:
 def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
     logits, given = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
-    found = form.ops.row_laws(*given)
-    expected = sampling.row_laws(*given)
+    found = form.ops.row_distributions(*given)
+    expected = sampling.row_distributions(*given)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
     assert found.dtype == torch.float32 and found.shape == case.logits.shape
     assert torch.equal(found == 0, expected == 0)

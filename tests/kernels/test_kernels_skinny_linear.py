@@ -19,17 +19,17 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.launch import Device, device_facts
+from spd.kernels.launch import Device, device_properties
 from spd.kernels.linear import rows as rows_reference
 from spd.kernels.linear import rows_triton as rows_twin
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.activation import SILU
-from spd.kernels.linear.few_bits import int8_rows, tiled
+from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.linear.skinny_config import (
     LinearConfig,
     config_for,
-    paired,
+    gate_up_config,
     with_tile,
     workspace_sizes,
 )
@@ -83,7 +83,9 @@ CASES += [pytest.param(case, (SPLIT, None)[i % 2], slice(None)) for i, case in e
 
 def choice(config: LinearConfig) -> Callable[..., LinearConfig]:
     """In place of the twin's own: one for every weight."""
-    return lambda weight, *_, pair=False, **__: paired(config, weight.shape[0]) if pair else config
+    return lambda weight, *_, pair=False, **__: (
+        gate_up_config(config, weight.shape[0]) if pair else config
+    )
 
 
 @pytest.mark.parametrize(("shape", "config", "types"), CASES, ids=str)
@@ -313,7 +315,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
 def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: str) -> None:
     weight = torch.randn(n, k, device=device)
     x = torch.randn(17, k, device=device)
-    config = config_for(n, k, weight.element_size(), device_facts(weight.device))
+    config = config_for(n, k, weight.element_size(), device_properties(weight.device))
     partials, counters = workspace_sizes(n, 17, config)
     assert (counters > 0) == (k > 40)
     workspace = LinearWorkspace(
@@ -353,12 +355,12 @@ def test_configs_fit_every_weight_and_device(facts: Device) -> None:
                 for size in (config.block_n, config.block_k, config.block_t):
                     assert size >= 16 and size & (size - 1) == 0
                 assert (
-                    paired(config, n).block_n >= 32
+                    gate_up_config(config, n).block_n >= 32
                     and 1 <= config.split_k <= 8
                     and config.stages >= 2
                 )
                 for tile in (16, 32, 64):
-                    each = with_tile(paired(config, n), tile, itemsize, facts)
+                    each = with_tile(gate_up_config(config, n), tile, itemsize, facts)
                     step = each.block_n * itemsize + each.block_t * max(2, itemsize)
                     assert each.stages * step * each.block_k <= facts.shared
 
@@ -411,7 +413,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     dtype = torch.bfloat16
     torch.manual_seed(n)
     plain = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
-    weight: AnyWeight = tiled(int8_rows(plain)) if kind == "int8" else plain
+    weight: AnyWeight = tile_weight(quantize_int8(plain)) if kind == "int8" else plain
     x = torch.randn(130, k, device="cuda").to(dtype)
     residual = torch.randn(130, n, device="cuda").to(dtype)
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from spd.kernels.linear import unpack_triton
-from spd.kernels.linear.few_bits import decoded
+from spd.kernels.linear.few_bits import decode_codes
 
 MASK = 0xFFFFFFFF
 
@@ -71,6 +71,6 @@ def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> 
             codes = codes >> 4 if high else codes & 15
         given = codes.tolist() if kind == "e4m3" else some
         for zero in (0, 8, 15) if kind == "int4" else (0,):
-            right = codes.double() - zero if kind == "int4" else decoded(kind, codes).double()
+            right = codes.double() - zero if kind == "int4" else decode_codes(kind, codes).double()
             found = executed(text, int.from_bytes(bytes(given), "little"), zero * 0x01010101, dtype)
             assert found == right.tolist(), (first, zero)

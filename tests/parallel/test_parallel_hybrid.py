@@ -9,7 +9,7 @@ import torch
 
 from spd.errors import IncompatibleError
 from spd.formats.model_config import ModelConfig
-from spd.kernels.native.build import obstacle
+from spd.kernels.native.build import unavailable_reason
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.destinations import Shard
@@ -103,7 +103,7 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) -> None:
-    if form == "native" and obstacle() is not None:
+    if form == "native" and unavailable_reason() is not None:
         pytest.skip("no C kernels here")
     asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
     plain = outputs(runs_of(agreeing, **asked))
@@ -115,7 +115,7 @@ def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) ->
 
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     """A prompt again, and a next turn: each rank has its part of the states as of there."""
-    form = "torch" if obstacle() else "native"
+    form = "torch" if unavailable_reason() else "native"
     options = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
     made = [make_engine(agreeing, prefix_sharing=each, **options) for each in (False, True)]
     prompt = PROMPTS[0]

@@ -95,7 +95,7 @@ class HostWatch:
             rotary_store,
             paged_attention,
         ):  # they look on a CPU, which is to be a GPU here
-            patch.setattr(kernels, "surely_finite", lambda x: False)
+            patch.setattr(kernels, "is_known_finite", lambda x: False)
         for owner, name in (*((Tensor, name) for name in HOST_READS), *WAITS):
             patch.setattr(owner, name, self._refusing(owner, name))
 

@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
 Arguments = Any
 """An operation's arguments by name, as attributes, and the fields of records among them."""
-RECORDS = RoundState, round_window.RoundWindow, round_window.Places
+RECORDS = RoundState, round_window.RoundWindow, round_window.Paging
 
 
 def fields_of(record: Any) -> dict[str, Any]:

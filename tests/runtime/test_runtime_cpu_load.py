@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
-from spd.kernels.native.build import obstacle
+from spd.kernels.native.build import unavailable_reason
 from spd.runtime.plan import plan
 from spd.runtime.round import cpu_load
 from spd.runtime.round.cpu_load import AdaptiveThreads, busy_seconds
@@ -75,7 +75,9 @@ def threads(monkeypatch: pytest.MonkeyPatch, keep_threads: None) -> None:
     monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
 
 
-@pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels: {obstacle()}")
+@pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no C kernels: {unavailable_reason()}"
+)
 @pytest.mark.parametrize("spec", ["off", "mtp"])
 def test_a_changing_number_changes_no_text(
     monkeypatch: pytest.MonkeyPatch, threads: None, spec: str

@@ -15,7 +15,7 @@ from spd.errors import CheckpointError, ResourceError
 from spd.formats import checkpoint
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
-from spd.kernels.native.build import obstacle
+from spd.kernels.native.build import unavailable_reason
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
 from spd.runtime.plan import memory
@@ -73,7 +73,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     )
 
 
-needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
+needs_native = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no C kernels here: {unavailable_reason()}"
+)
 NATIVE_FIRST = [
     pytest.param("native", marks=needs_native),
     pytest.param("torch", marks=pytest.mark.slow),
@@ -242,7 +244,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
 
 LENGTHS = (2, 65, 128, 150)
 """Of prompts: checkpoints at their ends stand in and at the ends of pages, and behind chunks."""
-COMPILED = "native" if obstacle() is None else "torch"
+COMPILED = "native" if unavailable_reason() is None else "torch"
 """The quickest form that there is here."""
 Spans = tuple[tuple[str, int], ...]
 

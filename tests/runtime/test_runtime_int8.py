@@ -18,7 +18,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.kernels.capabilities import INT4_GROUP
-from spd.kernels.linear.few_bits import int4_groups, int8_rows
+from spd.kernels.linear.few_bits import quantize_int4, quantize_int8
 from spd.runtime import EngineConfig, make_plan
 from spd.runtime.load.packed_weights import unpack
 from spd.runtime.models import family_layout
@@ -34,12 +34,12 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In stacks and strips, too. A product of bfloat16 multiplies by the very scale that float32's does."""
     stacked = random(2, 3, 50, 40)
-    whole = int8_rows(stacked)
+    whole = quantize_int8(stacked)
     assert torch.equal(whole.scales.to(torch.bfloat16).float(), whole.scales)
     for strip in (None, 7 * 40):
         if strip:
-            monkeypatch.setattr("spd.kernels.linear.few_bits.STRIP", strip)
-        for i, made in enumerate(map(int8_rows, stacked)):
+            monkeypatch.setattr("spd.kernels.linear.few_bits.STRIP_VALUES", strip)
+        for i, made in enumerate(map(quantize_int8, stacked)):
             assert torch.equal(made.codes, whole.codes[i]) and torch.equal(
                 made.scales, whole.scales[i]
             )
@@ -47,7 +47,7 @@ def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
     weight = random(1, 70, 256)
-    found = int4_groups(weight)
+    found = quantize_int4(weight)
     assert found.scales.shape == (70, 256 // INT4_GROUP) and found.codes.shape == (70, 128)
     grouped = weight.view(70, -1, INT4_GROUP)
     step = grouped.abs().amax(-1, keepdim=True) / 7
@@ -59,15 +59,15 @@ def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
 def test_groups_do_not_depend_on_their_neighbours() -> None:
     weight = random(2, 2, 33, 192).bfloat16()
     weight[0, 3, :64] = 0
-    whole = int4_groups(weight).plain(torch.float32)
+    whole = quantize_int4(weight).plain(torch.float32)
     for part in ((1, slice(5, 9), slice(64, 128)), (0, slice(3, 4), slice(0, 128))):
-        assert torch.equal(int4_groups(weight[part]).plain(torch.float32), whole[part])
+        assert torch.equal(quantize_int4(weight[part]).plain(torch.float32), whole[part])
 
 
 def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
     weight = random(3, 3, 128)
     weight[0, 3], weight[1, 70], weight[2, 1] = float("nan"), float("inf"), float("-inf")
-    found = int4_groups(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
+    found = quantize_int4(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
     assert (
         found.all(-1).tolist()
         == found.any(-1).tolist()

@@ -86,13 +86,13 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
 def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
     with_step = lambda a: {"tensors": replace(a.tensors, **step)}  # noqa: E731
-    return fault.operation("row_laws", lambda a: with_step(a) if a.draft.shape[1] else {})
+    return fault.operation("row_distributions", lambda a: with_step(a) if a.draft.shape[1] else {})
 
 
 def draft_row(change: Any) -> Mutation:
     """Other parameters for what is kept of a draft."""
     changed = lambda a: {"tensors": replace(a.tensors, **change(a.tensors))}  # noqa: E731
-    return fault.operation("row_laws", lambda a: {} if a.draft.shape[1] else changed(a))
+    return fault.operation("row_distributions", lambda a: {} if a.draft.shape[1] else changed(a))
 
 
 def kept_of_the_first_drafting(patch: Patch) -> None:
@@ -163,7 +163,9 @@ def last_row(
     return torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
 
 
-commit, laws = (functools.partial(fault.operation, name) for name in ("round_commit", "row_laws"))
+commit, laws = (
+    functools.partial(fault.operation, name) for name in ("round_commit", "row_distributions")
+)
 PENALISED = replace(TWO, params=PENALTIES)
 SINGLY = replace(TWO, rule="rejection")
 ROUNDS = RuleCase((1, 1), seed=5)

@@ -128,7 +128,7 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
         )
         never(target, methods, "block")
     warm = lambda t: dataclasses.replace(t, temperature=t.temperature.where(t.temperature > 0, 1.0))  # noqa: E731
-    fault.operation("row_laws", lambda a: {"tensors": warm(a.tensors)})(monkeypatch)
+    fault.operation("row_distributions", lambda a: {"tensors": warm(a.tensors)})(monkeypatch)
     with pytest.raises(AssertionError):
         test_greedy_texts_are_the_plain_ones(target, methods, "draft", "block")
 

@@ -18,7 +18,13 @@ from spd.runtime import SamplingParams
 from spd.runtime.lab import diagnostics, tile_checks
 from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load import token_tiles
-from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
+from spd.runtime.load.token_tiles import (
+    KINDS,
+    TokenTileLimits,
+    keep_answer,
+    read_answer,
+    widest_tiles,
+)
 from tests import helpers
 from tests.helpers import (
     INTERPRETED,
@@ -33,7 +39,7 @@ from tests.helpers import (
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU = torch.device("cpu")
 BOUND = {"gpu": "one", "driver": "1.2"}
-ANSWER: Widest = {"bfloat16": 32, "int8": 16}
+ANSWER: TokenTileLimits = {"bfloat16": 32, "int8": 16}
 
 
 def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
@@ -60,7 +66,7 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
     """Stand-in kernels that give other bits for int8 from tiles of 64 on, and for bfloat16 from 32 on."""
     plain = load_kernels("torch")
 
-    def load(widest: Widest) -> Kernels:
+    def load(widest: TokenTileLimits) -> Kernels:
         def lying(*given: Any) -> Any:
             found = getattr(plain, operation)(*given)
             off = widest.get("int8", 0) >= 64 or widest.get("bfloat16", 0) >= 32
@@ -138,7 +144,7 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
         assert widest == engine.plan.as_dict()["token_tiles"]
         assert engine.plan.token_tiles_reason == "asked"
         assert isinstance(kernels, TritonKernels)
-        assert kernels.widest == ({torch.float16: 64} if widest else {})
+        assert kernels.tile_limits == ({torch.float16: 64} if widest else {})
         runs.append(run_all(engine, random_prompts(1, 20, 300), params)[0].output)
     assert runs[0] == runs[1]
 

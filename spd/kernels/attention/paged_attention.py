@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.attention.attention_chunks import KV_BLOCK
-from spd.kernels.attention.rotary_store import Pools, surely_finite
+from spd.kernels.attention.rotary_store import Pools, is_known_finite
 
 KV_PART = KV_BLOCK // 4  # positions that capped scores are summed over at a time
 
@@ -40,7 +40,7 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionParams:
     """What becomes of the products of a layer's queries and keys."""
 
     scale: float
@@ -169,12 +169,14 @@ def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
     return max(0, lowest) // KV_BLOCK * KV_BLOCK
 
 
-def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
+def paged_attention(
+    query: Tensor, pools: Pools, plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
     """Compute `Kernels.paged_attention` by torch."""
     assert isinstance(plan, MaskPlan)
     slots, given, heads, size = query.shape
     width = plan.width
-    masks = plan.masks[scores.sliding]
+    masks = plan.masks[params.sliding]
     if given < width:
         query = F.pad(query, (0, 0, 0, 0, 0, width - given))
     page_size, kv_heads = pools[0].shape[1:3]
@@ -190,24 +192,26 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
         count = mask.bias.shape[-1] // page_size
         run = plan.page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
         keys, values = (gather_pages(pages, run, count) for pages in pools)
-        outputs.append(attend(own, keys, values, mask.bias, scores))
+        outputs.append(attend(own, keys, values, mask.bias, params))
     mixed = outputs[0] if slots == 1 else torch.cat(outputs)
     mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
     return mixed.reshape(slots, width, heads, size)[:, :given]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
+) -> Tensor:
     """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to the scores.
 
-    A key of NaN (see `tamed`) makes its scores NaN even where the bias hides it: those are
+    A key of NaN (see `replace_non_finite`) makes its scores NaN even where the bias hides it: those are
     hidden as zeros, and rows that see one come to NaN.
     """
     run: Callable[[Tensor, Tensor], Tensor]
-    if scores.softcap is None and scores.sinks is None:
-        run = partial(F.scaled_dot_product_attention, query, attn_mask=bias, scale=scores.scale)
+    if params.softcap is None and params.sinks is None:
+        run = partial(F.scaled_dot_product_attention, query, attn_mask=bias, scale=params.scale)
     else:
-        run = partial(capped_attention, query, bias=bias, scores=scores)
-    if query.device.type == "cpu" and surely_finite(out := run(keys, values)):
+        run = partial(capped_attention, query, bias=bias, params=params)
+    if query.device.type == "cpu" and is_known_finite(out := run(keys, values)):
         return out
     wild = keys.isnan().any(-1).unsqueeze(2)
     out = run(keys.nan_to_num(), values)
@@ -215,7 +219,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
 
 
 def capped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
 ) -> Tensor:
     """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks; returns [1, K, R, D].
 
@@ -223,18 +227,18 @@ def capped_attention(
     keys would be summed in an order that their number decides.
     """
     wide = query.float()
-    cap = scores.softcap
+    cap = params.softcap
     blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
     made = []
     for block in blocks:
-        score = (wide @ keys[:, :, block].float().mT) * (scores.scale / (cap or 1.0))
+        score = (wide @ keys[:, :, block].float().mT) * (params.scale / (cap or 1.0))
         made.append((score if cap is None else score.tanh_() * cap) + bias[..., block])
     peak = torch.stack([block.amax(-1, keepdim=True) for block in made]).amax(0)
     total = torch.zeros_like(peak)
     mixed = torch.zeros_like(wide)
-    if scores.sinks is not None:
+    if params.sinks is not None:
         heads, rows = query.shape[1:3]
-        sinks = scores.sinks.view(1, heads, -1, 1)
+        sinks = params.sinks.view(1, heads, -1, 1)
         sinks = sinks.repeat_interleave(rows // sinks.shape[2], 2)
         peak = torch.maximum(peak, sinks)
         total = (sinks - peak).exp()

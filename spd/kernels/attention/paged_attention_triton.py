@@ -27,9 +27,14 @@ from spd.kernels.attention.attention_kernels_triton import (
     plan_attention_kernel,
     prefill_attention_kernel,
 )
-from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
+from spd.kernels.attention.paged_attention import (
+    AttentionHeads,
+    AttentionParams,
+    AttentionPlan,
+    Windows,
+)
 from spd.kernels.attention.rotary_store import Pools
-from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
 
 ROW_TILE = 64
 KEY_BLOCK = 64
@@ -140,7 +145,7 @@ def plan_attention(
         stats=empty(torch.float32, results * 2),
         heads=heads,
         max_chunks=max_chunks,
-        programs=PROGRAMS_A_PROCESSOR * device_facts(device).processors,
+        programs=PROGRAMS_A_PROCESSOR * device_properties(device).processors,
     )
     sizes = {
         "SLOTS": power_of_two(slots),
@@ -166,9 +171,9 @@ def plan_attention(
     return plan
 
 
-def score_scale(scores: Scores) -> float:
+def score_scale(params: AttentionParams) -> float:
     """What kernels multiply a product by: weights are powers of two; a score to be capped is in caps."""
-    return scores.scale * LOG2_E if scores.softcap is None else scores.scale / scores.softcap
+    return params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
 
 
 def attend_chunks(
@@ -176,12 +181,12 @@ def attend_chunks(
     query: Tensor,
     pools: Sequence[Tensor],
     plan: SplitPlan,
-    scores: Scores,
+    params: AttentionParams,
     **options: Any,
 ) -> None:
     """Launch a kernel over the listed chunks of all slots; the results are the plan's."""
     slots, width = query.shape[:2]
-    chunks = plan.lists[scores.sliding]
+    chunks = plan.lists[params.sliding]
     table = plan.page_table
     kernel[(plan.programs,)](
         *(
@@ -196,7 +201,7 @@ def attend_chunks(
         *(
             plan.partial,
             plan.stats,
-            score_scale(scores),
+            score_scale(params),
             slots,
             width,
             table.shape[1],
@@ -206,7 +211,7 @@ def attend_chunks(
         FIRST=plan.heads.first_key,
         **options,
         **chunk_constants(),
-        **overlap(query.device),
+        **pdl_options(query.device),
     )
 
 
@@ -219,37 +224,39 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
         **options,
         **chunk_constants(),
-        **overlap(out.device),
+        **pdl_options(out.device),
     )
     return out
 
 
-def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
+def paged_attention(
+    query: Tensor, pools: Pools, plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
     """With a plan of this file; invalid rows give zeros. The pools are contiguous."""
     if isinstance(plan, ChunkPlan):
-        return _attend_prompt(query[0], pools, plan, scores)[None]
+        return _attend_prompt(query[0], pools, plan, params)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
-    facts = device_facts(query.device)
+    facts = device_properties(query.device)
     tile, block, stages = tile_shape(query.dtype, size, facts)
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
-    shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": scores.sliding}
-    tiles = {"SOFTCAP": scores.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
+    shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": params.sliding}
+    tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
     warps = WARPS[facts.capability[0] == 9 and size <= WIDE]
     attend_chunks(
-        attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape
+        attend_chunk_kernel, query, pools, plan, params, num_warps=warps, **tiles, **shape
     )
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
-    return combine_chunks(out, plan, scores.sinks, num_warps=1 + (size > WIDE), **shape)
+    return combine_chunks(out, plan, params.sinks, num_warps=1 + (size > WIDE), **shape)
 
 
-def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, scores: Scores) -> Tensor:
+def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, params: AttentionParams) -> Tensor:
     """Attend query [Q, H, D] at the positions from the plan's start on; returns [Q, H, D]."""
     rows, num_heads, size = query.shape
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
-    tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
+    tile, block, stages = tile_shape(query.dtype, size, device_properties(query.device))
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
     shape |= {
         "BLOCK_D": max(16, power_of_two(size)),
@@ -257,12 +264,12 @@ def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, scores: Scores)
         "BLOCK": block,
         "num_stages": stages,
     }
-    where = plan.page_table[0], scores.sinks, out, score_scale(scores), rows, plan.start
+    where = plan.page_table[0], params.sinks, out, score_scale(params), rows, plan.start
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
         *(query.contiguous(), *pools, *where),
         FIRST=plan.first_key,
-        SLIDING=scores.sliding,
-        SOFTCAP=scores.softcap,
+        SLIDING=params.sliding,
+        SOFTCAP=params.softcap,
         num_warps=WARPS[size <= WIDE],
         **shape,
     )

@@ -24,7 +24,7 @@ class RotatedRows:
     )  # int64 [T] below M; None (torch form only): cos and sin are the rows' own
     kv_slots: Tensor  # int64 [T] as in `store_kv`
 
-    def own(self) -> tuple[Tensor, Tensor]:
+    def select_cos_sin(self) -> tuple[Tensor, Tensor]:
         """The rows' own cosines and sines, for all heads: [T, 1, D]."""
         cos = self.cos
         sin = self.sin
@@ -34,7 +34,7 @@ class RotatedRows:
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
-def pairs_of(size: int) -> int:
+def count_pairs(size: int) -> int:
     """How many pairs `size` values of a head are rotated in. Raises ValueError where they are odd."""
     if size % 2:
         raise ValueError(f"{size} values of a head cannot be rotated in pairs")
@@ -47,23 +47,23 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     `sin` carries the sign: its first half is negated, so that the partner is one half-swap away.
     Source: Su et al. 2021, in the half-split form of Hugging Face checkpoints.
     """
-    first, second = torch.split(x, pairs_of(x.shape[-1]), dim=-1)
+    first, second = torch.split(x, count_pairs(x.shape[-1]), dim=-1)
     # Separate roundings: a fused multiply-add rounds otherwise in vector bodies than in scalar tails.
     return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
-def surely_finite(x: Tensor) -> bool:
+def is_known_finite(x: Tensor) -> bool:
     """Whether all of x is finite, where the host can look: on a GPU it does not wait to see."""
     return x.device.type == "cpu" and math.isfinite(x.sum())
 
 
-def tamed(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def replace_non_finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [..., D] as they are kept: with no value that is not finite, but a key of NaN there.
 
     A row that does not see a position weighs its value by zero, and zero times infinity is NaN. A key of NaN
     does the same to those that see it, and to no others.
     """
-    if surely_finite(key) and surely_finite(value):
+    if is_known_finite(key) and is_known_finite(value):
         return key, value
     wild = ~(key.isfinite().all(-1, keepdim=True) & value.isfinite().all(-1, keepdim=True))
     return key.masked_fill(wild, math.nan), value.nan_to_num(0.0, 0.0, 0.0)
@@ -73,9 +73,9 @@ def store_kv(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
     """Write key and value [T, K, D] to positions slots [T] of the pools, in place.
 
     A slot is page * page_size + offset. Rows that must not be kept
-    point into the trash page. Of rows that share a slot, one wins, whichever. See `tamed`.
+    point into the trash page. Of rows that share a slot, one wins, whichever. See `replace_non_finite`.
     """
-    for pool, rows in zip(pools, tamed(key, value), strict=True):
+    for pool, rows in zip(pools, replace_non_finite(key, value), strict=True):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
 
 
@@ -95,6 +95,6 @@ def rotary_store(
     value = fused[:, rotated_heads:]
     if qk_weight is not None:
         rotated = rms_norm(rotated, qk_weight, epsilon)
-    rotated = apply_rotary(rotated, *rows.own()).to(qkv.dtype)
+    rotated = apply_rotary(rotated, *rows.select_cos_sin()).to(qkv.dtype)
     store_kv(rotated[:, num_heads:], value, pools, rows.kv_slots)
     return rotated[:, :num_heads]

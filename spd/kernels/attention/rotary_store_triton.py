@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.attention.attention_kernels_triton import not_finite
-from spd.kernels.attention.rotary_store import Pools, RotatedRows, pairs_of
-from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.attention.rotary_store import Pools, RotatedRows, count_pairs
+from spd.kernels.launch import ceil_div, pdl_options, power_of_two
 from spd.kernels.overlap_triton import wait_and_release
 
 HEADS_A_PROGRAM = 4
@@ -88,7 +88,7 @@ def rotary_store(
     """Every tensor contiguous but for the rows' indices, positions given."""
     assert rows.positions is not None
     kv_heads, size = pools[0].shape[2:]
-    pairs = pairs_of(size)
+    pairs = count_pairs(size)
     count = qkv.shape[0]
     query = torch.empty((count, num_heads, size), dtype=qkv.dtype, device=qkv.device)
     where = (rows.cos, rows.sin, rows.positions.contiguous(), rows.kv_slots.contiguous())
@@ -97,6 +97,6 @@ def rotary_store(
     rotary_store_kernel[(count, ceil_div(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))](
         *(qkv.contiguous(), *where, qk_weight, *pools, query, epsilon),
         **sizes,
-        **overlap(qkv.device),
+        **pdl_options(qkv.device),
     )
     return query

@@ -95,7 +95,7 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None  # float32 [E, 2 * I]; both are given or neither
     down_bias: Tensor | None = None  # float32 [E, K]
 
-    def through(self, rows: Tensor, expert: int) -> Tensor:
+    def apply_expert(self, rows: Tensor, expert: int) -> Tensor:
         """What one expert makes of rows [T, K], by torch's operations."""
         inner = activate(_linear(rows, self.gate_up, self.gate_up_bias, expert), self.act)
         return _linear(inner, self.down, self.down_bias, expert)
@@ -104,7 +104,7 @@ class ExpertWeights(NamedTuple):
 def _linear(x: Tensor, weights: ExpertMatrices, bias: Tensor | None, expert: int) -> Tensor:
     """Return x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
     if isinstance(weights, GroupedWeight):
-        made = grouped_linear(x, weights.expert(expert))
+        made = grouped_linear(x, weights.select(expert))
     else:
         made = F.linear(x, unpacked(weights, x.dtype)[expert])
     return made if bias is None else made + bias[expert].to(made.dtype)
@@ -114,7 +114,7 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    own: ExpertWeights,
+    expert_weights: ExpertWeights,
     stream: Tensor | None = None,
     *,
     chunk: bool = False,
@@ -124,15 +124,17 @@ def experts(
     Waits for the device, which alone knows the ids.
     """
     if stream is None:
-        return _by_expert(x, ids, weights, own, MANY_ROWS if chunk else FEW_ROWS), None
-    gate_up = unpacked(own.gate_up, torch.float32).float()
-    down = unpacked(own.down, torch.float32).float()
-    wide = own._replace(gate_up=gate_up, down=down)
+        return _by_expert(x, ids, weights, expert_weights, MANY_ROWS if chunk else FEW_ROWS), None
+    gate_up = unpacked(expert_weights.gate_up, torch.float32).float()
+    down = unpacked(expert_weights.down, torch.float32).float()
+    wide = expert_weights._replace(gate_up=gate_up, down=down)
     y = (stream.float() + _by_expert(x.float(), ids, weights, wide, FEW_ROWS)).to(stream.dtype)
     return y, sum_of_squares(y)
 
 
-def _by_expert(x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, tile: int) -> Tensor:
+def _by_expert(
+    x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, tile: int
+) -> Tensor:
     """Sum, weighted, what every row [T, K] becomes by its experts, `tile` rows of one at a time."""
     pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
@@ -145,6 +147,8 @@ def _by_expert(x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, tile
         tiles += [expert] * (len(chosen) // tile)
     where = torch.tensor(order, device=x.device)
     rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
-    made = [own.through(some, expert) for some, expert in zip(rows, tiles, strict=True)]
+    made = [
+        expert_weights.apply_expert(some, expert) for some, expert in zip(rows, tiles, strict=True)
+    ]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)

@@ -16,9 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
-from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.launch import ceil_div, device_properties, pdl_options, power_of_two
 from spd.kernels.linear.few_bits import TiledWeight
-from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, with_tile
+from spd.kernels.linear.skinny_config import (
+    TOKEN_TILE,
+    LinearConfig,
+    config_for,
+    gate_up_config,
+    with_tile,
+)
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
 from spd.kernels.linear.skinny_product_triton import (
@@ -265,7 +271,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     sizes = {"BLOCK_N": ROUTER.block_n, "BLOCK_T": TOKEN_TILE, "BLOCK_K": ROUTER.block_k}
     options = {"SPLIT_K": ROUTER.split_k, "num_warps": ROUTER.warps, "num_stages": ROUTER.stages}
     router_kernel[(ceil_div(rows, TOKEN_TILE), ceil_div(experts, ROUTER.block_n), ROUTER.split_k)](
-        *(weight, x, parts, rows, experts, k), **sizes, **options, **overlap(x.device)
+        *(weight, x, parts, rows, experts, k), **sizes, **options, **pdl_options(x.device)
     )
     return parts
 
@@ -282,7 +288,7 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
         "GROUPS": rule.groups,
     }
     sizes |= {"GROUPS_KEPT": rule.groups_kept, "GROUP_BEST": rule.group_best}
-    options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(parts.device)}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(parts.device)}
     choose_experts_kernel[(rows,)](
         *(parts, correction, ids, weights, rule.added, rule.scale),
         SIGMOID=rule.sigmoid,
@@ -296,12 +302,12 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
     """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
     values = operands_of(weight)[0]
-    facts = device_facts(values.device)
+    facts = device_properties(values.device)
     size = values.element_size()
     config = replace(config_for(n, k, size, facts, step_of(weight)), split_k=1)
     if size > 1:
         config = with_tile(replace(config, block_n=TALL, stages=3), TOKEN_TILE, size, facts)
-    return paired(config, n) if pair else config
+    return gate_up_config(config, n) if pair else config
 
 
 def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
@@ -314,15 +320,15 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    own: ExpertWeights,
+    expert_weights: ExpertWeights,
     stream: Tensor | None = None,
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A prompt chunk runs the same programs."""
-    gate_up = own.gate_up
-    down = own.down
-    act = own.act
+    gate_up = expert_weights.gate_up
+    down = expert_weights.down
+    act = expert_weights.act
     assert isinstance(gate_up, Tensor | TiledWeight) and isinstance(down, Tensor | TiledWeight)
     count, k, n = down.shape
     pairs = ids.numel()
@@ -335,7 +341,7 @@ def experts(
         counts,
         pairs,
         BLOCK=min(power_of_two(pairs), LIST_BLOCK),
-        **overlap(device),
+        **pdl_options(device),
         num_warps=1,
     )
     inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
@@ -344,7 +350,7 @@ def experts(
     experts_gate_up_kernel[(ceil_div(gate_up.shape[1], config.block_n), count)](
         *(
             *_operands(gate_up),
-            own.gate_up_bias,
+            expert_weights.gate_up_bias,
             x,
             lists,
             counts,
@@ -358,7 +364,7 @@ def experts(
     )
     config = _product_config(k, n, down, pair=False)
     experts_down_kernel[(ceil_div(k, config.block_n), count)](
-        *(*_operands(down), own.down_bias, inner, lists, counts, made, pairs, k, n),
+        *(*_operands(down), expert_weights.down_bias, inner, lists, counts, made, pairs, k, n),
         **launch_of(config, down, x),
     )
     block = min(power_of_two(k), SUM_BLOCK)
@@ -366,7 +372,7 @@ def experts(
     squares = None
     if stream is not None:
         squares = torch.empty(x.shape[0], ceil_div(k, block), dtype=torch.float32, device=device)
-    options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(device)}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(device)}
     sum_experts_kernel[(x.shape[0], ceil_div(k, block))](
         *(made, weights, stream, y, squares, k), PER_TOKEN=ids.shape[1], BLOCK=block, **options
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention
-from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, tamed
+from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan, paged_attention
+from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, replace_non_finite
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native.packed import PackedWeight
 
@@ -25,8 +25,8 @@ def latent_store(
     """Compute `Kernels.latent_store` by torch."""
     rank = norm.shape[0]
     both = torch.cat((query, latent[:, None, rank:]), dim=1)
-    turned = apply_rotary(both, *rows.own()).to(query.dtype)
-    key, value = tamed(turned[:, -1], rms_norm(latent[:, :rank], norm, epsilon))
+    turned = apply_rotary(both, *rows.select_cos_sin()).to(query.dtype)
+    key, value = replace_non_finite(turned[:, -1], rms_norm(latent[:, :rank], norm, epsilon))
     kept = torch.cat((value, key), dim=-1)
     pages.flatten(0, 1).index_copy_(0, rows.kv_slots, kept)
     return turned[:, :-1]
@@ -43,4 +43,4 @@ def mla_attention(
 ) -> Tensor:
     """Compute `Kernels.mla_attention` by torch."""
     pool = pages.unsqueeze(2)  # its rows are keys and, with R columns that are not read, values
-    return paged_attention(query, (pool, pool), plan, Scores(scale))[..., :rank]
+    return paged_attention(query, (pool, pool), plan, AttentionParams(scale))[..., :rank]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.attention.attention_kernels_triton import LOG2_E, UNSEEN, not_finite
-from spd.kernels.attention.paged_attention import AttentionPlan, Scores
+from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan
 from spd.kernels.attention.paged_attention_triton import (
     RESERVED_BYTES,
     ChunkPlan,
@@ -23,10 +23,10 @@ from spd.kernels.attention.paged_attention_triton import (
     attend_chunks,
     combine_chunks,
 )
-from spd.kernels.attention.rotary_store import RotatedRows, pairs_of
+from spd.kernels.attention.rotary_store import RotatedRows, count_pairs
 from spd.kernels.latent.mla_attention import HeadMatrices
-from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
-from spd.kernels.linear.skinny_config import SUMS_APART, TOKEN_TILE
+from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
+from spd.kernels.linear.skinny_config import TENSOR_MEMORY_ARCHITECTURES, TOKEN_TILE
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 HEADS_A_PROGRAM = 8
@@ -266,7 +266,7 @@ def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, in
     if size == 4:
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
     room = device.shared - RESERVED_BYTES
-    if device.capability[0] in SUMS_APART:
+    if device.capability[0] in TENSOR_MEMORY_ARCHITECTURES:
         return (
             ROW_TILE // 2,
             KEY_BLOCK,
@@ -286,7 +286,7 @@ def latent_store(
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
     rank = norm.shape[0]
-    pairs = pairs_of(size)
+    pairs = count_pairs(size)
     turned = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     several = min(HEADS_A_PROGRAM, power_of_two(heads))
     sizes = {"H": heads, "HEADS": several, "HALF": pairs, "BLOCK": power_of_two(pairs)}
@@ -306,7 +306,7 @@ def latent_store(
         ),
         *(query.stride(0), query.stride(1), latent.stride(0)),
         **sizes,
-        **overlap(query.device),
+        **pdl_options(query.device),
     )
     return turned
 
@@ -325,7 +325,7 @@ def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
         num_warps=4,
         num_stages=min(3, ceil_div(a, BLOCK_A)),  # more than there are steps cost registers
         **sizes,
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return y
 
@@ -333,7 +333,7 @@ def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
 def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
     """Constants and launch options that both programs share."""
     heads, size = query.shape[-2:]
-    tile, keys, stages = tile_shape(query.dtype, size, device_facts(query.device))
+    tile, keys, stages = tile_shape(query.dtype, size, device_properties(query.device))
     keys = min(keys, page_size)
     assert page_size % keys == 0
     shape = {"H": heads, "L": rank, "R": size - rank, "TILE": tile, "BLOCK": keys}
@@ -350,7 +350,9 @@ def mla_attention(
     assert isinstance(plan, SplitPlan)
     slots, width, heads, _ = query.shape
     shape = _shape(query, pages.shape[1], rank)
-    attend_chunks(attend_latent_chunk_kernel, query, (pages,), plan, Scores(scale), **shape)
+    attend_chunks(
+        attend_latent_chunk_kernel, query, (pages,), plan, AttentionParams(scale), **shape
+    )
     out = torch.empty((slots, width, heads, rank), dtype=query.dtype, device=query.device)
     sizes = {"K": 1, "GROUPS": heads, "D": rank, "BLOCK_D": shape["BLOCK_L"], "SLIDING": None}
     return combine_chunks(out, plan, None, num_warps=4, **sizes)

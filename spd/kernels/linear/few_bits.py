@@ -15,23 +15,23 @@ from torch import Tensor
 
 from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, CodeKind
 
-PAIRED = tuple(kind for kind, bits in CODE_BITS.items() if bits == 4)
+FOUR_BIT_KINDS = tuple(kind for kind, bits in CODE_BITS.items() if bits == 4)
 """Kinds of which two codes stand in a byte; others have a byte each until they are packed."""
-MIDDLE = {"int4": 8, "int5": 16, "int6": 32, "int8": 128}
+DEFAULT_ZERO_POINTS = {"int4": 8, "int5": 16, "int6": 32, "int8": 128}
 """The zero point of integers where none is kept."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Numbers by code of ggml's IQ4_NL and IQ4_XS."""
 BYTE_MIDDLE = 128
 """The byte that stands for 0 among factored scales and minima, and for 1 among exponents."""
-BESIDE = ("scales", "zeros", "minima", "factors", "minimum_factors")
+QUANT_PARAMETERS = ("scales", "zeros", "minima", "factors", "minimum_factors")
 """What may stand beside codes, as kernels take it."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
-INT8_LARGEST = 127
-INT4_SHARES = (1.0, 0.93, 0.87, 0.81, 8 / 7)
+INT8_MAX = 127
+INT4_SCALE_FACTORS = (1.0, 0.93, 0.87, 0.81, 8 / 7)
 """Of the scale that reaches a group's furthest value with -8: smaller ones cut that off and err less
 elsewhere, the last reaches it with 7."""
-STRIP = 2**24  # values that are made at a time, in float32
+STRIP_VALUES = 2**24  # values that are made at a time, in float32
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Codes:
     uint8, the integer code that stands for 0; None: `MIDDLE`. columns [K]: factors of the columns, such as
     the weight of the norm before.
 
-    Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16 [..., N, K / `SUPER`], a whole
-    number that is 128 less, times the factor. minima, of the type of scales: what a group's numbers are less
-    by, behind the scale; no code stands for 0 then.
+    Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16
+    [..., N, K / `SUPER_BLOCK`], (byte - 128) * factor. minima, of the type of scales, are subtracted
+    from a group's values after the scale; no code stands for 0 then.
     """
 
     kind: CodeKind
@@ -71,41 +71,43 @@ class GroupedWeight(Codes):
     @property
     def shape(self) -> torch.Size:
         """(N, K), behind the number of experts if there are any."""
-        each = 2 if self.kind in PAIRED else 1
+        each = 2 if self.kind in FOUR_BIT_KINDS else 1
         return torch.Size((*self.codes.shape[:-1], each * self.codes.shape[-1]))
 
     @property
-    def beside(self) -> dict[str, Tensor]:
-        """What stands beside the codes of its rows, by `BESIDE`."""
-        found = {name: getattr(self, name) for name in BESIDE}
+    def quant_parameters(self) -> dict[str, Tensor]:
+        """What stands beside the codes of its rows, by `QUANT_PARAMETERS`."""
+        found = {name: getattr(self, name) for name in QUANT_PARAMETERS}
         return {name: part for name, part in found.items() if part is not None}
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """What belongs to its rows."""
-        return (self.codes, *self.beside.values())
+        return (self.codes, *self.quant_parameters.values())
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Its parts changed alike."""
-        changed: dict[str, Any] = {name: change(part) for name, part in self.beside.items()}
+        changed: dict[str, Any] = {
+            name: change(part) for name, part in self.quant_parameters.items()
+        }
         return replace(self, codes=change(self.codes), **changed)
 
-    def expert(self, number: int | slice) -> GroupedWeight:
+    def select(self, number: int | slice) -> GroupedWeight:
         """One of several weights, or some rows of one."""
-        return self.each(lambda part: part[number])
+        return self.map_tensors(lambda part: part[number])
 
-    def stacked(self, count: int) -> GroupedWeight:
+    def as_experts(self, count: int) -> GroupedWeight:
         """Rows [E * N, K] as so many weights."""
-        return self.each(lambda part: part.view(count, -1, part.shape[-1]))
+        return self.map_tensors(lambda part: part.view(count, -1, part.shape[-1]))
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
-        rows = self.each(lambda part: part.flatten(0, -2))
+        rows = self.map_tensors(lambda part: part.flatten(0, -2))
         width = self.shape[-1]
         whole = torch.empty(rows.shape[0], width, dtype=dtype, device=self.device)
-        step = max(1, STRIP // width)
+        step = max(1, STRIP_VALUES // width)
         for first in range(0, rows.shape[0], step):
-            own = rows.expert(slice(first, first + step))
+            own = rows.select(slice(first, first + step))
             made = own._values()
             whole[first : first + step] = (
                 made if self.columns is None else made * self.columns.float()
@@ -114,12 +116,12 @@ class GroupedWeight(Codes):
 
     def _values(self) -> Tensor:
         """Return rows [N, K] in float32, as ggml's reference computes them where scales have factors."""
-        codes = unpaired(self.codes) if self.kind in PAIRED else self.codes
-        scales = scale_values(self.scales, self.factors)
+        codes = unpack_nibbles(self.codes) if self.kind in FOUR_BIT_KINDS else self.codes
+        scales = decode_scales(self.scales, self.factors)
         if self.minima is None:
-            return values(self.kind, codes, scales, self.zeros, self.group)
-        made = decoded(self.kind, codes) * scales.repeat_interleave(self.group, -1)
-        minima = scale_values(self.minima, self.minimum_factors)
+            return dequantize(self.kind, codes, scales, self.zeros, self.group)
+        made = decode_codes(self.kind, codes) * scales.repeat_interleave(self.group, -1)
+        minima = decode_scales(self.minima, self.minimum_factors)
         return made.sub_(minima.repeat_interleave(self.group, -1))
 
 
@@ -166,7 +168,7 @@ class TiledWeight(Codes):
             if self.kind in ("int4", "e2m1"):
                 steps = codes.view(*codes.shape[:-1], -1, tile_step(self.kind, self.group) // 2)
                 codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
-            made = values(self.kind, codes, self.scales, self.zeros, self.group)
+            made = dequantize(self.kind, codes, self.scales, self.zeros, self.group)
         return (made if self.columns is None else made * self.columns.float()).to(dtype)
 
 
@@ -175,20 +177,20 @@ def tile_step(kind: CodeKind, group: int) -> int:
     return 2 * min(64, group) if kind in ("int4", "e2m1") else min(128, group)
 
 
-def tiled(weight: GroupedWeight) -> TiledWeight:
+def tile_weight(weight: GroupedWeight) -> TiledWeight:
     """A weight laid out for tiles. Groups are of 16, 32, 64, a multiple of 128, or all columns."""
     width = weight.shape[-1]
     codes = weight.codes
     group = weight.group if weight.group < width else -(-width // 128) * 128
     if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
-        codes = (codes ^ MIDDLE["int8"]).view(torch.int8)
+        codes = (codes ^ DEFAULT_ZERO_POINTS["int8"]).view(torch.int8)
         group = 0
     if weight.minima is not None or weight.factors is not None:
         raise ValueError("tiles hold neither minima nor factored scales")
     if weight.kind in ("int4", "e2m1"):
         step = tile_step(weight.kind, group)
-        parts = torch.split(codes.flatten(0, -2), max(1, STRIP // width))
-        strips = (F.pad(unpaired(part), (0, -width % step)) for part in parts)
+        parts = torch.split(codes.flatten(0, -2), max(1, STRIP_VALUES // width))
+        strips = (F.pad(unpack_nibbles(part), (0, -width % step)) for part in parts)
         halves = (strip.view(strip.shape[0], -1, 2, step // 2).unbind(-2) for strip in strips)
         codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(
             *codes.shape[:-1], -1
@@ -198,18 +200,18 @@ def tiled(weight: GroupedWeight) -> TiledWeight:
     )
 
 
-def unpaired(codes: Tensor) -> Tensor:
+def unpack_nibbles(codes: Tensor) -> Tensor:
     """Codes uint8 [..., K] of two in a byte [..., K / 2]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
-def paired(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
     """Two codes in a byte: see `unpaired`."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def scale_values(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Return scales or minima [N, G] in float32; factors: float16 [N, K / `SUPER`]. See `Codes`."""
+def decode_scales(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return scales or minima [N, G] in float32; factors: float16 [N, K / `SUPER_BLOCK`]. See `Codes`."""
     if numbers.dtype != torch.uint8:
         return numbers.float()
     whole = numbers.float() - BYTE_MIDDLE
@@ -218,12 +220,12 @@ def scale_values(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
     return factors.float().repeat_interleave(numbers.shape[-1] // factors.shape[-1], -1) * whole
 
 
-def decoded(kind: CodeKind, codes: Tensor) -> Tensor:
+def decode_codes(kind: CodeKind, codes: Tensor) -> Tensor:
     """What codes uint8 stand for in float32, but for zero points: exact, in bfloat16 too."""
     if kind == "iq4":
         return torch.tensor(IQ4, dtype=torch.float32, device=codes.device)[codes.long()]
     if kind == "mx4":
-        return 2 * decoded("e2m1", codes)
+        return 2 * decode_codes("e2m1", codes)
     if kind == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if kind == "e2m1":
@@ -232,49 +234,49 @@ def decoded(kind: CodeKind, codes: Tensor) -> Tensor:
     return codes.float()
 
 
-def values(
+def dequantize(
     kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int
 ) -> Tensor:
     """The weight float32 [N, K] of unpaired codes [N, K] with scales and zeros [N, K / group]."""
-    made = decoded(kind, codes)
+    made = decode_codes(kind, codes)
     width = codes.shape[-1]
     if zeros is not None:
         made -= zeros.float().repeat_interleave(group, -1)[..., :width]
-    elif kind in MIDDLE:
-        made -= MIDDLE[kind]
+    elif kind in DEFAULT_ZERO_POINTS:
+        made -= DEFAULT_ZERO_POINTS[kind]
     return made.mul_(scales.float().repeat_interleave(group, -1)[..., :width])
 
 
-def magnitudes(weight: Tensor) -> Tensor:
+def row_magnitudes(weight: Tensor) -> Tensor:
     """The largest magnitude of each row of weight [..., N, K]: float32 [..., N]."""
     rows = weight.flatten(0, -2)
-    strips = torch.split(rows, max(1, STRIP // rows.shape[1]))
+    strips = torch.split(rows, max(1, STRIP_VALUES // rows.shape[1]))
     return torch.cat([strip.float().abs().amax(dim=1) for strip in strips]).view(weight.shape[:-1])
 
 
-def int8_rows(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
+def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
     """weight [..., N, K] as int8 with one scale a row: its largest magnitude over 127; ties go to even.
 
     largest: float32 [..., N], the `magnitudes` of whole rows, where these are parts of rows. A scale is a
     bfloat16 number, so that products of any type have it exactly; each value is off by at most half its row's
     scale. A row of zeros keeps the scale 1. Equal weights give equal bits everywhere: nothing is summed.
     """
-    whole = magnitudes(weight) if largest is None else largest
-    scales = (whole.flatten() / INT8_LARGEST).to(torch.bfloat16).float()
+    whole = row_magnitudes(weight) if largest is None else largest
+    scales = (whole.flatten() / INT8_MAX).to(torch.bfloat16).float()
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # NaN stays
     rows = weight.flatten(0, -2)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=weight.device)
-    step = max(1, STRIP // rows.shape[1])
+    step = max(1, STRIP_VALUES // rows.shape[1])
     for strip, to, scale in zip(
         *(torch.split(each, step) for each in (rows, codes, scales)), strict=True
     ):
-        rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
-        to.copy_(rounded.add_(MIDDLE["int8"]))
+        rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_MAX, INT8_MAX)
+        to.copy_(rounded.add_(DEFAULT_ZERO_POINTS["int8"]))
     scales = scales.view(*weight.shape[:-1], 1)
     return GroupedWeight("int8", codes.view(weight.shape), scales, None, weight.shape[-1])
 
 
-def int4_groups(weight: Tensor) -> GroupedWeight:
+def quantize_int4(weight: Tensor) -> GroupedWeight:
     """weight [..., N, K] as symmetric codes of four bits, a bfloat16 scale for each `INT4_GROUP` columns.
 
     Of several scales that is taken whose rounding errs least, by squares; where a value is not finite it is
@@ -286,7 +288,7 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
     scales = torch.empty(
         rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device
     )
-    step = max(1, STRIP // columns)
+    step = max(1, STRIP_VALUES // columns)
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)
         groups = rows[part].float().view(-1, INT4_GROUP).t().contiguous()
@@ -296,7 +298,7 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
         reach = torch.where(most > -least, most, least) / -8
         best = reach - reach + 1
         error = torch.full_like(reach, float("inf"))
-        for share in INT4_SHARES:
+        for share in INT4_SCALE_FACTORS:
             scale = (reach * share).bfloat16().float()
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)
             rest = (groups / scale).round_().clamp_(-8, 7).mul_(scale).sub_(groups).square_()
@@ -306,7 +308,7 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
             best = torch.where(better, scale, best)
             error = torch.where(better, rest[0], error)
         whole = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-        codes[part] = paired(whole.t().reshape(-1, columns))
+        codes[part] = pack_nibbles(whole.t().reshape(-1, columns))
         scales[part] = best.view(-1, columns // INT4_GROUP)
     shape = weight.shape[:-1]
     return GroupedWeight("int4", codes.view(*shape, -1), scales.view(*shape, -1), None, INT4_GROUP)

@@ -69,11 +69,13 @@ def head_input(
 
 
 def keep_states(
-    made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
+    hidden: Tensor, rows: Rows, rings: Tensor, page_states: Tensor, page_size: int
 ) -> None:
     """Compute `Kernels.keep_states` by torch."""
-    depth = states.shape[1] - 1
-    slots = torch.arange(made.shape[0], device=made.device).unsqueeze(-1).expand_as(rows.positions)
-    states[slots, torch.where(rows.valid, rows.positions % depth, depth)] = made
+    depth = rings.shape[1] - 1
+    slots = (
+        torch.arange(hidden.shape[0], device=hidden.device).unsqueeze(-1).expand_as(rows.positions)
+    )
+    rings[slots, torch.where(rows.valid, rows.positions % depth, depth)] = hidden
     ends = rows.valid & (rows.kv_slots % page_size == page_size - 1)
-    page_states[torch.where(ends, rows.kv_slots // page_size, 0)] = made
+    page_states[torch.where(ends, rows.kv_slots // page_size, 0)] = hidden

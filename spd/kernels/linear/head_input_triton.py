@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.launch import overlap, power_of_two
+from spd.kernels.launch import pdl_options, power_of_two
 from spd.kernels.linear.head_input import HeadRows, PairNorms
 from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.round.window import Rows
@@ -74,7 +74,7 @@ def head_input(
 def row_options(size: int, device: torch.device) -> dict[str, Any]:
     """Of a program that holds a whole row of `size` elements."""
     warps = 4 if size <= 2048 else 8
-    return {"H": size, "BLOCK": power_of_two(size), "num_warps": warps, **overlap(device)}
+    return {"H": size, "BLOCK": power_of_two(size), "num_warps": warps, **pdl_options(device)}
 
 
 @triton.jit(do_not_specialize=["width", "depth", "rows_stride", "states_stride"])
@@ -97,14 +97,14 @@ def keep_states_kernel(
 
 
 def keep_states(
-    made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int
+    hidden: Tensor, rows: Rows, rings: Tensor, page_states: Tensor, page_size: int
 ) -> None:
     """Every slot's rows contiguous; rows that are not valid write nothing."""
-    slots, width, size = made.shape
+    slots, width, size = hidden.shape
     places = (rows.positions.contiguous(), rows.valid.contiguous(), rows.kv_slots.contiguous())
-    sizes = (width, states.shape[1] - 1, made.stride(0), states.stride(0))
+    sizes = (width, rings.shape[1] - 1, hidden.stride(0), rings.stride(0))
     keep_states_kernel[(slots * width,)](
-        *(made, *places, states, page_states, *sizes),
+        *(hidden, *places, rings, page_states, *sizes),
         PAGE=page_size,
-        **row_options(size, made.device),
+        **row_options(size, hidden.device),
     )

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.launch import ceil_div, pdl_options, power_of_two
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.overlap_triton import wait_and_release
 
@@ -87,7 +87,7 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
         h,
         SCALE=scale,
         BLOCK_H=block,
-        **overlap(x.device),
+        **pdl_options(x.device),
         num_warps=4,
     )
     return x, squares
@@ -103,7 +103,7 @@ def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: fl
     y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     sizes = {"PARTS": parts, "BLOCK_P": power_of_two(parts), "BLOCK_K": block}
     rms_norm_rows_kernel[(rows, ceil_div(k, block))](
-        x, squares, weight, y, k, epsilon, **sizes, **overlap(x.device), num_warps=4
+        x, squares, weight, y, k, epsilon, **sizes, **pdl_options(x.device), num_warps=4
     )
     return y
 
@@ -116,6 +116,6 @@ def norm_residual(
     squares = torch.empty(rows, 1, dtype=torch.float32, device=y.device)
     sizes = {"N": n, "BLOCK": power_of_two(n)}
     norm_residual_kernel[(rows,)](
-        y, weight, residual, x, squares, epsilon, **sizes, **overlap(y.device), num_warps=WARPS
+        y, weight, residual, x, squares, epsilon, **sizes, **pdl_options(y.device), num_warps=WARPS
     )
     return x, squares

@@ -18,12 +18,12 @@ TILES = (16, 32, 64)
 """Rows of x a program multiplies; more rows are more programs. Wider tiles than the first may follow the rows
 where the device has shown that no bit does: an output is summed along K in the same steps in each of them."""
 TOKEN_TILE = TILES[0]
-CROWDED_TILE = 32
+REGISTER_BOUND_TILE = 32
 """Tokens a tile at most where registers hold more: noise of ids that do not lie beside each other, or what
 bytes become in the few warps of their programs."""
-Widest = Mapping[torch.dtype, int]
+TokenTileLimits = Mapping[torch.dtype, int]
 """By the dtype of a weight's values: how wide tiles of tokens of that dtype, or of bfloat16, may be."""
-NARROW: Widest = MappingProxyType({})
+NARROW_TILES: TokenTileLimits = MappingProxyType({})
 
 PROGRAMS = (
     128  # programs that fill the device: about one for each multiprocessor of the largest ones
@@ -49,7 +49,7 @@ class LinearConfig:
     block_t: int = TOKEN_TILE
 
 
-SUMS_APART = (10, 11)
+TENSOR_MEMORY_ARCHITECTURES = (10, 11)
 """Architectures whose matrix units keep sums in a memory of their own. An online softmax scales them at each
 step: for 64 wide rows that takes more registers than there are, so attention has tiles of half as many."""
 
@@ -93,9 +93,13 @@ def _fitting(stages: int, step_bytes: int, device: Device) -> int:
     return max(2, min(stages, (device.shared - 8 * 1024) // step_bytes))
 
 
-def token_tile(rows: int, tokens: torch.dtype, weights: torch.dtype, widest: Widest) -> int:
+def token_tile(
+    rows: int, tokens: torch.dtype, weights: torch.dtype, tile_limits: TokenTileLimits
+) -> int:
     """Rows of x a program multiplies where there are `rows` in all, of `tokens` by `weights`."""
-    shown = widest.get(weights, TOKEN_TILE) if tokens in (weights, torch.bfloat16) else TOKEN_TILE
+    shown = (
+        tile_limits.get(weights, TOKEN_TILE) if tokens in (weights, torch.bfloat16) else TOKEN_TILE
+    )
     return min(shown, next((tile for tile in TILES if tile >= rows), TILES[-1]))
 
 
@@ -105,7 +109,7 @@ def with_tile(config: LinearConfig, block_t: int, itemsize: int, device: Device)
     return replace(config, block_t=block_t, stages=_fitting(config.stages, step_bytes, device))
 
 
-def paired(config: LinearConfig, n: int) -> LinearConfig:
+def gate_up_config(config: LinearConfig, n: int) -> LinearConfig:
     """The choices for a weight of n gate and up rows together: half a tile of each, at least 16.
 
     Tiles twice as tall where they fill the device once and not more: two programs fit a multiprocessor.
@@ -122,10 +126,10 @@ def chunk_config(config: LinearConfig) -> LinearConfig:
 
 def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
     """Float32 partials and int32 counters that suffice for products of up to `rows` rows by a weight of n
-    rows, paired or not: (0, 0) unsplit."""
+    rows, gate_up_config or not: (0, 0) unsplit."""
     if config.split_k == 1:
         return 0, 0
     tokens = -(-rows // TILES[-1]) * TILES[-1]
-    widest = paired(config, n).block_n
+    widest = gate_up_config(config, n).block_n
     padded = -(-n // widest) * widest
     return padded * tokens * config.split_k, padded // config.block_n * (tokens // TOKEN_TILE)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors contiguous.
 
-`widest` says how wide tiles of tokens may be on the device.
+`tile_limits` says how wide tiles of tokens may be on the device.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.launch import ceil_div, device_properties, pdl_options, power_of_two
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import (
-    CROWDED_TILE,
-    NARROW,
+    NARROW_TILES,
+    REGISTER_BOUND_TILE,
     TILES,
     LinearConfig,
-    Widest,
+    TokenTileLimits,
     chunk_config,
     config_for,
-    paired,
+    gate_up_config,
     token_tile,
     with_tile,
     workspace_sizes,
@@ -39,17 +39,22 @@ CHOICE_BLOCK = 2048
 
 
 def _config(
-    weight: AnyWeight, x: Tensor, widest: Widest, *, pair: bool = False, most: int = TILES[-1]
+    weight: AnyWeight,
+    x: Tensor,
+    tile_limits: TokenTileLimits,
+    *,
+    pair: bool = False,
+    most: int = TILES[-1],
 ) -> LinearConfig:
     """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
     values = operands_of(weight)[0]
     n, k = weight.shape
-    facts = device_facts(weight.device)
+    facts = device_properties(weight.device)
     size = values.element_size()
-    most = min(most, CROWDED_TILE if size == 1 else most)
-    tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
+    most = min(most, REGISTER_BOUND_TILE if size == 1 else most)
+    tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, tile_limits))
     config = config_for(n, k, size, facts, step_of(weight))
-    return with_tile(paired(config, n) if pair else config, tile, size, facts)
+    return with_tile(gate_up_config(config, n) if pair else config, tile, size, facts)
 
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -80,7 +85,7 @@ def launch_of(
         "num_stages": config.stages,
         "enable_fp_fusion": x.dtype == torch.float32,
         **({"ACT": act.kind, "LIMIT": act.limit, "ALPHA": act.alpha} if act else {}),
-        **overlap(weight.device),
+        **pdl_options(weight.device),
     }
 
 
@@ -119,12 +124,14 @@ def linear(
     residual: Tensor | None = None,
     *,
     chunk: bool = False,
-    widest: Widest = NARROW,
+    tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> tuple[Tensor, Tensor | None]:
     """The norm's factor meets the float32 sums; squares have a part for each tile of the weight's rows."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = chunk_config(_config(weight, x, NARROW)) if chunk else _config(weight, x, widest)
+    config = (
+        chunk_config(_config(weight, x, NARROW_TILES)) if chunk else _config(weight, x, tile_limits)
+    )
     tiles = ceil_div(n, config.block_n)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
@@ -149,12 +156,12 @@ def norm_gate_up(
     norm: Norm,
     act: Activation = SILU,
     *,
-    widest: Widest = NARROW,
+    tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> Tensor:
     """A program holds gate rows and the up rows that belong to them."""
     rows, k = x.shape
     n = weight.shape[0] // 2
-    config = _config(weight, x, widest, pair=True)
+    config = _config(weight, x, tile_limits, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     gate_up_kernel[
@@ -195,21 +202,28 @@ def _head(
     )
 
 
-def head_logits(x: Tensor, weight: AnyWeight, *, widest: Widest = NARROW) -> Tensor:
+def head_logits(
+    x: Tensor, weight: AnyWeight, *, tile_limits: TokenTileLimits = NARROW_TILES
+) -> Tensor:
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = replace(_config(weight, x, widest), split_k=1)
+    config = replace(_config(weight, x, tile_limits), split_k=1)
     _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
     return logits
 
 
 def head_sample(
-    x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None, *, widest: Widest = NARROW
+    x: Tensor,
+    weight: AnyWeight,
+    draw: Draw,
+    ids: Tensor | None = None,
+    *,
+    tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> tuple[Tensor, Tensor]:
     """The logits are the very bits that `head_logits` stores."""
     rows = x.shape[0]
     device = x.device
-    config = _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
+    config = _config(weight, x, tile_limits, most=TILES[-1] if ids is None else REGISTER_BOUND_TILE)
     config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
@@ -220,6 +234,6 @@ def head_sample(
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)
     choose_kernel[(rows,)](
-        ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4
+        ranks, token, finite, tiles, BLOCK=block, **pdl_options(x.device), num_warps=4
     )
     return token, finite

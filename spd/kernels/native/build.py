@@ -46,16 +46,16 @@ FLAGS = (
     f"-DLARGEST_HEAD={LARGEST_HEAD}",
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")
-PAIRS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
+BF16_FEATURES = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
 FEATURES = {
-    "AMX": PAIRS | {"amx_tile", "amx_bf16"},
-    "AVX512-BF16": PAIRS,
+    "AMX": BF16_FEATURES | {"amx_tile", "amx_bf16"},
+    "AVX512-BF16": BF16_FEATURES,
     "AVX512": frozenset({"avx512f", "avx512bw", "avx512vl"}),
     "AVX2": frozenset({"avx2", "fma"}),
     "NEON": frozenset({"asimd"}),
 }
 """What /proc/cpuinfo says of a processor that has the instructions: those are taken that come first."""
-OWN_FLAGS: dict[str, tuple[str, ...]] = {
+INSTRUCTION_FLAGS: dict[str, tuple[str, ...]] = {
     "AMX": (),
     "AVX512-BF16": ("-DSPD_NO_AMX",),
     "AVX512": ("-DSPD_NO_PAIRS",),
@@ -65,12 +65,14 @@ OWN_FLAGS: dict[str, tuple[str, ...]] = {
 """They leave the better instructions alone."""
 DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FLOAT32",)}
 """By what a library's elements are: weights, the cache, and what goes from layer to layer."""
-PATIENCE = 300  # seconds that the compiler is given
-HASH = hashlib.sha256().digest_size
-LARGEST = 16 << 20  # bytes that are read of a kept file; a library has below a hundred thousand
+COMPILE_TIMEOUT = 300  # seconds that the compiler is given
+HASH_BYTES = hashlib.sha256().digest_size
+MAX_FILE_BYTES = (
+    16 << 20
+)  # bytes that are read of a kept file; a library has below a hundred thousand
 
 
-UNKEPT: dict[str, bytes] = {}
+UNCACHED_LIBRARIES: dict[str, bytes] = {}
 """Libraries that this process compiled and could not keep, by file name: they are not made twice."""
 
 
@@ -99,10 +101,10 @@ def find_compiler() -> tuple[str, ...]:
 def instructions(dtype: str = "bfloat16") -> str | None:
     """The instructions that the kernels are made of on this processor."""
     having = processor_features()
-    return next((name for name in fitting(dtype) if having >= FEATURES[name]), None)
+    return next((name for name in usable_instructions(dtype) if having >= FEATURES[name]), None)
 
 
-def fitting(dtype: str) -> list[str]:
+def usable_instructions(dtype: str) -> list[str]:
     """The instructions that there are libraries of a dtype for, the best first."""
     return [
         name
@@ -111,7 +113,7 @@ def fitting(dtype: str) -> list[str]:
     ]
 
 
-def obstacle() -> str | None:
+def unavailable_reason() -> str | None:
     """What keeps this machine from having the kernels, as far as that shows before they are built."""
     if instructions() is None:
         return "this processor has neither AVX2 with FMA nor NEON"
@@ -132,14 +134,14 @@ def library_path(
     chosen: the instructions, where they are not the best that there are; dtype: one of `DTYPE_FLAGS`.
     Raises NativeUnavailable.
     """
-    if (why := obstacle()) is not None:
+    if (why := unavailable_reason()) is not None:
         raise NativeUnavailable(why)
     compiler = find_compiler()
-    flags = (*FLAGS, *OWN_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
+    flags = (*FLAGS, *INSTRUCTION_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
     try:
         name = f"native-{_key(compiler, flags)}.so"
-        if name in UNKEPT:
-            return _in_memory(UNKEPT[name])
+        if name in UNCACHED_LIBRARIES:
+            return _in_memory(UNCACHED_LIBRARIES[name])
         fault: Exception | None = None
         try:
             return _in_memory(_read(folder() / name))
@@ -155,7 +157,7 @@ def library_path(
         try:
             _keep(folder() / name, made)
         except (OSError, RuntimeError, ValueError) as error:
-            UNKEPT[name] = made
+            UNCACHED_LIBRARIES[name] = made
             cause = fault or error
             logger.warning("the C kernels are compiled anew at every start: %s", cause)
         else:
@@ -166,7 +168,7 @@ def library_path(
         raise NativeUnavailable(f"they cannot be compiled: {error}") from error
 
 
-def read_kept(place: Path) -> bytes:
+def read_cached(place: Path) -> bytes:
     """Read a kept file; empty if there is none. Raises OSError, and ValueError if others may write it."""
     with open(
         place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -175,15 +177,15 @@ def read_kept(place: Path) -> bytes:
         for path, status in ((place, found), (place.parent, place.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError(f"{path} belongs to others, or they may write to it")
-        return file.read(LARGEST) if stat.S_ISREG(found.st_mode) else b""
+        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
 
 
 def _read(place: Path) -> bytes:
-    """A kept library. Raises as `read_kept` does; ValueError where it is not whole."""
-    made = read_kept(place)
-    if hashlib.sha256(made[:-HASH]).digest() != made[-HASH:]:
+    """A kept library. Raises as `read_cached` does; ValueError where it is not whole."""
+    made = read_cached(place)
+    if hashlib.sha256(made[:-HASH_BYTES]).digest() != made[-HASH_BYTES:]:
         raise ValueError(f"{place} is broken")
-    return made[:-HASH]
+    return made[:-HASH_BYTES]
 
 
 def _keep(place: Path, made: bytes) -> None:
@@ -241,7 +243,9 @@ def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
             f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
         )
         command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT
+        )
         if done.returncode:
             said = next(
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]

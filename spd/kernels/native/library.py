@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
+from spd.kernels.attention.paged_attention import (
+    AttentionHeads,
+    AttentionParams,
+    AttentionPlan,
+    Windows,
+)
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
 from spd.kernels.capabilities import CAPABILITIES, CODE_BITS, Capabilities
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
@@ -29,19 +34,19 @@ from spd.kernels.native.packed import (
     SIDE,
     SUM_BYTES,
     TILE_BYTES,
-    WEIGHT,
+    WEIGHT_FORMAT,
     AnyMatrix,
+    Epilogue,
     PackedWeight,
-    SumEnding,
+    c_values,
     in_column_blocks,
     in_large_pages,
-    numbers,
-    packed,
+    pack_structure,
     tile_steps,
 )
-from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
-from spd.kernels.round.window import Places, RoundTensors, RoundWindow, Rows
+from spd.kernels.round.window import Paging, RoundTensors, RoundWindow, Rows
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 from spd.kernels.torch_form import TorchKernels
@@ -67,28 +72,28 @@ ROUND = (
 STRUCTURES = {
     "pack": "2P2li",
     "pack_codes": "2P2l2i",
-    "linear": f"3P{WEIGHT}3P2li2f6lf",
-    "rows": f"{WEIGHT}2P2l",
+    "linear": f"3P{WEIGHT_FORMAT}3P2li2f6lf",
+    "rows": f"{WEIGHT_FORMAT}2P2l",
     "norm": "4P2lf",
     "rotary_store": "9P5lf",
     "attend": "7P10l2f",
     "latent_store": "9P7lf",
     "router": "3P3l",
     "route": "5P6l2i2f",
-    "experts": f"6P{WEIGHT}{WEIGHT}i2f9P7l",
+    "experts": f"6P{WEIGHT_FORMAT}{WEIGHT_FORMAT}i2f9P7l",
     "sample": "10P5l2i",
     "short_conv": "2P2l5P4li",
     "delta_rule": "2P2l10P6li",
     "gated_norm": "4P5lfi",
 }
 """What C functions of several threads are given: their structures, as the module struct writes them."""
-ROUNDED: SumEnding = (0, math.inf, 1.0)
+ROUNDED: Epilogue = (0, math.inf, 1.0)
 """The sums are rounded to the library's dtype."""
-FLOAT32: SumEnding = (1, math.inf, 1.0)
+FLOAT32: Epilogue = (1, math.inf, 1.0)
 """The sums stay float32."""
 
 
-def ending_of(act: Activation) -> SumEnding:
+def epilogue_of(act: Activation) -> Epilogue:
     """An activation of a product's sums, as C takes it: its number, limit and alpha."""
     number = ("relu2", "silu", "gelu", "swiglu").index(act.kind)
     return 2 + number, math.inf if act.limit is None else act.limit, act.alpha
@@ -99,14 +104,14 @@ def _round(state: RoundTensors) -> bytes:
     sizes = [state.length.shape[0], state.tokens.stride(0), state.draft.stride(0)]
     sizes += [size for each in wide for size in (each.stride(0), each.shape[1])]
     sizes += [*state.ring.shape, state.times.shape[1]]
-    return packed("14P11l", *(getattr(state, name) for name in ROUND), *sizes)
+    return pack_structure("14P11l", *(getattr(state, name) for name in ROUND), *sizes)
 
 
-def _rows(slots: int, width: int, places: Places) -> tuple[Rows, bytes]:
+def _rows(slots: int, width: int, paging: Paging) -> tuple[Rows, bytes]:
     """Room for rows, and their structure."""
     ids, positions, slots_of = (torch.empty(slots, width, dtype=torch.int64) for _ in range(3))
     rows = (ids, positions, torch.empty(slots, width, dtype=torch.bool), slots_of)
-    return Rows(*rows), packed("4P4l", *rows, width, *places)
+    return Rows(*rows), pack_structure("4P4l", *rows, width, *paging)
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,8 @@ class AmxRefused(NativeUnavailable):
 class NativeKernels(TorchKernels):
     """The set "native": the operations of one compiled library, and torch's for those that it lacks.
 
-    For one thread at a time: products share room for their rows. See `spd.kernels.interface.Kernels` for the
-    contracts.
+    For one thread at a time: products share scratch memory for their rows. See
+    `spd.kernels.interface.Kernels` for the contracts.
     """
 
     name = "native"
@@ -145,13 +150,13 @@ class NativeKernels(TorchKernels):
         self.dtype = dtype
         self.library = library
         self.calls: list[Step] | None = None
-        self.rooms = [torch.UntypedStorage(0)]
+        self.scratch_storages = [torch.UntypedStorage(0)]
         """For a product's rows: the last one is used, recordings go on with those that they began with."""
         self.threads = torch.get_num_threads()
 
     @contextmanager
-    def noted(self, calls: list[Step]) -> Iterator[None]:
-        """Have calls of C functions noted, with arguments that need no conversion, instead of made."""
+    def record_calls(self, calls: list[Step]) -> Iterator[None]:
+        """Have calls of C functions record_calls, with arguments that need no conversion, instead of made."""
         self.calls = calls
         try:
             yield
@@ -159,35 +164,37 @@ class NativeKernels(TorchKernels):
             self.calls = None
 
     def call(self, name: str, *given: Any) -> None:
-        """Call a C function with tensors, whole numbers and structures, or note the call."""
+        """Call a C function with tensors, whole c_values and structures, or note the call."""
         function = getattr(self.library, f"spd_{name}")
-        plain = numbers(given)
+        plain = c_values(given)
         made = tuple(each if isinstance(each, bytes) else ctypes.c_long(each) for each in plain)
         if self.calls is None:
             function(*made)
         else:
             self.calls.append((function, made))
 
-    def share(self, name: str, *given: Any) -> None:
+    def call_threads(self, name: str, *given: Any) -> None:
         """Call a C function of several threads with its structure."""
-        self.call(name, packed(STRUCTURES[name], *given), self.threads)
+        self.call(name, pack_structure(STRUCTURES[name], *given), self.threads)
 
-    def room(self, tiles: int) -> int:
+    def scratch_address(self, tiles: int) -> int:
         """Return the address of room for left-side tiles, float32 where products are, and sums of rows."""
         size = tiles * (2 * TILE_BYTES + SUM_BYTES)
-        if self.rooms[-1].nbytes() < size:
-            self.rooms.append(torch.UntypedStorage(max(size, 2 * self.rooms[-1].nbytes())))
-        address: int = self.rooms[-1].data_ptr()
+        if self.scratch_storages[-1].nbytes() < size:
+            self.scratch_storages.append(
+                torch.UntypedStorage(max(size, 2 * self.scratch_storages[-1].nbytes()))
+            )
+        address: int = self.scratch_storages[-1].data_ptr()
         return address
 
     def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
         self.call("mark_time", times, counter, *times.shape, column, advance)
 
     def round_window(
-        self, state: RoundTensors, k: int, places: Places, usable_vocab: int
+        self, state: RoundTensors, k: int, paging: Paging, usable_vocab: int
     ) -> RoundWindow:
         slots = state.length.shape[0]
-        rows, made = _rows(slots, k + 1, places)
+        rows, made = _rows(slots, k + 1, paging)
         draft = torch.empty(slots, k, dtype=torch.int64)
         count = torch.empty(slots, dtype=torch.int64)
         self.call("round_window", _round(state), made, draft, count, k, usable_vocab)
@@ -198,18 +205,18 @@ class NativeKernels(TorchKernels):
         state: RoundTensors,
         width: int,
         chosen: Tensor,
-        places: Places,
+        paging: Paging,
         first: Tensor | None = None,
         ahead: int = 0,
     ) -> Rows:
-        rows, made = _rows(state.length.shape[0], width + ahead, places)
+        rows, made = _rows(state.length.shape[0], width + ahead, paging)
         self.call("committed_window", _round(state), made, chosen.contiguous(), first, ahead)
         return rows
 
     def draft_step(
-        self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places
+        self, state: RoundTensors, sampled: Tensor, step: int, k: int, paging: Paging
     ) -> Rows:
-        rows, made = _rows(state.length.shape[0], 1, places)
+        rows, made = _rows(state.length.shape[0], 1, paging)
         self.call("draft_step", _round(state), made, sampled.contiguous(), step, k)
         return rows
 
@@ -238,7 +245,7 @@ class NativeKernels(TorchKernels):
             return self._pack_codes(weight, gated)
         if isinstance(weight, StackedWeight) and not gated:
             first, *rest = (self._pack_codes(piece, gated) for piece in weight.pieces)
-            return replace(first, below=tuple(rest))
+            return replace(first, further_pieces=tuple(rest))
         if isinstance(weight, StackedWeight):  # gates and what they open are of one form
             weight = weight.plain(self.dtype)
         width, depth = weight.shape[-2:]
@@ -246,7 +253,7 @@ class NativeKernels(TorchKernels):
         size = tile_steps(width, depth, gated) * 2 * SIDE * DEPTH
         tiles = in_large_pages(torch.empty(every.shape[0], size, dtype=self.dtype))
         for own, one in zip(tiles, every, strict=True):
-            self.share("pack", one.to(self.dtype).contiguous(), own, width, depth, gated)
+            self.call_threads("pack", one.to(self.dtype).contiguous(), own, width, depth, gated)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
     def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
@@ -260,10 +267,10 @@ class NativeKernels(TorchKernels):
         size = tile_steps(width, depth, gated) * 2 * SIDE * CODE_BITS[weight.kind] * DEPTH // 8
         tiles = in_large_pages(torch.empty(count, size, dtype=torch.uint8))
         for to, own in zip(tiles, codes, strict=True):
-            self.share("pack_codes", own.contiguous(), to, width, depth, gated, kind)
+            self.call_threads("pack_codes", own.contiguous(), to, width, depth, gated, kind)
         beside = {
             name: in_column_blocks(part.reshape(count, width, part.shape[-1]), gated)
-            for name, part in weight.beside.items()
+            for name, part in weight.quant_parameters.items()
         }
         return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, beside)
 
@@ -272,7 +279,7 @@ class NativeKernels(TorchKernels):
         x: Tensor,
         weight: PackedWeight,
         bias: Tensor | None,
-        ending: SumEnding = ROUNDED,
+        epilogue: Epilogue = ROUNDED,
         *,
         norm: Tensor | None = None,
         epsilon: float = 0.0,
@@ -288,24 +295,26 @@ class NativeKernels(TorchKernels):
         heads = weight.count
         depth = weight.depth
         width = weight.width // 2 if weight.gated else weight.rows
-        kind = torch.float32 if ending is FLOAT32 else self.dtype
+        kind = torch.float32 if epilogue is FLOAT32 else self.dtype
         y = torch.empty(*x.shape[:-1], width, dtype=kind)
-        room = self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH))
+        room = self.scratch_address(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH))
         strides = (x.stride(0), x.stride(-2), width)
         sizes = (rows, heads, depth, *strides, epsilon)
         first = 0
-        for part in (weight, *weight.below):
+        for part in (weight, *weight.further_pieces):
             columns = slice(first, None)
             own = (None if each is None else each[..., columns] for each in (bias, residual, y))
-            ends = (*own, part.width, heads * width, *ending)
-            self.share("linear", x, norm, room, *part.fields, *ends, *sizes)
+            ends = (*own, part.width, heads * width, *epilogue)
+            self.call_threads("linear", x, norm, room, *part.fields, *ends, *sizes)
             first += part.width
         return y
 
     def packed_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         """Return rows [T, K] of a weight in codes, each value rounded once; ids: int64 [T]."""
         made = torch.empty(ids.shape[0], weight.depth, dtype=self.dtype)
-        self.share("rows", *weight.fields, ids.contiguous(), made, ids.shape[0], weight.depth)
+        self.call_threads(
+            "rows", *weight.fields, ids.contiguous(), made, ids.shape[0], weight.depth
+        )
         return made
 
     def head_linear(self, x: Tensor, weight: HeadMatrices) -> Tensor:
@@ -318,7 +327,7 @@ class NativeKernels(TorchKernels):
     ) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
         x, y = x.contiguous(), torch.empty(x.shape, dtype=self.dtype)
-        self.share("norm", x, residual, weight, y, *x.shape, epsilon)
+        self.call_threads("norm", x, residual, weight, y, *x.shape, epsilon)
         return y
 
     def rms_norm_rows(
@@ -345,7 +354,7 @@ class NativeKernels(TorchKernels):
         page, kv_heads, size = pools[0].shape[1:]
         query = torch.empty(count, num_heads, size, dtype=self.dtype)
         given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, qk_weight, *pools, query)
-        self.share("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
+        self.call_threads("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
         return query
 
     def plan_attention(
@@ -361,7 +370,7 @@ class NativeKernels(TorchKernels):
         query: Tensor,
         pools: Pools,
         plan: AttentionPlan,
-        scores: Scores,
+        params: AttentionParams,
         rank: int | None = None,
     ) -> Tensor:
         """Of values the first `rank` elements."""
@@ -378,13 +387,13 @@ class NativeKernels(TorchKernels):
             table,
             plan.positions,
             mixed,
-            scores.sinks,
+            params.sinks,
             *query.shape[:3],
             kv_heads,
             size,
         )
-        more = (rank or size, page, table.shape[1], plan.first_key, scores.sliding or 0)
-        self.share("attend", *given, *more, scores.scale, scores.softcap or 0.0)
+        more = (rank or size, page, table.shape[1], plan.first_key, params.sliding or 0)
+        self.call_threads("attend", *given, *more, params.scale, params.softcap or 0.0)
         return mixed
 
     def latent_store(
@@ -412,18 +421,22 @@ class NativeKernels(TorchKernels):
             out,
         )
         strides = (query.stride(0), query.stride(1), latent.stride(0))
-        self.share("latent_store", *given, count, heads, norm.shape[0], turned, *strides, epsilon)
+        self.call_threads(
+            "latent_store", *given, count, heads, norm.shape[0], turned, *strides, epsilon
+        )
         return out
 
     def mla_attention(
         self, query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
     ) -> Tensor:
         pool = pages.unsqueeze(2)
-        return self.paged_attention(query, (pool, pool), plan, Scores(scale), rank)
+        return self.paged_attention(query, (pool, pool), plan, AttentionParams(scale), rank)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
-        self.share("router", x.contiguous(), weight.contiguous(), logits, *x.shape, weight.shape[0])
+        self.call_threads(
+            "router", x.contiguous(), weight.contiguous(), logits, *x.shape, weight.shape[0]
+        )
         return logits
 
     def route(
@@ -438,7 +451,7 @@ class NativeKernels(TorchKernels):
         room = torch.empty(rows * each, dtype=torch.uint8)
         sizes = (rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best)
         how = (rule.sigmoid, rule.normalised, rule.added, rule.scale)
-        self.share("route", parts, correction, ids, weights, room, *sizes, *how)
+        self.call_threads("route", parts, correction, ids, weights, room, *sizes, *how)
         return ids, weights
 
     def sample_rows(
@@ -461,7 +474,9 @@ class NativeKernels(TorchKernels):
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
-        room = self.room(ceil_div(self.threads * ceil_div(16 * usable, 64) * 64, TILE_BYTES))
+        room = self.scratch_address(
+            ceil_div(self.threads * ceil_div(16 * usable, 64) * 64, TILE_BYTES)
+        )
         rules = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
         given = (
             logits,
@@ -476,7 +491,7 @@ class NativeKernels(TorchKernels):
             usable,
             stream,
         )
-        self.share("sample", *given, tensors.noise, tensors.truncation)
+        self.call_threads("sample", *given, tensors.noise, tensors.truncation)
         return tokens, finite
 
     def ngram_lookup(
@@ -486,10 +501,10 @@ class NativeKernels(TorchKernels):
         ngram_min: int,
         ngram_max: int,
         bound: int,
-        over: bool = False,
+        keep_drafts: bool = False,
     ) -> None:
         """Bound is not used."""
-        self.call("lookup", _round(state), k, ngram_min, ngram_max, over)
+        self.call("lookup", _round(state), k, ngram_min, ngram_max, keep_drafts)
 
     def short_conv(
         self,
@@ -505,11 +520,11 @@ class NativeKernels(TorchKernels):
         table = rows.table.contiguous()
         runs = (table, rows.applied, table.shape[1], x.shape[0])
         sizes = (x.stride(0), x.shape[1], weight.shape[0], ring.shape[1])
-        self.share("short_conv", *runs, x, weight, bias, ring, out, *sizes, silu)
+        self.call_threads("short_conv", *runs, x, weight, bias, ring, out, *sizes, silu)
         return out
 
     def delta_rule(
-        self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+        self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
         assert raw_gates.stride(1) == 1
         heads, width, size = memory.state.shape[1:]
@@ -517,26 +532,26 @@ class NativeKernels(TorchKernels):
         count = mixed.shape[0]
         table = rows.table.contiguous()
         out = torch.zeros(count, heads, size)
-        room = self.room(
+        room = self.scratch_address(
             ceil_div(self.threads * (32 * width + count * (2 * width + 2)), SIDE * DEPTH)
         )
         runs = (table, rows.applied, table.shape[1], count)
         given = (mixed, rule.rate, rule.bias, raw_gates, *memory, room, out)
         sizes = (raw_gates.stride(0), heads, key_heads, width, size, depth)
-        self.share("delta_rule", *runs, *given, *sizes, rule.corrects)
+        self.call_threads("delta_rule", *runs, *given, *sizes, rule.corrects)
         return out
 
     delta_chunks = delta_rule
     """A step a token is as fast here, and its bits are the same however rows are grouped."""
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool = False
     ) -> Tensor:
         assert gate.stride(1) == 1
         out = torch.empty(gate.shape, dtype=self.dtype)
         own = (weight.dim() - 1) * x.shape[2]
         sizes = (x.shape[0], gate.stride(0), *x.shape[1:], own)
-        self.share("gated_norm", x, weight, gate, out, *sizes, epsilon, first)
+        self.call_threads("gated_norm", x, weight, gate, out, *sizes, epsilon, gate_first)
         return out
 
     def experts(
@@ -544,14 +559,14 @@ class NativeKernels(TorchKernels):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        own: ExpertWeights,
+        expert_weights: ExpertWeights,
         stream: Tensor | None = None,
         *,
         chunk: bool = False,
     ) -> tuple[Tensor, None]:
-        """Compute `Kernels.experts` by packed weights, onto a stream in a prompt chunk too."""
-        gate_up = own.gate_up
-        down = own.down
+        """Compute `Kernels.experts` by pack_structure weights, onto a stream in a prompt chunk too."""
+        gate_up = expert_weights.gate_up
+        down = expert_weights.down
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         assert stream is not None
         x = x.contiguous()
@@ -565,21 +580,21 @@ class NativeKernels(TorchKernels):
         made = torch.empty(pairs, inner, dtype=self.dtype)
         lists = [torch.empty(size, dtype=torch.int64) for size in (pairs, count + 1, count, count)]
         num_tiles = (pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH)
-        room = self.room(num_tiles)
+        room = self.scratch_address(num_tiles)
         given = (
             x,
             stream,
             ids,
             weights,
-            own.gate_up_bias,
-            own.down_bias,
+            expert_weights.gate_up_bias,
+            expert_weights.down_bias,
             *gate_up.fields,
             *down.fields,
         )
         row_sums = room + num_tiles * 2 * TILE_BYTES
         places = (*lists, made, out, torch.empty(pairs, depth), room, row_sums)
         sizes = (rows, depth, inner, gate_up.width, count, per_token, 0)
-        self.share("experts", *given, *ending_of(own.act), *places, *sizes)
+        self.call_threads("experts", *given, *epilogue_of(expert_weights.act), *places, *sizes)
         return out, None
 
 

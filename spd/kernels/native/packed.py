@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spd.kernels.capabilities import CODE_BITS
 from spd.kernels.launch import ceil_div
-from spd.kernels.linear.few_bits import BESIDE, GroupedWeight, StackedWeight
+from spd.kernels.linear.few_bits import QUANT_PARAMETERS, GroupedWeight, StackedWeight
 
 SIDE = 16
 """Rows or columns of a tile."""
@@ -27,7 +27,7 @@ SUM_BYTES = 4 * SIDE
 """Sums of the rows of a left-side tile."""
 LARGE_PAGE = 1 << 21
 """Bytes."""
-WEIGHT = "6P3l2i"
+WEIGHT_FORMAT = "6P3l2i"
 """`PackedWeight.fields` in the notation of the module struct."""
 CODES = tuple(CODE_BITS)
 """Kinds of codes, numbered from 1 as in codes.h."""
@@ -37,14 +37,14 @@ EXPONENTS = 3
 FACTORED = 4
 
 
-def numbers(given: Sequence[Any]) -> list[Any]:
+def c_values(operands: Sequence[Any]) -> list[Any]:
     """Values for C: of a tensor the place where it lies, 0 for None."""
-    return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in given]
+    return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in operands]
 
 
-def packed(form: str, *given: Any) -> bytes:
+def pack_structure(form: str, *operands: Any) -> bytes:
     """A structure of C's; it does not keep the tensors."""
-    return struct.pack(form, *numbers(given))
+    return struct.pack(form, *c_values(operands))
 
 
 @dataclass(frozen=True)
@@ -62,37 +62,37 @@ class PackedWeight:
     kind: int = 0
     group: int = 0
     groups: int = 0
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """What stands beside codes, by `BESIDE`, each [count, blocks, groups, 32]."""
-    below: tuple[PackedWeight, ...] = ()
+    quant_parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    """What stands beside codes, by `QUANT_PARAMETERS`, each [count, blocks, groups, 32]."""
+    further_pieces: tuple[PackedWeight, ...] = ()
     """Weights of other forms whose rows follow."""
 
     @property
     def rows(self) -> int:
         """Return the rows of this weight and of those below it."""
-        return self.width + sum(each.width for each in self.below)
+        return self.width + sum(each.width for each in self.further_pieces)
 
     @property
     def scale_kind(self) -> int:
         """The number that codes.h gives the kind of the scales."""
-        scales = self.parts.get("scales")
+        scales = self.quant_parameters.get("scales")
         if scales is None:
             return 0
         if scales.dtype in SCALE_KINDS:
             return SCALE_KINDS.index(scales.dtype)
-        return FACTORED if "factors" in self.parts else EXPONENTS
+        return FACTORED if "factors" in self.quant_parameters else EXPONENTS
 
     @cached_property
     def fields(self) -> tuple[Any, ...]:
         """What is handed to C: see codes.h."""
-        beside = (self.parts.get(name) for name in BESIDE)
+        beside = (self.quant_parameters.get(name) for name in QUANT_PARAMETERS)
         steps = ceil_div(self.depth, DEPTH)
         return (self.tiles, *beside, self.group, self.groups, steps, self.kind, self.scale_kind)
 
 
 AnyMatrix = Tensor | GroupedWeight | StackedWeight
-SumEnding = tuple[int, float, float]
-"""What becomes of a product's sums: a number that C knows, a limit and an alpha; see `ending_of`."""
+Epilogue = tuple[int, float, float]
+"""What becomes of a product's sums: a number that C knows, a limit and an alpha; see `epilogue_of`."""
 
 
 class PackedProducts(Protocol):
@@ -110,7 +110,7 @@ class PackedProducts(Protocol):
         x: Tensor,
         weight: PackedWeight,
         bias: Tensor | None,
-        ending: SumEnding = ...,
+        epilogue: Epilogue = ...,
         *,
         norm: Tensor | None = None,
         epsilon: float = 0.0,

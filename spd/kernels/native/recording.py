@@ -127,7 +127,7 @@ def record(
     pool: uint8 [N], which any number of recordings may share that run in turn.
     """
     recording = Recording(pool)
-    with torch.inference_mode(), library.noted(recording.steps), recording:
+    with torch.inference_mode(), library.record_calls(recording.steps), recording:
         result = program()
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ class DeltaMemory(NamedTuple):
     gates: Tensor  # [S, D, H, 2]: the decay, and how much is corrected, or written
 
 
-class Rule(NamedTuple):
+class DeltaRule(NamedTuple):
     """What a step does to a head's state: first, a decay of exp(-exp(rate) * softplus(step + bias))."""
 
     rate: Tensor  # float32 [H]
@@ -62,7 +62,7 @@ def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: b
 
 
 def delta_rule(
-    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+    mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     """Compute `Kernels.delta_rule` by torch."""
     state, keys, values, gates = memory
@@ -107,7 +107,7 @@ def delta_rule(
 
 
 def delta_chunks(
-    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+    mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     """Compute `Kernels.delta_chunks` by torch."""
     heads, width, size = memory.state.shape[1:]
@@ -161,11 +161,11 @@ def _chunk(
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool = False
 ) -> Tensor:
     """Compute `Kernels.gated_norm` by torch."""
     opened = gate.float().reshape(x.shape)
     opened = opened * opened.sigmoid()
-    x = x * opened if first else x
+    x = x * opened if gate_first else x
     normed = x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
-    return (normed if first else normed * opened).to(gate.dtype).flatten(1)
+    return (normed if gate_first else normed * opened).to(gate.dtype).flatten(1)

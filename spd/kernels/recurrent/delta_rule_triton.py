@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.launch import ceil_div, pdl_options, power_of_two
 from spd.kernels.overlap_triton import wait_and_release
-from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import clear_around, run_of
 
@@ -163,7 +163,7 @@ def delta_rule_kernel(
 
 
 def delta_rule(
-    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+    mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
@@ -195,7 +195,7 @@ def delta_rule(
     return out
 
 
-def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
+def _constants(rule: DeltaRule, memory: DeltaMemory) -> dict[str, Any]:
     heads, width, size = memory.state.shape[1:]
     key_heads = memory.keys.shape[2]
     sizes = {"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)}
@@ -203,7 +203,7 @@ def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
         **sizes,
         "EPSILON": NORM_EPSILON,
         "CORRECTS": rule.corrects,
-        **overlap(rule.rate.device),
+        **pdl_options(rule.rate.device),
     }
 
 
@@ -363,7 +363,7 @@ def delta_chunks_kernel(
 
 
 def delta_chunks(
-    mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
+    mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
 ) -> Tensor:
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
@@ -418,7 +418,7 @@ def gated_norm_kernel(
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool = False
 ) -> Tensor:
     assert gate.stride(1) == 1
     rows, heads, size = x.shape
@@ -427,9 +427,9 @@ def gated_norm(
     sizes = {"H": heads, "SIZE": size, "OWN": own, "BLOCK": power_of_two(size)}
     gated_norm_kernel[(rows, heads)](
         *(x, gate, weight, out, gate.stride(0), epsilon),
-        FIRST=first,
+        FIRST=gate_first,
         num_warps=1 if size <= 512 else 4,
         **sizes,
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.launch import ceil_div, overlap
+from spd.kernels.launch import ceil_div, pdl_options
 from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.recurrent.short_conv import Segments
 
@@ -95,6 +95,6 @@ def short_conv(
         num_warps=1,
         enable_fp_fusion=False,
         **sizes,
-        **overlap(x.device),
+        **pdl_options(x.device),
     )
     return out

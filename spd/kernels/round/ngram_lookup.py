@@ -8,7 +8,12 @@ from spd.kernels.round.window import RoundTensors
 
 
 def ngram_lookup(
-    state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
+    state: RoundTensors,
+    k: int,
+    ngram_min: int,
+    ngram_max: int,
+    bound: int,
+    keep_drafts: bool = False,
 ) -> None:
     """Compute `Kernels.ngram_lookup` by torch."""
     active = state.active
@@ -31,7 +36,7 @@ def ngram_lookup(
     best = (suffix * (width + 1) + ends).argmax(dim=-1, keepdim=True)
     matched = suffix.gather(1, best).squeeze(-1)
     matched = torch.where(matched >= ngram_min, matched, 0)
-    taken = (matched > 0) & active if over else torch.ones_like(active)
+    taken = (matched > 0) & active if keep_drafts else torch.ones_like(active)
     found = (matched > 0).unsqueeze(-1)
     rows = torch.arange(k, device=tokens.device)
     period = torch.where(found, last - best, 1)

@@ -103,7 +103,12 @@ def pick_kernel(
 
 
 def ngram_lookup(
-    state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
+    state: RoundTensors,
+    k: int,
+    ngram_min: int,
+    ngram_max: int,
+    bound: int,
+    keep_drafts: bool = False,
 ) -> None:
     """Bound is not used."""
     tokens = state.tokens
@@ -128,7 +133,7 @@ def ngram_lookup(
         k,
         ngram_min,
     )
-    constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "OVER": over}
+    constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "OVER": keep_drafts}
     walk_kernel[(slots, parts)](*arguments, ngram_max, BLOCK=BLOCK, **constants, num_warps=4)
     if parts > 1:
         pick_kernel[(slots,)](*arguments, **constants, num_warps=1)

@@ -41,7 +41,7 @@ class RoundTensors(Protocol):
     counter: Tensor  # int64 [1]
 
 
-class Places(NamedTuple):
+class Paging(NamedTuple):
     """How positions become rows of the pools."""
 
     page_size: int
@@ -84,7 +84,7 @@ def kv_slots(
     return torch.where(valid, slots, trash_slot)
 
 
-def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
+def round_window(state: RoundTensors, k: int, paging: Paging, usable_vocab: int) -> RoundWindow:
     """Compute `Kernels.round_window` by torch."""
     mark_time(state.times, state.counter, BEGAN, False)
     draft = state.draft[:, :k]
@@ -97,10 +97,10 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
     draft = torch.where(known, draft, 0)
     last = (length - 1).unsqueeze(-1)
     offsets = torch.arange(k + 1, device=length.device)
-    positions = (last + offsets).clamp(max=places.limit - 1)
+    positions = (last + offsets).clamp(max=paging.limit - 1)
     valid = state.active.unsqueeze(-1) & (offsets <= usable.unsqueeze(-1))
     window = torch.cat((state.tokens.gather(1, last), draft), dim=1)
-    slots = kv_slots(state.page_table, positions, valid, places.page_size, places.trash_slot)
+    slots = kv_slots(state.page_table, positions, valid, paging.page_size, paging.trash_slot)
     return RoundWindow(window, positions, valid, slots, draft, usable)
 
 
@@ -108,7 +108,7 @@ def committed_window(
     state: RoundTensors,
     width: int,
     chosen: Tensor,
-    places: Places,
+    paging: Paging,
     first: Tensor | None,
     ahead: int = 0,
 ) -> Rows:
@@ -118,16 +118,16 @@ def committed_window(
     ids = state.tokens.gather(1, positions[:, :width].clamp(min=0))
     if ahead:
         ids = torch.cat((ids, state.draft[:, :ahead]), dim=1)
-    return _rows(state, ids, positions, chosen, places, first)
+    return _rows(state, ids, positions, chosen, paging, first)
 
 
-def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
+def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, paging: Paging) -> Rows:
     """Compute `Kernels.draft_step` by torch."""
     state.draft[:, step : step + 1] = sampled
     if step == k - 1:
         room = (state.draft_limit - state.length + 1).clamp(0, k)
         state.num_drafts.copy_(torch.where(state.active, room, 0))
-    return _rows(state, sampled, state.length.unsqueeze(-1) + step, state.active, places, None)
+    return _rows(state, sampled, state.length.unsqueeze(-1) + step, state.active, paging, None)
 
 
 def _rows(
@@ -135,13 +135,13 @@ def _rows(
     ids: Tensor,
     positions: Tensor,
     chosen: Tensor,
-    places: Places,
+    paging: Paging,
     first: Tensor | None,
 ) -> Rows:
     """Rows at positions [S, W]; those outside the limits or of slots that are not chosen are not valid."""
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
     if first is not None:
         valid &= positions >= first.unsqueeze(-1)
-    clamped = positions.clamp(0, places.limit - 1)
-    slots = kv_slots(state.page_table, clamped, valid, places.page_size, places.trash_slot)
+    clamped = positions.clamp(0, paging.limit - 1)
+    slots = kv_slots(state.page_table, clamped, valid, paging.page_size, paging.trash_slot)
     return Rows(ids, clamped, valid, slots)

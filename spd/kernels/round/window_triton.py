@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from spd.kernels.launch import power_of_two
-from spd.kernels.round.window import BEGAN, NUM_TIMES, Places, RoundTensors, RoundWindow, Rows
+from spd.kernels.round.window import BEGAN, NUM_TIMES, Paging, RoundTensors, RoundWindow, Rows
 
 _BEGAN = tl.constexpr(BEGAN)
 _NUM_TIMES = tl.constexpr(NUM_TIMES)
@@ -127,7 +127,7 @@ def _empty(length: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return positions, torch.empty_like(positions, dtype=torch.bool), places
 
 
-def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
+def round_window(state: RoundTensors, k: int, paging: Paging, usable_vocab: int) -> RoundWindow:
     tokens = state.tokens
     draft = state.draft
     table = state.page_table
@@ -140,8 +140,8 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
     inputs = (tokens, length, draft, state.num_drafts, state.active, state.length_limit, table)
     clock = (state.times, state.counter, state.draft_cap)
     strides = (tokens.stride(0), draft.stride(0), table.stride(0), table.shape[1])
-    sizes = (k, usable_vocab, places.limit, places.trash_slot, state.times.shape[0], now)
-    constants = {"PAGE": places.page_size, "ROWS": power_of_two(k + 1), "TIMER": timer}
+    sizes = (k, usable_vocab, paging.limit, paging.trash_slot, state.times.shape[0], now)
+    constants = {"PAGE": paging.page_size, "ROWS": power_of_two(k + 1), "TIMER": timer}
     window_kernel[(slots,)](
         *inputs, *vars(window).values(), *clock, *strides, *sizes, **constants, num_warps=1
     )
@@ -191,7 +191,7 @@ def committed_window(
     state: RoundTensors,
     width: int,
     chosen: Tensor,
-    places: Places,
+    paging: Paging,
     first: Tensor | None,
     ahead: int = 0,
 ) -> Rows:
@@ -212,8 +212,8 @@ def committed_window(
         draft,
     )
     strides = (tokens.stride(0), table.stride(0), draft.stride(0), table.shape[1])
-    sizes = (width, ahead, places.limit, places.trash_slot)
-    constants = {"PAGE": places.page_size, "ROWS": power_of_two(rows), "BOUNDED": first is not None}
+    sizes = (width, ahead, paging.limit, paging.trash_slot)
+    constants = {"PAGE": paging.page_size, "ROWS": power_of_two(rows), "BOUNDED": first is not None}
     committed_kernel[(slots,)](
         *inputs, *vars(window).values(), *strides, *sizes, **constants, num_warps=1
     )
@@ -242,15 +242,15 @@ def step_kernel(
     )  # fmt: skip
 
 
-def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
+def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, paging: Paging) -> Rows:
     length = state.length
     table = state.page_table
     draft = state.draft
     room = _empty(length, 1)
     inputs = (sampled, length, state.active, state.draft_limit, table, draft, state.num_drafts)
     strides = (sampled.stride(0), table.stride(0), table.shape[1], draft.stride(0))
-    sizes = (step, k, places.limit, places.trash_slot)
+    sizes = (step, k, paging.limit, paging.trash_slot)
     step_kernel[(length.shape[0],)](
-        *inputs, *room, *strides, *sizes, PAGE=places.page_size, num_warps=1
+        *inputs, *room, *strides, *sizes, PAGE=paging.page_size, num_warps=1
     )
     return Rows(sampled, *room)

@@ -71,8 +71,8 @@ def sample_rows(
     return sampled, processed.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
-def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-    """Compute `Kernels.row_laws` by torch."""
+def row_distributions(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
+    """Compute `Kernels.row_distributions` by torch."""
     processed = process_rows(logits, draft, tensors)
     highest, likeliest = processed.max(dim=-1, keepdim=True)
     certain = torch.zeros_like(processed).scatter_(-1, likeliest, 1.0)

@@ -178,7 +178,7 @@ def weigh_kernel(
 
 
 @triton.jit(do_not_specialize=["rows_per_slot"])
-def law_kernel(
+def distribution_kernel(
     processed, highest, thresholds, temperature, min_p, sums, firsts, rows_per_slot, vocab_size,
     highest_blocks, TRUNCATION: tl.constexpr, NOISE: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -237,7 +237,7 @@ def sample_rows(
     return sampled, finite
 
 
-def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
+def row_distributions(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """Every tensor but draft lies dense."""
     rows_per_slot, vocab_size = logits.shape[1:]
     processed, highest = _process(logits, draft, tensors)
@@ -252,7 +252,7 @@ def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     arguments = (*row, sums, firsts, rows_per_slot, vocab_size, blocks)
     options = {**OPTIONS, "TRUNCATION": truncation, "HIGHEST_BLOCKS": power_of_two(blocks)}
     weigh_kernel[rows, blocks](*arguments, **options)
-    law_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
+    distribution_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
     return processed.view(logits.shape)
 
 

@@ -159,10 +159,10 @@ def processor() -> Finding:
     """The CPU, whether the C kernels can run on it, and the threads."""
     import torch
 
-    from spd.kernels.native.build import instructions, obstacle
+    from spd.kernels.native.build import instructions, unavailable_reason
 
     load = OtherProcessLoad()
-    why = obstacle()
+    why = unavailable_reason()
     time.sleep(0.3)  # in which other programs are watched
     facts = {
         **describe_machine(),

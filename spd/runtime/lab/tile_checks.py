@@ -12,10 +12,10 @@ from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
-from spd.kernels.linear.few_bits import int8_rows, tiled
+from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
-from spd.runtime.load.token_tiles import KINDS, Widest, bound_to, keep_answer
+from spd.runtime.load.token_tiles import KINDS, TokenTileLimits, bound_to, keep_answer
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
 SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
@@ -38,11 +38,11 @@ def find_widest_tiles(cache: Callable[[], Path]) -> list[dict[str, Any]]:
 
 
 def widest_exact_tiles(
-    load: Callable[[Widest], Kernels],
+    load: Callable[[TokenTileLimits], Kernels],
     device: torch.device,
     kinds: Sequence[str] = KINDS,
     shapes: Sequence[tuple[int, int]] = SHAPES,
-) -> Widest:
+) -> TokenTileLimits:
     """The widest tile of each kind that leaves every bit as narrow ones have it; `load` makes kernels."""
     widest = dict.fromkeys(kinds, TILES[0])
     for kind in kinds:
@@ -89,7 +89,7 @@ def _products(
 
     def weight(n: int, k: int) -> AnyWeight:
         wide: Tensor = draw(n, k) / k**0.5
-        return tiled(int8_rows(wide)) if kind == "int8" else wide
+        return tile_weight(quantize_int8(wide)) if kind == "int8" else wide
 
     (n, k), (both, inner), head = shapes
     yield "linear", (draw(ASKED_ROWS, k), weight(n, k), None, None, None, draw(ASKED_ROWS, n))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
-from spd.kernels.native.library import FLOAT32, ROUNDED, ending_of
+from spd.kernels.native.library import FLOAT32, ROUNDED, epilogue_of
 from spd.kernels.native.packed import AnyMatrix, PackedProducts
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyHead, RowNorm
@@ -62,7 +62,7 @@ class NativeProjection:
         self.product = product
         self.norm_scales = None if norm is None else _plain_floats(norm.scales)
         self.epsilon = 0.0 if norm is None else norm.epsilon
-        self.ending = ROUNDED if act is None else ending_of(act)
+        self.epilogue = ROUNDED if act is None else epilogue_of(act)
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
         """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
@@ -71,7 +71,7 @@ class NativeProjection:
             stream.x,
             product.weight,
             product.bias,
-            self.ending,
+            self.epilogue,
             norm=self.norm_scales,
             epsilon=self.epsilon,
         )

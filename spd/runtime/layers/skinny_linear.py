@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.interface import Kernels
-from spd.kernels.launch import device_facts
+from spd.kernels.launch import device_properties
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
@@ -196,7 +196,7 @@ def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
     for weight in (product.weight for product in products):
         n, k = weight.shape
         itemsize = weight.element_size() if isinstance(weight, Tensor) else 1
-        config = config_for(n, k, itemsize, device_facts(weight.device), step_of(weight))
+        config = config_for(n, k, itemsize, device_properties(weight.device), step_of(weight))
         sizes = workspace_sizes(n, rows, config)
         partials = max(partials, sizes[0])
         counters = max(counters, sizes[1])

@@ -15,7 +15,7 @@ from spd.kernels.linear.few_bits import BYTE_MIDDLE
 from spd.runtime.load.gguf_blocks import bits, fifth_bits, nibbles, scales_k
 
 BlockParts = Mapping[str, Tensor]
-"""`codes` uint8 [B, elements], and by `few_bits.BESIDE` what stands beside them [B, numbers of a block]."""
+"""`codes` uint8 [B, elements], and the `few_bits.QUANT_PARAMETERS` of B blocks [B, numbers of a block]."""
 
 
 def _halves(blocks: Tensor, first: int) -> Tensor:

@@ -16,7 +16,7 @@ from spd.formats.gguf import changes as did
 from spd.formats.gguf.container import GgufTensor
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.tensors import StoredTensor
-from spd.kernels.linear.few_bits import BESIDE, paired
+from spd.kernels.linear.few_bits import QUANT_PARAMETERS, pack_nibbles
 from spd.runtime.load.gguf_blocks import VALUES
 from spd.runtime.load.gguf_codes import PARTS
 from spd.runtime.load.progress import LoadMeter
@@ -39,7 +39,7 @@ def gguf_fill(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
             stored = checkpoint.stored[owner]
             cut = cuts.get(name)
             if view.dtype == torch.uint8:
-                beside = {each: views.get(part_name(name, each)) for each in BESIDE}
+                beside = {each: views.get(part_name(name, each)) for each in QUANT_PARAMETERS}
                 _write_codes(checkpoint, stored, view, beside, cut)
             elif cut is not None:
                 whole = meant(checkpoint, stored)
@@ -144,7 +144,7 @@ def _write_codes(
             ranges = tuple((first // each, end // each) for first, end in columns.ranges)
             rows = torch.cat(Cut(1, ranges).of(rows), dim=1)
         is_paired = name == "codes" and target.shape[1] != rows.shape[1]
-        target.copy_(paired(rows) if is_paired else rows)
+        target.copy_(pack_nibbles(rows) if is_paired else rows)
 
 
 def _row_order(stored: StoredTensor) -> Tensor:

@@ -17,7 +17,12 @@ from torch import Tensor
 from spd.formats.checkpoint import Checkpoint, Shape, Shapes
 from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
 from spd.kernels.capabilities import CodeKind
-from spd.kernels.linear.few_bits import MIDDLE, paired, unpaired, values
+from spd.kernels.linear.few_bits import (
+    DEFAULT_ZERO_POINTS,
+    dequantize,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import Cut, Cuts
@@ -43,7 +48,7 @@ class Unpacked:
 
     def plain(self) -> Tensor:
         """Float32 [N, K]."""
-        return values(self.kind, self.codes, self.scales, self.zeros, self.group)
+        return dequantize(self.kind, self.codes, self.scales, self.zeros, self.group)
 
     def cut(self, cut: Cut) -> Unpacked:
         """A rank's part; columns are cut between groups."""
@@ -108,13 +113,15 @@ def keep_packed(
     if stored.group == 1 < stored.codes.shape[1]:
         why = "columns of a group are not neighbours, though quantization_config says so"
         raise checkpoint.refused(name, why)
-    view.copy_(paired(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
+    view.copy_(pack_nibbles(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
     scales = own["scales"]
     zeros = own["zeros"]
     assert scales is not None
     scales.copy_(stored.scales)
     if zeros is not None:
-        zeros.copy_(torch.tensor(MIDDLE[stored.kind]) if stored.zeros is None else stored.zeros)
+        zeros.copy_(
+            torch.tensor(DEFAULT_ZERO_POINTS[stored.kind]) if stored.zeros is None else stored.zeros
+        )
 
 
 def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) -> Unpacked:
@@ -158,7 +165,7 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
             raise checkpoint.refused(f"{module}.qzeros", why)
         zeros = None
     if zeros is None and scheme.layout in ("pack", "gptq"):  # offset binary of fewer bits
-        codes = codes + (MIDDLE[scheme.kind] - (1 << (scheme.bits - 1)))
+        codes = codes + (DEFAULT_ZERO_POINTS[scheme.kind] - (1 << (scheme.bits - 1)))
     return Unpacked(scheme.kind, codes, scales, zeros, group)
 
 
@@ -190,7 +197,7 @@ def _floats_or_bytes(stored: Stored, scheme: Scheme, rows: int) -> tuple[Tensor,
         if scheme.kind == "e4m3" and not _is_finite(codes.view(torch.float8_e4m3fn), scheme, ""):
             scales = _spoiled(scales, codes, scheme.group or codes.shape[1])
         return codes, scales
-    codes = unpaired(codes)
+    codes = unpack_nibbles(codes)
     if scheme.layout == "mxfp4":
         exact = torch.exp2(scales.float() - 127)
         return codes, exact.masked_fill(scales == E8M0_NAN, torch.nan)
@@ -227,7 +234,7 @@ def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
         codes = words.view(
             torch.uint8
         )  # words are little-endian, as the file and the processor are
-        return (unpaired(codes) if bits == 4 else codes)[:, :count].contiguous()
+        return (unpack_nibbles(codes) if bits == 4 else codes)[:, :count].contiguous()
     first = torch.arange(count) * bits
     word = first // 32
     shift = first % 32

@@ -17,7 +17,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.writer import OutputTensor, outputs
 from spd.kernels.capabilities import INT4_GROUP
-from spd.kernels.linear.few_bits import int4_groups
+from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import check_weights, destinations
 
@@ -59,7 +59,7 @@ def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[Ou
         rows, columns = meta.shape
 
         def codes(name: str = name) -> Iterator[bytes]:
-            groups = int4_groups(checkpoint.read(name))
+            groups = quantize_int4(checkpoint.read(name))
             scales[name] = groups.scales
             yield _bytes_of(groups.codes)  # eight in a word, the first in its lowest bits
 

@@ -12,14 +12,14 @@ import torch
 
 from spd.formats.files import write_whole
 from spd.kernels.linear.skinny_config import TILES
-from spd.kernels.native.build import read_kept
+from spd.kernels.native.build import read_cached
 from spd.version import __version__
 
-Widest = dict[
+TokenTileLimits = dict[
     str, int
 ]  # by the dtype of weights, the widest tile of bfloat16 tokens; narrow where unsaid
 KINDS = ("bfloat16", "int8")
-SHOWN: Mapping[str, Widest] = {
+SHOWN: Mapping[str, TokenTileLimits] = {
     "9.0": {"bfloat16": 64}
 }  # by compute capability: what long runs have shown
 
@@ -47,7 +47,7 @@ def bound_to(device: torch.device) -> dict[str, str]:
     }
 
 
-def widest_tiles(device: str, cache: Callable[[], Path]) -> tuple[Widest, str]:
+def widest_tiles(device: str, cache: Callable[[], Path]) -> tuple[TokenTileLimits, str]:
     """Of a device, with where that is known from; cache: the folder where answers are kept."""
     if device == "cpu":
         return {}, "narrow ones suffice"
@@ -65,11 +65,11 @@ def _place(cache: Callable[[], Path], bound: Mapping[str, str]) -> Path:
     return cache() / f"tiles-{name}.json"
 
 
-def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> Widest | None:
+def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> TokenTileLimits | None:
     """What was kept for a GPU; None unless it can be read, is the user's own and is meant for it."""
     with suppress(OSError, ValueError, TypeError, LookupError, RuntimeError):
-        found = json.loads(read_kept(_place(cache, bound)))
-        widest: Widest = found["widest"]
+        found = json.loads(read_cached(_place(cache, bound)))
+        widest: TokenTileLimits = found["widest"]
         if found["for"] == bound and all(
             kind in KINDS and widest[kind] in TILES for kind in widest
         ):
@@ -77,7 +77,9 @@ def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> Widest |
     return None
 
 
-def keep_answer(cache: Callable[[], Path], bound: Mapping[str, str], widest: Widest) -> str | None:
+def keep_answer(
+    cache: Callable[[], Path], bound: Mapping[str, str], widest: TokenTileLimits
+) -> str | None:
     """Write it whole, as the user's own; the file, or None where that cannot be."""
     try:
         place = _place(cache, bound)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import Scores
+from spd.kernels.attention.paged_attention import AttentionParams
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
@@ -47,7 +47,7 @@ class Attention:
         self.epsilon = build.epsilon
         self.kernels = build.kernels
         scale = layout.head_dim**-0.5 if layout.scores.scale is None else layout.scores.scale
-        self.scores = Scores(
+        self.scores = AttentionParams(
             scale, layout.scores.sliding, layout.scores.softcap, tensors.get("sinks")
         )
         _reorder_rows(layout, tensors, build)

@@ -160,7 +160,7 @@ class RotateQueries:
         query = qkv.view(qkv.shape[0], self.num_heads, -1)
         if self.scales is not None:
             query = rms_norm(query, self.scales, self.epsilon)
-        return apply_rotary(query, *rows.own()).to(qkv.dtype)
+        return apply_rotary(query, *rows.select_cos_sin()).to(qkv.dtype)
 
 
 class RotatedNormScales:

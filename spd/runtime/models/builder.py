@@ -20,10 +20,10 @@ from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
     GroupedWeight,
     StackedWeight,
-    int4_groups,
-    int8_rows,
-    magnitudes,
-    tiled,
+    quantize_int4,
+    quantize_int8,
+    row_magnitudes,
+    tile_weight,
 )
 from spd.runtime.layers import linear as products
 from spd.runtime.layers import skinny_linear as skinny
@@ -224,7 +224,7 @@ class LayerBuilder:
             return NativeLinear(weight, bias, self.kernels.native, gated=gated)
         weight = self._in_one_form(weight)
         if self.kernels.capabilities.folds_norms:
-            laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
+            laid_out = tile_weight(weight) if isinstance(weight, GroupedWeight) else weight
             return skinny.SkinnyLinear(laid_out, bias, self.kernels)
         return dense.Linear(weight, self.dtype, bias)
 
@@ -317,12 +317,14 @@ class LayerBuilder:
         if (grouped := tensors.grouped.get(name)) is not None:
             return grouped
         if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:
-            groups = int4_groups(weight)
+            groups = quantize_int4(weight)
             return groups.plain(self.dtype) if self.form.widened else groups
         if kind != "int8":
             return weight
-        whole = self.ranks.gather(magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
-        return int8_rows(weight, whole)
+        whole = (
+            self.ranks.gather(row_magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
+        )
+        return quantize_int8(weight, whole)
 
     def reorder(
         self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)
@@ -374,13 +376,13 @@ class LayerBuilder:
         kept = self._in_one_form(self._kept(tensors, name, cut=cut))
         stacked: Tensor | GroupedWeight
         if isinstance(kept, GroupedWeight):
-            stacked = kept.stacked(count)
+            stacked = kept.as_experts(count)
         else:
             stacked = kept.view(count, -1, kept.shape[1])
         if self.kernels.native is not None:
             return self.kernels.native.pack(stacked, gated=gated)
         if isinstance(stacked, GroupedWeight) and self.kernels.capabilities.folds_norms:
-            return tiled(stacked)
+            return tile_weight(stacked)
         return stacked
 
 

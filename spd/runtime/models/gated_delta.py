@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spd.formats.block_config import DeltaConfig
-from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
+from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
@@ -34,7 +34,7 @@ class GatedDelta:
         self.output = build.summed(tensors, "output")
         self.taps = tensors["conv"].squeeze(1).t().contiguous()
         self.bias = tensors.get("conv_bias")
-        self.rule = Rule(tensors["rate"], tensors["step_bias"], layout.delta.corrects)
+        self.rule = DeltaRule(tensors["rate"], tensors["step_bias"], layout.delta.corrects)
         self.norm = tensors["head_norm"]
         self.skip = tensors.get("skip")
         if not layout.delta.corrects:  # a norm a group

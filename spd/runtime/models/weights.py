@@ -17,7 +17,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED
-from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, SUPER, CodeKind
+from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, SUPER_BLOCK, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
@@ -218,7 +218,7 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STEP = 128  # columns of four bits that kernels read at a time, at most
 ScaleKind = Literal["float32", "bfloat16", "float16", "exponents", "factored"]
-"""What scales are kept as: numbers, exponents in a byte, or bytes with a factor of `SUPER` columns."""
+"""What scales are kept as: numbers, exponents in a byte, or bytes with a factor of `SUPER_BLOCK` columns."""
 SCALE_BYTES: Mapping[ScaleKind, int] = {
     "float32": 4,
     "bfloat16": 2,
@@ -258,9 +258,9 @@ class PackedSpec:
         if self.minima:
             found["minima"] = 0
         if self.scales == "factored":
-            found["factors"] = SUPER
+            found["factors"] = SUPER_BLOCK
             if self.minima:
-                found["minimum_factors"] = SUPER
+                found["minimum_factors"] = SUPER_BLOCK
         return found
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -268,7 +268,7 @@ class PackedSpec:
         groups = -(-columns // (self.group or columns))
         beside = rows * groups * (SCALE_BYTES[self.scales] * (1 + self.minima) + self.zeros)
         if self.scales == "factored":
-            beside += rows * columns // SUPER * FACTOR_BYTES * (1 + self.minima)
+            beside += rows * columns // SUPER_BLOCK * FACTOR_BYTES * (1 + self.minima)
         step = min(STEP, 2 * (self.group or columns))
         whole = -(-columns // step) * step if self.paired else columns
         return rows * whole * CODE_BITS[self.kind] // 8 + beside
@@ -319,7 +319,7 @@ class WeightForm:
                 if part.cut and part.cut.dim
                 else ()
             )
-            unit = SUPER if spec.scales == "factored" else spec.group or 2
+            unit = SUPER_BLOCK if spec.scales == "factored" else spec.group or 2
             if any(edge % unit for edge in edges):
                 return None
         found = [spec for spec in specs if spec is not None]

@@ -15,7 +15,12 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.capabilities import INT4_GROUP
-from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
+from spd.kernels.native.build import (
+    DTYPE_FLAGS,
+    LARGEST_HEAD,
+    NativeUnavailable,
+    unavailable_reason,
+)
 from spd.runtime.models.gguf_forms import packed_specs
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
 from spd.runtime.models.weights import (
@@ -52,7 +57,7 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
     )
     if largest > LARGEST_HEAD:
         return f"heads of {largest} are too large for them"
-    return obstacle()
+    return unavailable_reason()
 
 
 def choose_kernels(

@@ -75,7 +75,7 @@ class EnginePlan:
     ngram_min: int
     lag: int
     kernels_reason: str
-    token_tiles: Mapping[str, int]  # of Triton's products: see `token_tiles.Widest`
+    token_tiles: Mapping[str, int]  # of Triton's products: see `token_tiles.TokenTileLimits`
     token_tiles_reason: str
     draft_kernels: str  # of a draft model or a head
     threads: int

@@ -43,4 +43,4 @@ class AssistantProposer(ModelProposer):
             made = runner.forward(rows, self.state.page_table, views, HeadStates(states, 1))
             states = made.states
             drawn = self.sampler.draw_draft(runner, made.hidden, step, needs)
-            rows = self.kernels.draft_step(self.state, drawn, step, k, self.places)
+            rows = self.kernels.draft_step(self.state, drawn, step, k, self.paging)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.interface import Kernels
-from spd.kernels.round.window import Places, RoundWindow, Rows
+from spd.kernels.round.window import Paging, RoundWindow, Rows
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
@@ -75,7 +75,7 @@ class ModelProposer(Proposer):
         first = runners[0]
         self.lookup = None
         self.refeeds = self.reads_target_states or beside is not None
-        self.places = Places(first.cache.page_size, limit, first.trash_slot)
+        self.paging = Paging(first.cache.page_size, limit, first.trash_slot)
         if beside is not None:
             self.lookup, self.max_model_drafts, self.tracks_matches = beside
 
@@ -85,7 +85,7 @@ class ModelProposer(Proposer):
         cache = self.runners[0].cache
         if cache.recurrent:  # what a state has taken in cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
-        rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
+        rows = self.kernels.committed_window(self.state, width, slots, self.paging, first, ahead)
         return rows
 
     def _run(
@@ -137,7 +137,7 @@ class ModelProposer(Proposer):
                 made = self._run(last, following, views, made)
             if step < k:
                 drawn = self.sampler.draw_draft(self.runners[min(step, last)], made, step, needs)
-                following = self.kernels.draft_step(self.state, drawn, step, k, self.places)
+                following = self.kernels.draft_step(self.state, drawn, step, k, self.paging)
 
     def zero_pages(self, pages: list[int]) -> None:
         """Zero pages of the models' caches."""

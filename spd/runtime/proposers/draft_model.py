@@ -24,7 +24,7 @@ class DraftModelProposer(ModelProposer):
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Feed the prompts up to the draft model's own context limit."""
-        limit = self.places.limit
+        limit = self.paging.limit
         self.runners[0].write([part.below(limit) for part in parts if part.begin < limit])
 
     def _run(

@@ -58,7 +58,7 @@ class HeadProposer(ModelProposer):
             ring[slot].zero_()  # rows before the first pair read something, which must be finite
             if start:
                 ring[slot, (start - 1) % self.depth] = pages[
-                    view.pages[(start - 1) // self.places.page_size]
+                    view.pages[(start - 1) // self.paging.page_size]
                 ]
 
     def leave(self, slot: int, end: int, page: int) -> None:
@@ -72,9 +72,9 @@ class HeadProposer(ModelProposer):
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the modules' entries from the target's states; a ring has room for those of a part."""
-        own = [part.below(self.places.limit) for part in parts if part.begin < self.places.limit]
+        own = [part.below(self.paging.limit) for part in parts if part.begin < self.paging.limit]
         made = [
-            seen for part, seen in zip(parts, states, strict=True) if part.begin < self.places.limit
+            seen for part, seen in zip(parts, states, strict=True) if part.begin < self.paging.limit
         ]
         for module, runner in enumerate(self.runners):
             rings = []
@@ -88,7 +88,7 @@ class HeadProposer(ModelProposer):
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
         self.kernels.keep_states(
-            states, rows, ring, self.page_states[stream], self.places.page_size
+            states, rows, ring, self.page_states[stream], self.paging.page_size
         )
         return ring
 

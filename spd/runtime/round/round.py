@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.interface import Kernels
-from spd.kernels.round.window import ENDED, VERIFIED, Places, RoundWindow
+from spd.kernels.round.window import ENDED, VERIFIED, Paging, RoundWindow
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
@@ -81,8 +81,8 @@ class Round:
         """
         state = self.state
         kernels = self.kernels
-        places = Places(self.runner.cache.page_size, state.max_len, self.runner.trash_slot)
-        window = kernels.round_window(state, k, places, self.sampler.usable_vocab)
+        paging = Paging(self.runner.cache.page_size, state.max_len, self.runner.trash_slot)
+        window = kernels.round_window(state, k, paging, self.sampler.usable_vocab)
         hidden, states = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None:
             self.proposer.capture(window, states)

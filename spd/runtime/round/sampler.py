@@ -146,7 +146,7 @@ class Sampler:
         logits [S, R, V]; tokens as in `draft_verify`, by its block rule or one by one. Drafts are tested
         against the laws that are kept, and are certain where none are.
         """
-        laws = self.kernels.row_laws(logits, draft, self.tensors(needs))
+        laws = self.kernels.row_distributions(logits, draft, self.tensors(needs))
         draft_distributions = self.draft_distributions
         if draft_distributions is not None:
             draft_distributions = draft_distributions[:, : draft.shape[1]]
@@ -203,7 +203,7 @@ class Sampler:
         positions = self._positions(logits) + step
         sampled, finite = self.kernels.sample_rows(logits, nothing, positions, tensors, stream)
         if self.draft_distributions is not None:
-            laws = self.kernels.row_laws(logits, nothing, tensors)
+            laws = self.kernels.row_distributions(logits, nothing, tensors)
             # What no law of its own drew, since its logits are broken, is certain.
             laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
                 -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
