@@ -42,8 +42,8 @@ from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, Request
 from spd.runtime.engine.request import GrammarSpec
+from spd.server.api_request import without_lines
 from spd.server.chat_completions import read_chat
-from spd.server.request import without_lines
 from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.agent_replay/2"

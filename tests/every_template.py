@@ -19,7 +19,7 @@ from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.thinking import past_turn
 from spd.runtime.engine.json_schema import JsonObject
-from spd.server.chat_completions import CHAT
+from spd.server.chat_completions import CHAT_FIELDS
 
 SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
 PARAMETERS: JsonObject = {
@@ -78,7 +78,7 @@ def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -
     """What a request's messages become; None where the template refuses them."""
     shown = [
         for_template(message, template.default)
-        for message in CHAT["messages"](messages, "messages")
+        for message in CHAT_FIELDS["messages"](messages, "messages")
     ]
     try:
         return template.render(shown, **variables)

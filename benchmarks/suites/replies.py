@@ -20,8 +20,8 @@ from benchmarks.suites.folders import END, VOCABULARY, write_tokenizer
 from benchmarks.suites.reply_schemas import CASES, Case
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.templates import template_files
-from spd.conversation.tools.call_check import form_of
-from spd.conversation.tools.call_forms import FORMS, GUESSED, MARKS, Form, call_form
+from spd.conversation.tools.call_check import checked_form
+from spd.conversation.tools.call_forms import FALLBACK_FORM, FORMS, MARKS, Form, call_form
 from spd.conversation.tools.call_grammar import Tools
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
@@ -261,7 +261,7 @@ def run(llama: Path | None) -> Report:
         print(report.text(), flush=True)
         for path in template_files(llama) if llama else ():
             source = path.read_text(encoding="utf-8")
-            if form_of(ChatTemplate("", {"default": source}, SPECIAL)) is GUESSED:
+            if checked_form(ChatTemplate("", {"default": source}, SPECIAL)) is FALLBACK_FORM:
                 report.reasons[path.stem] = "a form of calls that spd does not know"
                 continue
             for one in template_replies(path):

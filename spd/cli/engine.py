@@ -38,7 +38,7 @@ def say_before(
     from spd.conversation.notes import notes_before
 
     notes = notes_before(engine.info, settings.think, settings.vocabulary, request)
-    say_notes(console, notes, engine, settings.sampling.words())
+    say_notes(console, notes, engine, settings.sampling.describe())
 
 
 def say_load(console: Console, name: str, engine: Engine) -> None:

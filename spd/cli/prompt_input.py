@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.cli.terminal.streams import is_terminal
-from spd.conversation.messages import CHAT, check_messages, check_text
+from spd.conversation.messages import EXAMPLE_CHAT, check_messages, check_text
 from spd.conversation.prompt import RESERVED_ARGS, Prompt
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
@@ -160,7 +160,7 @@ def read_json(name: str, example: str) -> Any:
 
 def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
     """A chat from a JSON file: a list of messages, or an object with `messages`. Raises UsageError."""
-    loaded = read_json(name, CHAT)
+    loaded = read_json(name, EXAMPLE_CHAT)
     shown = "stdin" if name == "-" else name
     return check_messages(loaded.get("messages") if isinstance(loaded, dict) else loaded, shown)
 

@@ -19,8 +19,8 @@ from spd.cli.terminal.sink import Sink, to_json
 from spd.cli.terminal.streams import is_terminal, paint
 from spd.conversation.logprobs import logprob_entry
 from spd.conversation.notes import loop_note
-from spd.conversation.thinking import UNANSWERED, ThinkingCount
-from spd.conversation.thinking_splitter import ThinkingSplitter, parted
+from spd.conversation.thinking import UNANSWERED, ThinkingCounter
+from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompleteError, SpdError
 from spd.formats.thinking import KNOWN, ThinkingMarks
 from spd.runtime import RequestMetrics
@@ -258,13 +258,13 @@ def reply_fields(
     marks: ThinkingMarks = KNOWN,
 ) -> dict[str, Any]:
     """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
-    reasoning, text = parted(reply.text, inside, marks)
+    reasoning, text = split_thinking(reply.text, inside, marks)
     params = request.params
     speculation = engine_speculation(engine.info, metrics)
     details = {"reasoning_tokens": 0}
     if reasoning is not None and engine.tokenizer is not None:
-        count = ThinkingCount(inside, engine.tokenizer.token_bytes, marks)
-        count.take(reply.token_ids)
+        count = ThinkingCounter(inside, engine.tokenizer.token_bytes, marks)
+        count.add(reply.token_ids)
         details["reasoning_tokens"] = count.tokens
     shown: dict[str, Any] = {
         "text": text,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions
 from spd.cli.prompt_input import read_grammar
-from spd.conversation.sampling import SamplingWishes, resolve_sampling
+from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import Settings
 from spd.conversation.thinking import thinking_budget
 from spd.conversation.vocabulary import open_vocabulary
@@ -40,16 +40,16 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([ntr0\\])", lambda match: ESCAPES[match[1]], text)
 
 
-def sampling_wishes(options: ReplyOptions) -> SamplingWishes:
+def sampling_wishes(options: ReplyOptions) -> SamplingOptions:
     """Return what the options ask of sampling. Raises UsageError for a bias that is none."""
-    names = {field.name for field in dataclasses.fields(SamplingWishes)}
+    names = {field.name for field in dataclasses.fields(SamplingOptions)}
     same = {name: getattr(options, name) for name in names if hasattr(options, name)}
     parsed = {
         "stop": tuple(unescape(text) for text in options.stop or ()),
         "stop_token_ids": tuple(options.stop_token_id or ()),
         "logit_bias": tuple(parse_logit_bias(text) for text in options.logit_bias or ()),
     }
-    return SamplingWishes(**{**same, **parsed})
+    return SamplingOptions(**{**same, **parsed})
 
 
 ENGINE_OPTIONS = (

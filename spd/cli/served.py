@@ -17,7 +17,7 @@ from spd.cli.terminal.sink import Sink, to_json
 from spd.errors import NotFoundError
 from spd.formats.hub import resolve_model
 from spd.runtime.plan.config import format_size
-from spd.server.client import ServedEngine, servers
+from spd.server.client import ServedEngine, find_servers
 from spd.server.wire import identity, runtime_folder
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def control(session: Session, model: str | None, *, stop: bool, as_json: bool) -
 
     model: whose servers are meant; None: all.
     """
-    found = list(servers(session.runtime_folder, session.console.note))
+    found = list(find_servers(session.runtime_folder, session.console.note))
     if model is not None:
         folder = os.path.realpath(resolve_model(model))
         found = [one for one in found if one[1]["made_of"]["model"][0] == folder]
@@ -113,7 +113,7 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Se
     from spd.cli.run_settings import engine_config
 
     named = options.model, options.draft_model, options.mtp
-    for line, said in servers(session.runtime_folder, session.console.note):
+    for line, said in find_servers(session.runtime_folder, session.console.note):
         try:
             model, *_ = [resolve_model(name) for name in named if name is not None]
         except NotFoundError:

@@ -35,14 +35,15 @@ class Channels(NamedTuple):
     call: str
     answer: str
 
-    def thought(self, tokens: Mapping[str, int]) -> str:
+    def thinking_grammar(self, tokens: Mapping[str, int]) -> str:
         """The grammar of the messages before a call or an answer; it needs a rule TEXT."""
-        heads = " | ".join(literal(head, tokens) for head in self.before)
-        return f"(({heads}) TEXT {literal(self.next, tokens)})*"
+        heads = " | ".join(lark_literal(head, tokens) for head in self.before)
+        return f"(({heads}) TEXT {lark_literal(self.next, tokens)})*"
 
-    def held(self, shape: GrammarSpec, tokens: Mapping[str, int]) -> GrammarSpec:
+    def schema_grammar(self, shape: GrammarSpec, tokens: Mapping[str, int]) -> GrammarSpec:
         """The grammar of a reply whose answer a schema holds."""
-        start = f"{self.thought(tokens)} {literal(self.answer, tokens)} {json_of(json.loads(shape.text))}"
+        answer = lark_json(json.loads(shape.text))
+        start = f"{self.thinking_grammar(tokens)} {lark_literal(self.answer, tokens)} {answer}"
         return dataclasses.replace(shape, kind="lark", text=f"start: {start}\nTEXT: /(.|\\n)*/")
 
 
@@ -57,19 +58,19 @@ MUSE = Channels(
 )
 
 
-def channels_of(template: str) -> Channels | None:
+def template_channels(template: str) -> Channels | None:
     """The channels of a chat template's model, if it has some."""
     return HARMONY if CHANNEL in template else MUSE if "<atem:" in template else None
 
 
-def literal(text: str, tokens: Mapping[str, int]) -> str:
+def lark_literal(text: str, tokens: Mapping[str, int]) -> str:
     """Text for a grammar, with marks as tokens where they are such."""
     parts = enumerate(re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text))
     words = (f"<[{tokens[part]}]>" if at % 2 else json.dumps(part) for at, part in parts if part)
     return " ".join(words)
 
 
-def json_of(schema: Any) -> str:
+def lark_json(schema: Any) -> str:
     """The grammar of a value, with little room for blanks."""
     held = {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(held, ensure_ascii=False)}"

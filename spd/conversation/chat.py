@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from spd.conversation.fields import FieldError
 from spd.conversation.messages import check_messages, in_template_order, with_system_first
-from spd.conversation.notes import NOT_HELD
+from spd.conversation.notes import UNCONSTRAINED_CALLS
 from spd.conversation.prompt import SWITCH, Prompt
 from spd.conversation.reply import Part, ReplyBuilder
-from spd.conversation.sampling import SamplingWishes, resolve_sampling
+from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import REQUEST_ID, PreparedRequest, Settings
-from spd.conversation.tool_choice import function, read_tools
+from spd.conversation.tool_choice import function_tool, read_tools
 from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder
@@ -186,7 +186,7 @@ class ChatStream(Iterator[ChatDelta]):
         for event in engine.stream([prepared.request]):
             if event.finish_reason == "error":
                 raise EngineError(event.error or "the engine gave the request up")
-            deltas = self._builder.take(event)
+            deltas = self._builder.add_event(event)
             if event.finish_reason is not None:
                 self._metrics = engine.metrics(prepared.request.id)
             for part, text, _ in deltas:
@@ -202,15 +202,15 @@ class ChatStream(Iterator[ChatDelta]):
     def reply(self) -> ChatReply:
         """Return the whole reply. Raises UsageError while it has not ended."""
         builder = self._builder
-        if self._metrics is None or builder.reason is None:
+        if self._metrics is None or builder.finish_reason is None:
             raise UsageError("the reply has not ended", fix=["take all of its parts first"])
         return ChatReply(
-            text=builder.all("text"),
-            thinking=builder.all("thinking"),
+            text=builder.text_of("text"),
+            thinking=builder.text_of("thinking"),
             calls=tuple(builder.calls),
-            finish_reason=builder.reason,
+            finish_reason=builder.finish_reason,
             message=builder.message(),
-            notes=tuple(builder.noted.get("notes", ())),
+            notes=tuple(builder.notes_field.get("notes", ())),
             metrics=self._metrics,
         )
 
@@ -218,12 +218,14 @@ class ChatStream(Iterator[ChatDelta]):
 def _settings(engine: Engine, options: ChatOptions) -> Settings:
     """Return the settings of one reply. Raises UsageError for a parameter that is refused."""
     folder = ModelFolder.of(engine.config.model)
-    names = {field.name for field in dataclasses.fields(SamplingWishes)}
+    names = {field.name for field in dataclasses.fields(SamplingOptions)}
     values: dict[str, Any] = {name: one for name, one in options.items() if name in names}
     schema = options.get("schema")
     return Settings(
         config=engine.config,
-        sampling=resolve_sampling(SamplingWishes(**values), folder.generation, engine.usable_vocab),
+        sampling=resolve_sampling(
+            SamplingOptions(**values), folder.generation, engine.usable_vocab
+        ),
         vocabulary=open_vocabulary(str(folder), folder),
         usable_vocab=engine.usable_vocab,
         context=engine.info.ctx,
@@ -234,7 +236,9 @@ def _settings(engine: Engine, options: ChatOptions) -> Settings:
 
 def _tools(options: ChatOptions) -> list[Mapping[str, Any]]:
     """Return tools as chat completions write them."""
-    return [tool if "function" in tool else function(tool) for tool in options.get("tools", ())]
+    return [
+        tool if "function" in tool else function_tool(tool) for tool in options.get("tools", ())
+    ]
 
 
 def _prepare(
@@ -242,14 +246,14 @@ def _prepare(
 ) -> tuple[PreparedRequest, tuple[str, ...]]:
     """Return the request, with a note where no grammar can hold its tools. Raises what `add` raises."""
     if tools is None:
-        return settings.request(REQUEST_ID, prompt), ()
+        return settings.prepare(REQUEST_ID, prompt), ()
     params = settings.sampling.params
     try:
-        prepared = settings.request(REQUEST_ID, prompt, params, tools.grammar)
+        prepared = settings.prepare(REQUEST_ID, prompt, params, tools.grammar)
         engine.check(prepared.request)
     except UsageError as error:
-        if tools.held:
+        if tools.is_constrained:
             raise
-        note = f"{NOT_HELD}: {error.message}"
-        return settings.request(REQUEST_ID, prompt, params), (note,)
+        note = f"{UNCONSTRAINED_CALLS}: {error.message}"
+        return settings.prepare(REQUEST_ID, prompt, params), (note,)
     return prepared, ()

@@ -31,7 +31,7 @@ def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:
     raise FieldError(f"Invalid {shown}: {why}.", field=name or None, code=code)
 
 
-def typed(words: str, *kinds: type) -> Check:
+def of_type(words: str, *kinds: type) -> Check:
     """A value of these types; true and false are no numbers."""
 
     def check(value: Any, name: str) -> Any:
@@ -42,16 +42,16 @@ def typed(words: str, *kinds: type) -> Check:
     return check
 
 
-def anything(value: Any, name: str) -> Any:
+def any_value(value: Any, name: str) -> Any:
     """Whatever it is."""
     return value
 
 
-TEXT = typed("a string", str)
-FLAG = typed("a boolean", bool)
-OBJECT = typed("an object", dict)
-_array = typed("an array", list)
-_number = typed("a number", int, float)
+TEXT = of_type("a string", str)
+FLAG = of_type("a boolean", bool)
+OBJECT = of_type("an object", dict)
+_array = of_type("an array", list)
+_number = of_type("a number", int, float)
 
 
 def number(value: Any, name: str) -> float:
@@ -62,14 +62,14 @@ def number(value: Any, name: str) -> float:
         refuse(name, "is beyond all numbers")
 
 
-def whole(low: int, high: int) -> Check:
+def integer(minimum: int, maximum: int) -> Check:
     """An integer within a range."""
 
     def check(value: Any, name: str) -> int:
         if _number(value, name) % 1:  # of an infinity it is no number, which is true
             refuse(name, f"expected an integer, but got {value}", "invalid_type")
-        if not low <= value <= high:
-            refuse(name, f"expected a value from {low} to {high}")
+        if not minimum <= value <= maximum:
+            refuse(name, f"expected a value from {minimum} to {maximum}")
         return int(value)
 
     return check
@@ -86,19 +86,19 @@ def one_of(*values: str) -> Check:
     return check
 
 
-def listed(check: Check, most: int) -> Check:
+def array_of(check: Check, limit: int) -> Check:
     """A list of at most so many, each checked."""
 
     def check_all(value: Any, name: str) -> tuple[Any, ...]:
-        if len(_array(value, name)) > most:
-            refuse(name, f"expected at most {most} items, but got {len(value):,}")
+        if len(_array(value, name)) > limit:
+            refuse(name, f"expected at most {limit} items, but got {len(value):,}")
         return tuple(check(one, f"{name}[{number}]") for number, one in enumerate(value))
 
     return check_all
 
 
-def fields(
-    table: Mapping[str, Check | None], *needed: str, others: bool = False, **names: str
+def strict_object(
+    table: Mapping[str, Check | None], *required: str, is_open: bool = False, **renamed: str
 ) -> Check:
     """An object with these fields, each checked; null counts as absent; `names` rename them.
 
@@ -111,12 +111,12 @@ def fields(
         found = dict[str, Any]()
         for key, one in OBJECT(value, name).items():
             if (check_one := table.get(key)) is not None:
-                found |= {} if one is None else {names.get(key, key): check_one(one, where + key)}
-            elif (key in table or not others) and (one or type(one) in (int, float)):
+                found |= {} if one is None else {renamed.get(key, key): check_one(one, where + key)}
+            elif (key in table or not is_open) and (one or type(one) in (int, float)):
                 param = f"{where}{key}"[:100]
                 words = f"Unknown parameter: '{param}'."
                 raise FieldError(words, field=param, code="unknown_parameter")
-        for key in needed:
+        for key in required:
             if value.get(key) is None:
                 refuse(where + key, "it is missing", "missing_required_parameter")
         return found
@@ -124,31 +124,33 @@ def fields(
     return check
 
 
-some = partial(fields, others=True)
+open_object = partial(strict_object, is_open=True)
 
 
-def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
+def content_blocks(block_checks: Mapping[str, Check], default_type: str | None = None) -> Check:
     """A text, or a list of objects of these types, or of the `usual` one, each checked as its type wants."""
 
     def check_one(value: Any, name: str) -> dict[str, Any]:
-        kind = OBJECT(value, name).get("type", usual)
-        if not isinstance(kind, str) or kind not in kinds:
-            why = f"expected {', '.join(kinds)}, but got {json.dumps(kind)[:60]}"
+        kind = OBJECT(value, name).get("type", default_type)
+        if not isinstance(kind, str) or kind not in block_checks:
+            why = f"expected {', '.join(block_checks)}, but got {json.dumps(kind)[:60]}"
             refuse(f"{name}.type", f"{why}; this server reads no images, audio or files")
-        return {**kinds[kind](value, name), "type": kind}
+        return {**block_checks[kind](value, name), "type": kind}
 
-    all_of = listed(check_one, 10_000)
+    all_of = array_of(check_one, 10_000)
     return lambda value, name: all_of(
         [{"type": "text", "text": value}] if type(value) is str else value, name
     )
 
 
-def left_out(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+def placeholder_block(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What a model is told in place of a block that a tool brought, so that an agent goes on."""
     return {"text": f"[{value['type']}: left out, for this model reads nothing but text]"}
 
 
-def texts(*kinds: str, **others: Check) -> Check:
+def joined_texts(*text_types: str, **other_checks: Check) -> Check:
     """A text, or a list of blocks of these types, `text` among them, that each have one; as one text."""
-    parts = blocks({**dict.fromkeys(kinds, some({"text": TEXT}, "text")), **others})
+    parts = content_blocks(
+        {**dict.fromkeys(text_types, open_object({"text": TEXT}, "text")), **other_checks}
+    )
     return lambda value, name: "\n".join(part["text"] for part in parts(value, name))

@@ -236,32 +236,32 @@ def _check_calls(calls: object, where: str, example: str) -> None:
         raise UsageError(f"{where} has no list of objects in `tool_calls`", fix=[example])
 
 
-CHAT = '[{"role": "user", "content": "Hello"}]'
+EXAMPLE_CHAT = '[{"role": "user", "content": "Hello"}]'
 
 
-def check_text(text: str, what: str) -> str:
+def check_text(text: str, source: str) -> str:
     """Text without lone surrogates, which is how undecodable bytes arrive. Raises UsageError."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         lone = f"a lone U+{ord(text[error.start]):04X} at character {error.start}"
-        raise UsageError(f"{what} is not Unicode text: {lone}", fix=["give UTF-8 text"]) from None
+        raise UsageError(f"{source} is not Unicode text: {lone}", fix=["give UTF-8 text"]) from None
     return text
 
 
-def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
+def check_messages(value: Any, source: str) -> tuple[Mapping[str, Any], ...]:
     """A JSON value as the messages of a chat. Raises UsageError naming where it was `shown`."""
-    if not isinstance(loaded, list) or not loaded:
-        raise UsageError(f"{shown} holds no list of messages", fix=[CHAT])
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"{source} holds no list of messages", fix=[EXAMPLE_CHAT])
     messages: list[Mapping[str, Any]] = []
-    for number, message in enumerate(loaded):
-        where = f"{shown}: message {number}"
-        messages.append(read_message(message, where, CHAT))
+    for number, message in enumerate(value):
+        where = f"{source}: message {number}"
+        messages.append(read_message(message, where, EXAMPLE_CHAT))
         check_text(json.dumps(messages[-1], ensure_ascii=False), where)
     return tuple(messages)
 
 
-def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def join_pieces(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation of another API as chat templates read one: first instructions, then turns.
 
     A piece has a `role` with `content`, or is a thought (`reasoning_content`), a call (`id`, `name` and

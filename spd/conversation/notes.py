@@ -14,7 +14,7 @@ LOOP_TOKENS = 200
 LOOP_PERIOD = 100
 """The longest repetition that is found, in tokens: twice as many are compared."""
 
-NOT_HELD = "calls of tools are not held to their schemas"
+UNCONSTRAINED_CALLS = "calls of tools are not held to their schemas"
 """What stands before the reason where no grammar can hold them."""
 
 

@@ -104,7 +104,7 @@ def leaves_thinking_open(prompt: Prompt, ids: Sequence[int], vocabulary: Vocabul
     if prompt.messages[-1].get("role") == "assistant":
         # The reply continues that turn.
         return continues_thinking(_last_turn(ids, vocabulary.tokenizer), vocabulary.marks)
-    return opens_thinking(vocabulary.end_of(ids), vocabulary.marks)
+    return opens_thinking(vocabulary.prompt_end(ids), vocabulary.marks)
 
 
 def _last_turn(ids: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.conversation.thinking import UNANSWERED, MarkedText, ThinkingCount
+from spd.conversation.thinking import UNANSWERED, MarkedText, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter
 from spd.conversation.tools.call_check import UNKNOWN_FORM
-from spd.conversation.tools.call_forms import GUESSED, MARKS
+from spd.conversation.tools.call_forms import FALLBACK_FORM, MARKS
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser, Piece
 from spd.formats.thinking import KNOWN, ThinkingMarks
@@ -36,7 +36,7 @@ PartDelta = tuple[Part, str, bool]
 """A part, what an event added to it, and whether it begins with that."""
 
 
-def call_of(part: Part) -> dict[str, Any]:
+def tool_call(part: Part) -> dict[str, Any]:
     """A call as chat completions write it."""
     return {
         "id": part.id,
@@ -66,13 +66,13 @@ class ReplyBuilder:
         """The stop string that ended it, if one did."""
         self._parser = CallParser(tools) if tools else None
         self._splitter = ThinkingSplitter(inside, marks)
-        self._count = ThinkingCount(inside, tokenizer.token_bytes, marks)
+        self._count = ThinkingCounter(inside, tokenizer.token_bytes, marks)
         special = tokenizer.special_tokens.items() if tools else ()
         silent = {i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)}
         self._marked = MarkedText(silent, tokenizer.token_bytes)
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
-        self.reason: str | None = None
+        self.finish_reason: str | None = None
         """Why it ended: stop, length or abort."""
         self._unanswered = False
         """Whether it ended while it was thinking."""
@@ -82,15 +82,15 @@ class ReplyBuilder:
         """Return how many of its tokens are thinking."""
         return self._count.tokens
 
-    def take(self, event: Event) -> list[PartDelta]:
+    def add_event(self, event: Event) -> list[PartDelta]:
         """Add an event; returns what it brought."""
         final = event.finish_reason is not None
         self.logprobs += event.logprobs
-        self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
-        self._count.take(event.token_ids)
+        self.finish_reason = "stop" if event.finish_reason == "abort" else event.finish_reason
+        self._count.add(event.token_ids)
         self.stop = event.stop
         pieces: list[Piece] = []
-        text = self._marked.take(event.token_ids, event.text)
+        text = self._marked.add(event.token_ids, event.text)
         for thinking, part in self._splitter.feed(text, final=final):
             if thinking or self._parser is None:
                 pieces.append(Piece("thinking" if thinking else "text", part))
@@ -101,17 +101,17 @@ class ReplyBuilder:
         grown = [self._grow(piece) for piece in pieces if piece.text or piece.name]
         if final and self._splitter.thinking:
             grown += [self._grow(piece) for piece in self._calls_at_the_end()]
-        if final and (self._splitter.thinking or self.all("thinking")):
-            self._unanswered = not self.calls and not self.all("text").strip()
+        if final and (self._splitter.thinking or self.text_of("thinking")):
+            self._unanswered = not self.calls and not self.text_of("text").strip()
         return grown
 
     def _calls_at_the_end(self) -> list[Piece]:
         """Return the calls that thinking ends with: a model that stops behind them means them."""
-        if self._tools is None or self.reason != "stop":
+        if self._tools is None or self.finish_reason != "stop":
             return []
         known = self._tools.functions
         parser = CallParser(self._tools)
-        pieces = [*parser.feed(self.all("thinking")), *parser.feed("", final=True)]
+        pieces = [*parser.feed(self.text_of("thinking")), *parser.feed("", final=True)]
         first = len(pieces)
         while first and (pieces[first - 1].kind == "call" or not pieces[first - 1].text.strip()):
             first -= 1
@@ -128,7 +128,7 @@ class ReplyBuilder:
         self.parts[-1].text += piece.text
         return self.parts[-1], piece.text, begins
 
-    def all(self, kind: str) -> str:
+    def text_of(self, kind: str) -> str:
         """The text of all parts of a kind."""
         return "".join(part.text for part in self.parts if part.kind == kind)
 
@@ -138,27 +138,31 @@ class ReplyBuilder:
         return [part for part in self.parts if part.kind == "call"]
 
     @property
-    def malformed(self) -> Sequence[str]:
+    def malformed_calls(self) -> Sequence[str]:
         """Return what an ended reply says of malformed calls, which are text."""
-        return self._parser.notes if self._parser is not None and self.reason is not None else ()
+        return (
+            self._parser.notes
+            if self._parser is not None and self.finish_reason is not None
+            else ()
+        )
 
     @property
-    def noted(self) -> dict[str, Any]:
+    def notes_field(self) -> dict[str, Any]:
         """Return what is said of an ended reply beside its text; nothing where all is well."""
-        notes = [*self._notes, *self.malformed]
+        notes = [*self._notes, *self.malformed_calls]
         if self._unanswered:
             notes.append(UNANSWERED)
         tools = self._tools
-        is_guessed = tools is not None and tools.form is GUESSED and not tools.required
+        is_guessed = tools is not None and tools.form is FALLBACK_FORM and not tools.required
         if is_guessed and not self.calls:
             notes.append(UNKNOWN_FORM)
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
         """The whole reply as a message of a chat."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
-        if thought := self.all("thinking"):
+        message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
+        if thought := self.text_of("thinking"):
             message["reasoning_content"] = thought.strip("\n")
         if self.calls:
-            message["tool_calls"] = [call_of(part) for part in self.calls]
+            message["tool_calls"] = [tool_call(part) for part in self.calls]
         return message

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from spd.formats.model_config import GenerationConfig
 
 
-BUILT_IN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What holds where neither an option nor the model says anything."""
 
 
 @dataclass(frozen=True)
-class SamplingWishes:
+class SamplingOptions:
     """What is asked of sampling; None leaves a value to the model's generation_config.json."""
 
     temperature: float | None = None
@@ -40,18 +40,18 @@ class SamplingWishes:
     logprobs: int | None = None
 
 
-SAME = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
+PASSED_THROUGH = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
 """Wishes that are parameters by the same names, whatever the model suggests."""
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSampling:
     """Sampling parameters, and where each of the model-dependent ones came from."""
 
     params: SamplingParams
     sources: dict[str, str]
 
-    def words(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Each parameter, and where it comes from."""
         told = {
             name: f"{getattr(self.params, name)} ({source})"
@@ -60,33 +60,35 @@ class Resolved:
         return vars(self.params) | told
 
 
-def resolve_sampling(wishes: SamplingWishes, model: GenerationConfig, vocab_size: int) -> Resolved:
+def resolve_sampling(
+    options: SamplingOptions, generation_config: GenerationConfig, vocab_size: int
+) -> ResolvedSampling:
     """Return wishes, then generation_config.json, then built-in values. Raises UsageError."""
     import secrets
 
-    suggested = {name: getattr(model, name) for name in BUILT_IN}
-    if model.do_sample is False:
+    suggested = {name: getattr(generation_config, name) for name in DEFAULTS}
+    if generation_config.do_sample is False:
         suggested["temperature"] = 0.0
-    values: dict[str, Any] = {name: getattr(wishes, name) for name in SAME}
-    sources = {"seed": "given" if wishes.seed is not None else "drawn"}
-    for name, built_in in BUILT_IN.items():
-        asked = ("given", getattr(wishes, name)), (GENERATION_FILE, suggested[name])
+    values: dict[str, Any] = {name: getattr(options, name) for name in PASSED_THROUGH}
+    sources = {"seed": "given" if options.seed is not None else "drawn"}
+    for name, built_in in DEFAULTS.items():
+        asked = ("given", getattr(options, name)), (GENERATION_FILE, suggested[name])
         found = (each for each in (*asked, ("default", built_in)) if each[1] is not None)
         sources[name], values[name] = next(found)
-    check_ids(wishes.stop_token_ids, vocab_size, "stop_token_id")
-    check_ids([token_id for token_id, _ in wishes.logit_bias], vocab_size, "logit_bias")
+    check_ids(options.stop_token_ids, vocab_size, "stop_token_id")
+    check_ids([token_id for token_id, _ in options.logit_bias], vocab_size, "logit_bias")
     try:
         params = SamplingParams(
             **values,
-            logit_bias=wishes.logit_bias,
-            stop_token_ids=wishes.stop_token_ids,
-            stop=wishes.stop,
-            seed=secrets.randbits(SEED_BITS) if wishes.seed is None else wishes.seed,
-            logprobs=wishes.logprobs,
+            logit_bias=options.logit_bias,
+            stop_token_ids=options.stop_token_ids,
+            stop=options.stop,
+            seed=secrets.randbits(SEED_BITS) if options.seed is None else options.seed,
+            logprobs=options.logprobs,
         )
     except UsageError as error:
         if sources.get(error.message.partition(" ")[0]) == GENERATION_FILE:
             why = "The value comes from the model's generation_config.json; an option overrides it."
             error.reason = (*error.reason, why)
         raise
-    return Resolved(params, sources)
+    return ResolvedSampling(params, sources)

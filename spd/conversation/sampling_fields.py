@@ -6,18 +6,18 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from spd.conversation import fields as read
-from spd.conversation.fields import FLAG, OBJECT, TEXT, listed, refuse, whole
+from spd.conversation.fields import FLAG, OBJECT, TEXT, array_of, integer, refuse
 from spd.runtime.round.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS
 
 if TYPE_CHECKING:
     pass
 
 
-IDS = listed(whole(0, 2**31 - 1), 1 << 20)
+IDS = array_of(integer(0, 2**31 - 1), 1 << 20)
 
 
 def _stops(value: Any, name: str) -> tuple[str, ...]:
-    texts = listed(TEXT, MAX_STOP_STRINGS)([value] if isinstance(value, str) else value, name)
+    texts = array_of(TEXT, MAX_STOP_STRINGS)([value] if isinstance(value, str) else value, name)
     return tuple(text for text in texts if text)
 
 
@@ -33,16 +33,16 @@ def _bias(token: str, bias: Any, name: str) -> tuple[int, float]:
     return int(token), read.number(bias, f"{name}.{token}")
 
 
-SAMPLING = {
+SAMPLING_FIELDS = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), read.number),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), read.number),
-    "top_k": whole(-1, 2**31 - 1),
-    "max_tokens": whole(1, MAX_TOKENS),
-    "min_tokens": whole(0, MAX_TOKENS),
+    "top_k": integer(-1, 2**31 - 1),
+    "max_tokens": integer(1, MAX_TOKENS),
+    "min_tokens": integer(0, MAX_TOKENS),
     "ignore_eos": FLAG,
-    "seed": whole(-(2**63), 2**63 - 1),
+    "seed": integer(-(2**63), 2**63 - 1),
     "stop": _stops,
-    "stop_token_ids": listed(whole(0, 2**31 - 1), 16),
+    "stop_token_ids": array_of(integer(0, 2**31 - 1), 16),
     "logit_bias": _logit_bias,
 }
 """Those that `SamplingParams` knows by the same names; it checks their ranges."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spd.conversation.prompt import Prompt, encode_prompt, leaves_thinking_open
-from spd.conversation.sampling import Resolved
+from spd.conversation.sampling import ResolvedSampling
 from spd.conversation.thinking import thinking_budget
-from spd.conversation.thinking_grammar import behind_thinking
+from spd.conversation.thinking_grammar import grammar_after_thinking
 from spd.conversation.vocabulary import Vocabulary, check_ids
 from spd.errors import IncompatibleError
 from spd.runtime.engine.request import GrammarSpec, Request
@@ -33,14 +33,14 @@ class Settings:
     """Everything about a run but its prompts."""
 
     config: EngineConfig
-    sampling: Resolved
+    sampling: ResolvedSampling
     vocabulary: Vocabulary
     usable_vocab: int
     context: int
     grammar: GrammarSpec | None
     think: str
 
-    def params(self, **values: Any) -> SamplingParams:
+    def params_with(self, **values: Any) -> SamplingParams:
         """The run's sampling parameters with others in their place. Raises UsageError."""
         check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
         check_ids(
@@ -48,12 +48,12 @@ class Settings:
         )
         return dataclasses.replace(self.sampling.params, **values)
 
-    def request(
+    def prepare(
         self,
         name: str,
-        asked: Prompt,
+        prompt: Prompt,
         params: SamplingParams | None = None,
-        shape: GrammarSpec | None = None,
+        grammar: GrammarSpec | None = None,
     ) -> PreparedRequest:
         """Return the request of a prompt, encoded.
 
@@ -62,18 +62,18 @@ class Settings:
         """
         if params is None:
             params = self.sampling.params
-            shape = self.grammar
-        ids = encode_prompt(asked, self.vocabulary, self.context)
+            grammar = self.grammar
+        ids = encode_prompt(prompt, self.vocabulary, self.context)
         if len(ids) >= self.context:
             most = self.vocabulary.config.max_positions
             why = "A reply needs room too: at most one token less than the context."
             words = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
             fix = [*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"]
             raise IncompatibleError(words, reason=[why], fix=fix, code="context_overflow")
-        inside = leaves_thinking_open(asked, ids, self.vocabulary)
+        inside = leaves_thinking_open(prompt, ids, self.vocabulary)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if shape is not None and inside is not None:
-            end = self.vocabulary.end_of(ids)
-            shape, inside = behind_thinking(shape, self.vocabulary, asked, end, inside)
-        request = Request(name, tuple(ids), params, grammar=shape, thinking=thinking)
+        if grammar is not None and inside is not None:
+            end = self.vocabulary.prompt_end(ids)
+            grammar, inside = grammar_after_thinking(grammar, self.vocabulary, prompt, end, inside)
+        request = Request(name, tuple(ids), params, grammar=grammar, thinking=thinking)
         return PreparedRequest(request, inside)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.conversation.channels import BEGINNING
-from spd.conversation.thinking_splitter import ThinkingSplitter, parted
+from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import IncompatibleError
 from spd.formats.thinking import (
     KNOWN,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNANSWERED = "the reply ended while thinking, without an answer"
 
 
-class ThinkingCount:
+class ThinkingCounter:
     """Counts the tokens of thinking in a reply, with its closing mark and without its opening one.
 
     Tokens are looked at one by one, so the count does not depend on how many a round brings.
@@ -40,7 +40,7 @@ class ThinkingCount:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tokens = 0
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def add(self, token_ids: Sequence[int]) -> None:
         """Add the reply's next tokens."""
         for token in token_ids:
             if self._splitter.is_settled:
@@ -65,7 +65,7 @@ class MarkedText:
         self._waiting: list[tuple[int, str]] = []
         """Marks, each behind so many of those characters."""
 
-    def take(self, token_ids: Sequence[int], text: str) -> str:
+    def add(self, token_ids: Sequence[int], text: str) -> str:
         """Return the next text with its marks, after the next tokens."""
         if not self._marks:
             return text
@@ -93,7 +93,7 @@ def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, An
     """
     template = vocabulary.need_template().default
     marks = vocabulary.marks
-    thought, answer = parted(reply, inside, marks)
+    thought, answer = split_thinking(reply, inside, marks)
     is_apart = marks.thinking[0].are_tokens or BEGINNING.match(reply) or reads_thoughts(template)
     if thought is None or not is_apart:
         return {"role": "assistant", "content": reply}

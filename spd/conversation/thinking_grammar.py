@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from spd.conversation.channels import channels_of, json_of
+from spd.conversation.channels import lark_json, template_channels
 from spd.conversation.prompt import SWITCH, Prompt
 from spd.formats.thinking import MarkPair, closes_thinking
 from spd.runtime.engine.request import GrammarSpec, ThinkingTokens
@@ -20,7 +20,7 @@ _START = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/|\bstart\b')
 """The rule that a Lark grammar begins with, and texts in which its name means nothing."""
 
 
-def behind_thinking(
+def grammar_after_thinking(
     grammar: GrammarSpec, vocabulary: Vocabulary, asked: Prompt, prompt: str, inside: bool
 ) -> tuple[GrammarSpec, bool]:
     """Return a grammar that begins behind a reply's thinking, and whether the reply begins inside it.
@@ -29,10 +29,10 @@ def behind_thinking(
     the token that ends it. One that may think begins with that or with the answer.
     """
     template = vocabulary.need_template()
-    if (channels := channels_of(template.default)) is not None:
+    if (channels := template_channels(template.default)) is not None:
         is_schema = grammar.kind == "schema"
         special = vocabulary.need_tokenizer().special_tokens
-        return (channels.held(grammar, special) if is_schema else grammar), inside
+        return (channels.schema_grammar(grammar, special) if is_schema else grammar), inside
     pair = vocabulary.marks.thinking[0]
     tokens = vocabulary.thinking_tokens
     if grammar.after is not None:  # it begins with a mark, which in thinking is only words
@@ -64,7 +64,7 @@ def _composed(
     thinking: "opened" where the prompt has begun it, "maybe" where it may be left out.
     """
     if grammar.kind == "schema":
-        answer = f"answer: {json_of(json.loads(grammar.text))}"
+        answer = f"answer: {lark_json(json.loads(grammar.text))}"
     elif grammar.kind == "regex":
         escaped = re.sub(r"\\.|/", lambda one: one[0] if len(one[0]) > 1 else r"\/", grammar.text)
         answer = f"answer: /{escaped}/"

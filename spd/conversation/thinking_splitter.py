@@ -164,7 +164,7 @@ class ThinkingSplitter:
         return True
 
 
-def parted(
+def split_thinking(
     text: str, inside: bool | None = False, marks: ThinkingMarks = KNOWN
 ) -> tuple[str | None, str]:
     """The thinking of a whole reply, None where it has none, and its answer; `inside` as above."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.fields import FLAG, OBJECT, TEXT, one_of, refuse, some
+from spd.conversation.fields import FLAG, OBJECT, TEXT, one_of, open_object, refuse
 from spd.conversation.messages import read_arguments
-from spd.conversation.tools.call_check import form_of
+from spd.conversation.tools.call_check import checked_form
 from spd.conversation.tools.call_forms import MARKS
 from spd.conversation.tools.call_grammar import Tools
 from spd.runtime.engine.request import GrammarSpec
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
 
 
-def name_of(value: Any, name: str) -> str:
+def function_name(value: Any, name: str) -> str:
     """A name as the API allows it for functions and schemas."""
     if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", TEXT(value, name)):
         refuse(name, "expected 1 to 64 of a-z, A-Z, 0-9, _, . and -")
@@ -31,20 +31,23 @@ def past_arguments(value: Any, name: str) -> Any:
     return read_arguments(value)
 
 
-FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-FORMAT = {
+FUNCTION_FIELDS = {"name": function_name, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+FORMAT_FIELDS = {
     "type": one_of("text", "json_object", "json_schema"),
     "schema": OBJECT,
-    "json_schema": some({"schema": OBJECT}),
+    "json_schema": open_object({"schema": OBJECT}),
 }
 """A format of answers as chat completions write it, or flat as Responses do."""
-_choice = some({"name": TEXT, "function": some({"name": TEXT})})
+_choice = open_object({"name": TEXT, "function": open_object({"name": TEXT})})
 """Reads a choice of a function, in either way."""
 
 
-def function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def function_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as chat completions write it."""
-    return {"type": "function", "function": {name: tool[name] for name in FUNCTION if name in tool}}
+    return {
+        "type": "function",
+        "function": {name: tool[name] for name in FUNCTION_FIELDS if name in tool},
+    }
 
 
 def without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,13 +90,13 @@ def read_tools(
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     return Tools(
         functions,
-        form_of(template),
+        checked_form(template),
         named,
         required=choice == "required",
         parallel=parallel,
         strict=strict,
         tokens=tokens,
-        answer=answer,
+        answer_grammar=answer,
     )
 
 

@@ -61,7 +61,7 @@ class Vocabulary:
         end = tokenizer.token_to_id(pair.closing)
         return None if end is None else (tokenizer.token_to_id(pair.opening), end)
 
-    def end_of(self, ids: Sequence[int]) -> str:
+    def prompt_end(self, ids: Sequence[int]) -> str:
         """Return the last words of a prompt, special tokens included."""
         return self.need_tokenizer().decode(ids[-TAIL:], skip_special=False)
 

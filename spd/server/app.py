@@ -16,20 +16,20 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from spd.conversation.fields import (
     TEXT,
-    fields,
-    listed,
-    whole,
+    array_of,
+    integer,
+    strict_object,
 )
 from spd.conversation.prompt import encode_prompt
 from spd.conversation.settings import Settings
 from spd.conversation.vocabulary import check_ids
+from spd.server.api_request import Generation, without_lines
 from spd.server.body import read_body
 from spd.server.chat_completions import ChatReply, read_chat
 from spd.server.completions import CompletionReply, read_completion
 from spd.server.errors import ApiError, api_error
 from spd.server.messages import MessagesReply, read_messages
 from spd.server.replies import Reply
-from spd.server.request import Generation, without_lines
 from spd.server.responses import ResponseReply, read_response
 from spd.server.service import Service
 
@@ -60,7 +60,9 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses": Endpoint(read_response, ResponseReply),
     "/v1/messages": Endpoint(read_messages, MessagesReply),
 }
-_detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
+_detokenize = strict_object(
+    {"tokens": array_of(integer(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens"
+)
 
 
 class App:

@@ -9,30 +9,35 @@ from spd.conversation.fields import (
     FLAG,
     OBJECT,
     TEXT,
-    anything,
-    fields,
-    listed,
+    any_value,
+    array_of,
+    integer,
+    joined_texts,
     one_of,
+    open_object,
     refuse,
-    some,
-    texts,
-    whole,
+    strict_object,
 )
 from spd.conversation.logprobs import logprob_entry
 from spd.conversation.messages import ROLES
-from spd.conversation.reply import PartDelta, ReplyBuilder, call_of
-from spd.conversation.tool_choice import FORMAT, FUNCTION, past_arguments, response_format
+from spd.conversation.reply import PartDelta, ReplyBuilder, tool_call
+from spd.conversation.tool_choice import (
+    FORMAT_FIELDS,
+    FUNCTION_FIELDS,
+    past_arguments,
+    response_format,
+)
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_TOKENS
-from spd.server.errors import ApiError
-from spd.server.replies import Reply, sse
-from spd.server.request import (
-    SHARED,
+from spd.server.api_request import (
+    SHARED_FIELDS,
     ChatRequest,
     Generation,
     chat_generation,
     shared_fields,
     with_one_limit,
 )
+from spd.server.errors import ApiError
+from spd.server.replies import Reply, sse
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -53,13 +58,15 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"content": refusal, **message, "role": ROLES[message["role"]]}
 
 
-_called_function = some({"name": TEXT, "arguments": past_arguments}, "name")
-_refusal = some({"refusal": TEXT}, "refusal", refusal="text")
-_message_fields = some(
+_called_function = open_object({"name": TEXT, "arguments": past_arguments}, "name")
+_refusal = open_object({"refusal": TEXT}, "refusal", refusal="text")
+_message_fields = open_object(
     {
         "role": one_of(*ROLES),
-        "content": texts("text", refusal=_refusal),
-        "tool_calls": listed(some({"id": TEXT, "function": _called_function}, "function"), 1024),
+        "content": joined_texts("text", refusal=_refusal),
+        "tool_calls": array_of(
+            open_object({"id": TEXT, "function": _called_function}, "function"), 1024
+        ),
         **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), TEXT),
         "refusal": TEXT,
         **dict.fromkeys(("function_call", "audio")),
@@ -67,24 +74,28 @@ _message_fields = some(
     "role",
     reasoning="reasoning_content",
 )
-_tool = some({"type": one_of("function"), "function": some(FUNCTION, "name")}, "type", "function")
-CHAT = {
-    **SHARED,
-    "messages": listed(_message, 100_000),
-    "max_completion_tokens": whole(1, MAX_TOKENS),
+_tool = open_object(
+    {"type": one_of("function"), "function": open_object(FUNCTION_FIELDS, "name")},
+    "type",
+    "function",
+)
+CHAT_FIELDS = {
+    **SHARED_FIELDS,
+    "messages": array_of(_message, 100_000),
+    "max_completion_tokens": integer(1, MAX_TOKENS),
     "logprobs": FLAG,
-    "top_logprobs": whole(0, MAX_LOGPROBS),
-    "response_format": some(FORMAT, "type"),
+    "top_logprobs": integer(0, MAX_LOGPROBS),
+    "response_format": open_object(FORMAT_FIELDS, "type"),
     "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
-    "tools": listed(_tool, 128),
-    "tool_choice": anything,
+    "tools": array_of(_tool, 128),
+    "tool_choice": any_value,
     "parallel_tool_calls": FLAG,
     "continue_final_message": FLAG,
     "add_generation_prompt": FLAG,
 }
 """Fields of a body, and the check of each."""
-_chat = fields(CHAT)
+_chat = strict_object(CHAT_FIELDS)
 
 
 def read_chat(value: Any, settings: Settings) -> Generation:
@@ -171,7 +182,7 @@ class ChatReply(Reply):
         if any(added.values()) or event.logprobs:
             yield self._chunk(choice, logprobs=self._logprobs(choice, event.logprobs), **added)
         if event.finish_reason is not None:
-            ended = {**self._added(choice, ()), **choice.noted}
+            ended = {**self._added(choice, ()), **choice.notes_field}
             yield self._chunk(choice, finish_reason=self._reason(choice), **ended)
 
     def _added(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, Any]:
@@ -179,7 +190,7 @@ class ChatReply(Reply):
         delta = dict[str, Any]()
         for part, text, begins in grown:
             if part.kind == "call":
-                shown = call_of(part) if begins else {"function": {}}
+                shown = tool_call(part) if begins else {"function": {}}
                 shown = {**shown, "index": choice.calls.index(part)}
                 shown["function"]["arguments"] = text
                 delta.setdefault("tool_calls", []).append(shown)
@@ -204,7 +215,7 @@ class ChatReply(Reply):
         """Return a whole choice."""
         logprobs = self._logprobs(choice, choice.logprobs)
         told = {"index": choice.index, "logprobs": logprobs, "finish_reason": self._reason(choice)}
-        return {**told, **self._all(choice), **choice.noted}
+        return {**told, **self._all(choice), **choice.notes_field}
 
     def _all(self, choice: ReplyBuilder) -> dict[str, Any]:
         """All of a choice, as its field."""
@@ -216,10 +227,10 @@ class ChatReply(Reply):
     def _reason(self, choice: ReplyBuilder) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""
         tools = self._generation.tools
-        called = (
-            choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
-        )
-        return "tool_calls" if called else choice.reason
+        is_free = tools is not None and tools.named_function is None
+        if choice.finish_reason == "stop" and is_free and choice.calls:
+            return "tool_calls"
+        return choice.finish_reason
 
     def _logprobs(
         self, choice: ReplyBuilder, entries: Sequence[TokenLogprob]

@@ -26,7 +26,7 @@ from spd.server.wire import as_tuples, read_marks, read_request, runtime_folder
 
 if TYPE_CHECKING:
     from spd.conversation.prompt import Prompt
-    from spd.conversation.sampling import SamplingWishes
+    from spd.conversation.sampling import SamplingOptions
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime.engine.request import GrammarSpec
     from spd.runtime.round.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ ANSWER_SECONDS = 5.0
 """For which a server may take to let a client in, to say how it is, and to end what was aborted."""
 
 
-class Line:
+class JsonConnection:
     """A connection that carries lines of JSON."""
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,9 @@ def _lost() -> EngineError:
     )
 
 
-def servers(folder: Path, note: Callable[[str], None]) -> Iterator[tuple[Line, dict[str, Any]]]:
+def find_servers(
+    folder: Path, note: Callable[[str], None]
+) -> Iterator[tuple[JsonConnection, dict[str, Any]]]:
     """Yield a connection to each server of a folder of sockets, and what it says of itself.
 
     note: called with words about a server that does not answer.
@@ -94,7 +96,7 @@ def servers(folder: Path, note: Callable[[str], None]) -> Iterator[tuple[Line, d
         return
     for path in sorted(runtime_folder(folder).glob("*.sock")):
         try:
-            line = Line(path)
+            line = JsonConnection(path)
             line.send(do="status")
             status = line.receive(ANSWER_SECONDS)
         except (OSError, EngineError) as error:  # it has ended
@@ -126,7 +128,7 @@ class ServedEngine(EngineClient):
     load_ms = 0.0
     has_tokenizer = True
 
-    def __init__(self, line: Line, model: Path, plan: Mapping[str, Any]) -> None:
+    def __init__(self, line: JsonConnection, model: Path, plan: Mapping[str, Any]) -> None:
         """model: its folder; plan: the JSON of the server's plan for one command."""
         self._line = line
         self._folder = model
@@ -144,7 +146,7 @@ class ServedEngine(EngineClient):
         return ModelFolder(self._folder).tokenizer
 
     def prepare(
-        self, prompt: Prompt, wishes: SamplingWishes, grammar: GrammarSpec | None, think: str
+        self, prompt: Prompt, wishes: SamplingOptions, grammar: GrammarSpec | None, think: str
     ) -> ServedPrompt:
         """Return the request of a prompt, which the server encodes."""
         self._line.send(do="prepare", prompt=prompt, wishes=wishes, grammar=grammar, think=think)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from spd.conversation.fields import (
     FLAG,
     TEXT,
-    fields,
-    listed,
+    array_of,
+    integer,
     refuse,
-    whole,
+    strict_object,
 )
 from spd.conversation.fill_in import fill_in_ends
 from spd.conversation.prompt import Prompt
@@ -22,16 +22,16 @@ from spd.conversation.reply import PartDelta, ReplyBuilder
 from spd.conversation.sampling_fields import IDS
 from spd.runtime.engine.request import TokenLogprob
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_IDS, MAX_TOKENS
-from spd.server.chat_completions import ChatReply, shown_logprobs
-from spd.server.replies import Reply
-from spd.server.request import (
+from spd.server.api_request import (
     MAX_REPLIES,
-    SHARED,
+    SHARED_FIELDS,
     ApiRequest,
     Generation,
     sampling_params,
     shared_fields,
 )
+from spd.server.chat_completions import ChatReply, shown_logprobs
+from spd.server.replies import Reply
 
 if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest, Settings
@@ -46,7 +46,7 @@ DEFAULT_TOKENS = 16
 def _prompts(value: Any, name: str) -> tuple[Prompt, ...]:
     """One prompt or several, as text or as token ids."""
     several = isinstance(value, list) and value and not isinstance(value[0], int)
-    return tuple(listed(_prompt, MAX_PROMPTS)(value if several else [value], name))
+    return tuple(array_of(_prompt, MAX_PROMPTS)(value if several else [value], name))
 
 
 def _prompt(value: Any, name: str) -> Prompt:
@@ -56,16 +56,16 @@ def _prompt(value: Any, name: str) -> Prompt:
     return Prompt(ids=ids) if ids else refuse(name, "expected a text or token ids")
 
 
-COMPLETION = {
-    **SHARED,
+COMPLETION_FIELDS = {
+    **SHARED_FIELDS,
     "prompt": _prompts,
     "suffix": TEXT,
     "echo": FLAG,
-    "logprobs": whole(0, MAX_LOGPROBS),
-    "max_tokens": whole(0, MAX_TOKENS),
-    "best_of": whole(1, MAX_REPLIES),
+    "logprobs": integer(0, MAX_LOGPROBS),
+    "max_tokens": integer(0, MAX_TOKENS),
+    "best_of": integer(1, MAX_REPLIES),
 }
-_completion = fields(COMPLETION, "prompt")
+_completion = strict_object(COMPLETION_FIELDS, "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class CompletionReply(ChatReply):
         return {"text": "".join(text for _, text, _ in grown)}
 
     def _all(self, choice: ReplyBuilder) -> dict[str, Any]:
-        return {"text": choice.all("text")}
+        return {"text": choice.text_of("text")}
 
     def _ended(self, choice: ReplyBuilder) -> dict[str, Any]:
         scores = self._prompt_logprobs(choice) if choice.index in self._unechoed else None

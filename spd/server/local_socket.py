@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from spd.conversation.notes import notes_before
 from spd.conversation.prompt import Prompt
-from spd.conversation.sampling import SamplingWishes, resolve_sampling
+from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import REQUEST_ID
 from spd.errors import EngineError, ResourceError, SpdError
 from spd.runtime import EngineInfo
 from spd.runtime.engine.driver import Update
 from spd.runtime.engine.request import Event, GrammarSpec
-from spd.server.replies import Call
+from spd.server.replies import RequestGroup
 from spd.server.service import Service
 from spd.server.wire import LINE_LIMIT, as_tuples, read_request
 
@@ -55,7 +55,7 @@ class LocalSocket:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""
-        calls = dict[str, Call]()
+        calls = dict[str, RequestGroup]()
         self._service.clients.add(writer)
         try:
             while line := await reader.readline():
@@ -107,7 +107,7 @@ class LocalSocket:
     def _prepare(self, message: Message) -> Message:
         """Return a prompt as a request, its parameters, and notes about it."""
         service = self._service
-        wishes = SamplingWishes(**as_tuples(message["wishes"]))
+        wishes = SamplingOptions(**as_tuples(message["wishes"]))
         suggested = service.plan.model.generation
         sampling = resolve_sampling(wishes, suggested, service.settings.usable_vocab)
         grammar = None if message["grammar"] is None else GrammarSpec(**message["grammar"])
@@ -115,17 +115,17 @@ class LocalSocket:
             service.settings, sampling=sampling, grammar=grammar, think=message["think"]
         )
         vocabulary = settings.vocabulary
-        request, inside_thinking = settings.request(REQUEST_ID, Prompt(**message["prompt"]))
+        request, inside_thinking = settings.prepare(REQUEST_ID, Prompt(**message["prompt"]))
         return {
             "request": dataclasses.asdict(request),
             "inside_thinking": inside_thinking,
             "marks": dataclasses.asdict(vocabulary.marks),
             "notes": notes_before(self._alone, settings.think, vocabulary, request),
-            "parameters": sampling.words(),
+            "parameters": sampling.describe(),
         }
 
     async def _begin(
-        self, said: Message, calls: dict[str, Call], writer: asyncio.StreamWriter
+        self, said: Message, calls: dict[str, RequestGroup], writer: asyncio.StreamWriter
     ) -> Message:
         """Begin a request, which has a name of its own here. Raises what its check raises."""
         if self._service.draining:
@@ -133,12 +133,12 @@ class LocalSocket:
         request = read_request({**said, "id": secrets.token_hex(8)})
         name = said["id"]
         await asyncio.to_thread(self._service.engine.check, request)
-        calls[name] = Call(self._service, [request], partial(_tell, calls, name, writer))
+        calls[name] = RequestGroup(self._service, [request], partial(_tell, calls, name, writer))
         return {"added": name}
 
 
 def _tell(
-    calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Update
+    calls: dict[str, RequestGroup], name: str, writer: asyncio.StreamWriter, _: int, answer: Update
 ) -> None:
     """Send an event by the client's name for its request, the last one with what was counted."""
     event = (

@@ -12,44 +12,52 @@ from spd.conversation.fields import (
     FLAG,
     OBJECT,
     TEXT,
-    listed,
+    array_of,
     one_of,
+    open_object,
     refuse,
-    some,
 )
-from spd.conversation.messages import conversation
+from spd.conversation.messages import join_pieces
 from spd.conversation.reply import Part
-from spd.conversation.sampling_fields import SAMPLING
+from spd.conversation.sampling_fields import SAMPLING_FIELDS
 from spd.conversation.tool_choice import (
-    FORMAT,
-    FUNCTION,
-    function,
-    name_of,
+    FORMAT_FIELDS,
+    FUNCTION_FIELDS,
+    function_name,
+    function_tool,
     past_arguments,
     response_format,
 )
+from spd.server.api_request import (
+    SPECULATIVE,
+    ChatRequest,
+    Generation,
+    chat_generation,
+    shared_fields,
+)
 from spd.server.errors import ApiError
 from spd.server.replies import Reply, sse
-from spd.server.request import SPECULATIVE, ChatRequest, Generation, chat_generation, shared_fields
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
 
-_text = some({"text": TEXT}, "text", text="content")
+_text = open_object({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": TEXT, "input": past_arguments}
-_named = some({"tool_name": name_of}, "tool_name", tool_name="text")
-_parts = read.texts("text", image=read.left_out, document=read.left_out, tool_reference=_named)
+_named = open_object({"tool_name": function_name}, "tool_name", tool_name="text")
+_parts = read.joined_texts(
+    "text", image=read.placeholder_block, document=read.placeholder_block, tool_reference=_named
+)
 RESULT = {"tool_use_id": TEXT, "content": _parts}
 BLOCKS = {
     "text": _text,
-    "thinking": some({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
-    "redacted_thinking": some({}),
-    "tool_use": some(CALL, "id", "name", input="arguments"),
-    "tool_result": some(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
+    "thinking": open_object({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
+    "redacted_thinking": open_object({}),
+    "tool_use": open_object(CALL, "id", "name", input="arguments"),
+    "tool_result": open_object(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
 }
 """They become pieces of a message as `conversation` wants them."""
-MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
-TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
+MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.content_blocks(BLOCKS)}
+TOOL = {**FUNCTION_FIELDS, "type": one_of("custom"), "input_schema": OBJECT}
 CHOICE = {
     "type": one_of("auto", "any", "tool", "none"),
     "name": TEXT,
@@ -57,7 +65,7 @@ CHOICE = {
 }
 THINKING = {
     "type": one_of("enabled", "disabled", "adaptive"),
-    "budget_tokens": SAMPLING["max_tokens"],
+    "budget_tokens": SAMPLING_FIELDS["max_tokens"],
 }
 PASSED_OVER = frozenset(
     {
@@ -86,22 +94,22 @@ REFUSED = frozenset(
     }
 )
 """Fields of this API, and of the others, that are refused by name."""
-MESSAGES = {
-    **SAMPLING,
+MESSAGES_FIELDS = {
+    **SAMPLING_FIELDS,
     "speculative": SPECULATIVE,
     "model": TEXT,
-    "messages": listed(some(MESSAGE, *MESSAGE), 100_000),
-    "system": read.blocks({"text": _text}),
-    "stop_sequences": SAMPLING["stop"],
+    "messages": array_of(open_object(MESSAGE, *MESSAGE), 100_000),
+    "system": read.content_blocks({"text": _text}),
+    "stop_sequences": SAMPLING_FIELDS["stop"],
     "stream": FLAG,
-    "tools": listed(some(TOOL, "name", "input_schema", input_schema="parameters"), 1024),
-    "tool_choice": some(CHOICE, "type"),
-    "thinking": some(THINKING, "type"),
-    "output_config": some({"effort": TEXT, "format": some(FORMAT, "type")}),
+    "tools": array_of(open_object(TOOL, "name", "input_schema", input_schema="parameters"), 1024),
+    "tool_choice": open_object(CHOICE, "type"),
+    "thinking": open_object(THINKING, "type"),
+    "output_config": open_object({"effort": TEXT, "format": open_object(FORMAT_FIELDS, "type")}),
     **dict.fromkeys(REFUSED),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(MESSAGES, "messages", stop_sequences="stop")
+_body = open_object(MESSAGES_FIELDS, "messages", stop_sequences="stop")
 
 
 def read_messages(value: Any, settings: Settings) -> Generation:
@@ -109,7 +117,7 @@ def read_messages(value: Any, settings: Settings) -> Generation:
     body = _body(value, "")
     turns = [{"role": "system", "content": body.get("system", ())}, *body["messages"]]
     pieces = ({**block, "role": turn["role"]} for turn in turns for block in turn["content"])
-    messages = conversation(pieces)
+    messages = join_pieces(pieces)
     continues = bool(messages) and messages[-1]["role"] == "assistant"
     if continues and (messages[-1].get("tool_calls") or not messages[-1]["content"]):
         refuse("messages", "the last one is the assistant's, and holds no text to go on from")
@@ -122,7 +130,7 @@ def read_messages(value: Any, settings: Settings) -> Generation:
     chat = ChatRequest(
         **shared_fields(body),
         messages=tuple(messages),
-        tools=tuple(function(tool) for tool in body.get("tools", ())),
+        tools=tuple(function_tool(tool) for tool in body.get("tools", ())),
         tool_choice={"any": "required", "tool": choice}.get(kind, kind),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
         response_format=response_format(output.get("format", {"type": "text"})),
@@ -164,7 +172,11 @@ class MessagesReply(Reply):
         yield self._event("content_block_stop", index=part.index)
 
     def end(self) -> Iterator[bytes]:
-        ended = {"delta": self._ended, "usage": _usage(*self._counts[:3]), **self._choices[0].noted}
+        ended = {
+            "delta": self._ended,
+            "usage": _usage(*self._counts[:3]),
+            **self._choices[0].notes_field,
+        }
         yield self._event("message_delta", **ended)
         yield self._event("message_stop")
 
@@ -173,7 +185,9 @@ class MessagesReply(Reply):
 
     def whole(self) -> dict[str, Any]:
         blocks = [_block(part) for part in self._choices[0].parts]
-        return self._message(blocks, *self._counts[:3], **self._ended, **self._choices[0].noted)
+        return self._message(
+            blocks, *self._counts[:3], **self._ended, **self._choices[0].notes_field
+        )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return sse({"type": kind, **fields}, kind)
@@ -182,10 +196,10 @@ class MessagesReply(Reply):
     def _ended(self) -> dict[str, Any]:
         """Why the reply ended."""
         choice = self._choices[0]
-        stop = choice.stop if choice.reason == "stop" else None
+        stop = choice.stop if choice.finish_reason == "stop" else None
         reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
         return {
-            "stop_reason": "max_tokens" if choice.reason == "length" else reason,
+            "stop_reason": "max_tokens" if choice.finish_reason == "length" else reason,
             "stop_sequence": stop,
         }
 

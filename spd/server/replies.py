@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest
     from spd.runtime import Event, Request, RequestMetrics
     from spd.runtime.engine.driver import Update
-    from spd.server.request import Generation
+    from spd.server.api_request import Generation
     from spd.server.service import Service
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
 
 
-class Call:
+class RequestGroup:
     """Requests that are answered together: `hear` is told each one's number and what comes, in the loop.
 
     As many run or wait as the server decodes together; the others follow as those end. `close` it
@@ -36,11 +36,14 @@ class Call:
     """
 
     def __init__(
-        self, service: Service, requests: Sequence[Request], hear: Callable[[int, Update], None]
+        self,
+        service: Service,
+        requests: Sequence[Request],
+        on_answer: Callable[[int, Update], None],
     ) -> None:
         self._service = service
         self._requests = requests
-        self._hear = hear
+        self._hear = on_answer
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._rest = iter(range(len(requests)))
@@ -117,11 +120,13 @@ class Reply:
         """Tokens of all replies so far."""
         self._answers: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         requests = [each.request for each in prepared]
-        self._call = Call(service, requests, lambda *answer: self._answers.put_nowait(answer))
+        self._call = RequestGroup(
+            service, requests, lambda *answer: self._answers.put_nowait(answer)
+        )
 
     @property
     def _has_ended(self) -> bool:
-        return all(choice.reason is not None for choice in self._choices)
+        return all(choice.finish_reason is not None for choice in self._choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import Request
@@ -157,9 +162,9 @@ class Reply:
             raise ApiError(500, why, code="generation_failed")
         event = self._heard(index, event)
         self._reply_tokens += len(event.token_ids)
-        grown = self._choices[index].take(event)
+        grown = self._choices[index].add_event(event)
         self._score(event, grown)
-        if malformed := len(self._choices[index].malformed):
+        if malformed := len(self._choices[index].malformed_calls):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
 

@@ -11,20 +11,23 @@ from spd.conversation import fields as read
 from spd.conversation.fields import (
     FLAG,
     TEXT,
-    blocks,
+    content_blocks,
+    integer,
+    open_object,
     refuse,
-    some,
-    whole,
 )
-from spd.conversation.messages import ROLES, conversation
+from spd.conversation.messages import ROLES, join_pieces
 from spd.conversation.reply import Part, PartDelta
-from spd.conversation.sampling_fields import SAMPLING
-from spd.conversation.tool_choice import FORMAT, FUNCTION, function, past_arguments, response_format
+from spd.conversation.sampling_fields import SAMPLING_FIELDS
+from spd.conversation.tool_choice import (
+    FORMAT_FIELDS,
+    FUNCTION_FIELDS,
+    function_tool,
+    past_arguments,
+    response_format,
+)
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
-from spd.server.chat_completions import chat_logprobs
-from spd.server.errors import ApiError
-from spd.server.replies import Reply, sse
-from spd.server.request import (
+from spd.server.api_request import (
     SPECULATIVE,
     ChatRequest,
     Generation,
@@ -32,6 +35,9 @@ from spd.server.request import (
     shared_fields,
     with_one_limit,
 )
+from spd.server.chat_completions import chat_logprobs
+from spd.server.errors import ApiError
+from spd.server.replies import Reply, sse
 
 if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest, Settings
@@ -41,20 +47,24 @@ if TYPE_CHECKING:
     from spd.server.service import Service
 
 KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
-_refusal = some({"refusal": TEXT}, "refusal", refusal="text")
-_texts = read.texts(*KINDS, refusal=_refusal)
-_shown = read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out)
+_refusal = open_object({"refusal": TEXT}, "refusal", refusal="text")
+_texts = read.joined_texts(*KINDS, refusal=_refusal)
+_shown = read.joined_texts(
+    *KINDS, input_image=read.placeholder_block, input_file=read.placeholder_block
+)
 CALL = {"call_id": TEXT, "name": TEXT, "arguments": past_arguments}
 RESULT = {"call_id": TEXT, "output": _shown}
 ITEMS = {
-    "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
-    "reasoning": some({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
-    "function_call": some(CALL, "call_id", "name", call_id="id"),
-    "function_call_output": some(RESULT, *RESULT, call_id="tool_call_id", output="content"),
+    "message": open_object({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
+    "reasoning": open_object({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
+    "function_call": open_object(CALL, "call_id", "name", call_id="id"),
+    "function_call_output": open_object(RESULT, *RESULT, call_id="tool_call_id", output="content"),
 }
 """They become pieces of a message as `conversation` wants them."""
-_items = blocks(ITEMS, usual="message")
-_tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
+_items = content_blocks(ITEMS, default_type="message")
+_tools = read.array_of(
+    open_object({**FUNCTION_FIELDS, "type": TEXT, "tools": read.any_value}, "type"), 1024
+)
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
     LOGPROBS,
@@ -108,12 +118,12 @@ def _truncation(value: Any, name: str) -> str:
     return "disabled"
 
 
-RESPONSES = {
-    **SAMPLING,
+RESPONSE_FIELDS = {
+    **SAMPLING_FIELDS,
     "speculative": SPECULATIVE,
-    "max_output_tokens": SAMPLING["max_tokens"],
-    "include": read.listed(read.one_of(*INCLUDED), 32),
-    "top_logprobs": whole(0, MAX_LOGPROBS),
+    "max_output_tokens": SAMPLING_FIELDS["max_tokens"],
+    "include": read.array_of(read.one_of(*INCLUDED), 32),
+    "top_logprobs": integer(0, MAX_LOGPROBS),
     "truncation": _truncation,
     "model": TEXT,
     "input": lambda value, name: _items(
@@ -122,14 +132,14 @@ RESPONSES = {
     "instructions": TEXT,
     "stream": FLAG,
     "tools": _tools,
-    "tool_choice": read.anything,
+    "tool_choice": read.any_value,
     "parallel_tool_calls": FLAG,
-    "text": some({"format": some(FORMAT, "type")}),
-    "reasoning": some({"effort": TEXT}),
+    "text": open_object({"format": open_object(FORMAT_FIELDS, "type")}),
+    "reasoning": open_object({"effort": TEXT}),
     **dict.fromkeys(REFUSED),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(RESPONSES, "input")
+_body = open_object(RESPONSE_FIELDS, "input")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +161,7 @@ def read_response(value: Any, settings: Settings) -> Generation:
         **shared_fields(body),
         body=value,
         logprobs=body.get("top_logprobs", 0) if names_logprobs else None,
-        messages=tuple(conversation(pieces)),
+        messages=tuple(join_pieces(pieces)),
         tools=tuple(tool for tool, _, _ in _flat(body.get("tools", ()))),
         tool_choice=body.get("tool_choice", "auto"),
         parallel_tool_calls=body.get("parallel_tool_calls", True),
@@ -179,7 +189,7 @@ def _flat(
             )
             shown = f"{space}__{name}"[:64] if space and name in taken else name
             taken.add(shown)
-            yield function({**tool, "name": shown}), space, name
+            yield function_tool({**tool, "name": shown}), space, name
 
 
 class TextLogprobs:
@@ -298,7 +308,7 @@ class ResponseReply(Reply):
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
         prompt, cached, completion, reasoning = self._counts
-        status = "incomplete" if choice.reason == "length" else "completed"
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
         output = [self._item(one) for one in choice.parts]
         usage: dict[str, Any] = {
             "input_tokens": prompt,
@@ -310,7 +320,7 @@ class ResponseReply(Reply):
         }
         usage["total_tokens"] = prompt + completion
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.noted}
+        ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.notes_field}
         return self._response(status, **ended)
 
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
@@ -322,7 +332,7 @@ class ResponseReply(Reply):
     def _item(self, part: Part, status: str = "completed") -> dict[str, Any]:
         """A part as an item of the output; a limit leaves the last one incomplete."""
         choice = self._choices[0]
-        if choice.reason == "length" and part.index == len(choice.parts) - 1:
+        if choice.finish_reason == "length" and part.index == len(choice.parts) - 1:
             status = "incomplete"
         item = {"id": f"{_IDS[part.kind]}_{part.id}", "type": _ITEMS[part.kind], "status": status}
         if part.kind == "call":

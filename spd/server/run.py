@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from spd.conversation.tools.call_check import UNKNOWN_FORM, form_of
-from spd.conversation.tools.call_forms import GUESSED
+from spd.conversation.tools.call_check import UNKNOWN_FORM, checked_form
+from spd.conversation.tools.call_forms import FALLBACK_FORM
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
 from spd.server.app import App
@@ -93,7 +93,11 @@ def run(
         what = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
         say(f"serving {options.model} at {url} ({what})")
         template = settings.vocabulary.template
-        if template is not None and template.takes_tools and form_of(template) is GUESSED:
+        if (
+            template is not None
+            and template.takes_tools
+            and checked_form(template) is FALLBACK_FORM
+        ):
             say(f"note: {UNKNOWN_FORM}")
         front = LocalSocket(service, solo, made_of, url, path)
         server = Server(service, options, front, say)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from spd.conversation.fields import refuse
-from spd.conversation.notes import NOT_HELD
+from spd.conversation.notes import UNCONSTRAINED_CALLS
 from spd.conversation.settings import PreparedRequest
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
+from spd.server.api_request import Generation
 from spd.server.errors import ApiError, api_error
-from spd.server.request import Generation
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -76,8 +76,11 @@ class Service:
 
         No more of them run or wait at a time than are decoded together.
         """
-        if wanted > MOST_OF_A_CALL:
-            refuse("n", f"{wanted:,} replies to one call, and at most {MOST_OF_A_CALL:,} are given")
+        if wanted > MAX_REPLIES_PER_CALL:
+            refuse(
+                "n",
+                f"{wanted:,} replies to one call, and at most {MAX_REPLIES_PER_CALL:,} are given",
+            )
         if self.draining:
             why = "The server is shutting down."
             raise ApiError(503, why, code="shutting_down", retry=5)
@@ -96,16 +99,16 @@ class Service:
         try:
             return generation, self._prepared(generation, tools.grammar)
         except UsageError as error:
-            if tools.held:
+            if tools.is_constrained:
                 raise
             free = self._prepared(generation, None)
-            note = f"{NOT_HELD}: {api_error(error).message}"
+            note = f"{UNCONSTRAINED_CALLS}: {api_error(error).message}"
         self._say_once(note)
         return dataclasses.replace(generation, notes=(*generation.notes, note)), free
 
     def _say_once(self, note: str) -> None:
         """Tell the person who runs the server, unless this or too many other notes have been told."""
-        if note not in self._said and len(self._said) < MOST_NOTES:
+        if note not in self._said and len(self._said) < MAX_NOTES:
             self._said.add(note)
             self._say(f"note: {note}")
 
@@ -119,7 +122,7 @@ class Service:
             settings = dataclasses.replace(settings, think=str(generation.thinking_budget))
         params = generation.params
         for prompt in generation.prompts:
-            request, inside_thinking = settings.request("", prompt, params, grammar)
+            request, inside_thinking = settings.prepare("", prompt, params, grammar)
             for choice in range(generation.request.n):
                 seed = derived_seed(params.seed, choice) if choice else params.seed
                 each = dataclasses.replace(
@@ -172,7 +175,7 @@ class Service:
         return "\n".join([*lines, ""])
 
 
-MOST_NOTES = 64
+MAX_NOTES = 64
 """Notes about requests that a server writes for people: requests make up what they say."""
-MOST_OF_A_CALL = 1024
+MAX_REPLIES_PER_CALL = 1024
 """Replies to one call: prompts times `n`. The counters of each are kept until its answer is whole."""

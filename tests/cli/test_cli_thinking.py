@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.conversation.thinking import UNANSWERED
-from spd.conversation.thinking_splitter import ThinkingSplitter, parted
+from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_terminal import on_terminal, slow_program, start
@@ -55,7 +55,7 @@ def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -
     parts += splitter.feed("", final=True)
     assert "".join(part for is_thinking, part in parts if is_thinking) == (thinking or "")
     assert "".join(part for is_thinking, part in parts if not is_thinking) == answer
-    assert parted(text, inside) == (thinking and thinking.strip("\n"), answer)
+    assert split_thinking(text, inside) == (thinking and thinking.strip("\n"), answer)
 
 
 @pytest.mark.parametrize("how", ["--stats", "--json", "--raw"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spd.conversation.channels import HARMONY
-from spd.conversation.tool_choice import function
+from spd.conversation.tool_choice import function_tool
 from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.conversation.tools.call_forms import FORMS
 from spd.conversation.tools.call_grammar import Tools
@@ -19,9 +19,9 @@ from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarSpec
 from spd.server import replies
+from spd.server.api_request import without_lines
 from spd.server.app import CHANGING
 from spd.server.messages import read_messages
-from spd.server.request import without_lines
 from spd.server.responses import read_response
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.server.conftest import MESSAGES, QUESTION, TEMPLATE, Served, is_allowed, scripted
@@ -58,7 +58,7 @@ def calm(path: str, **fields: Any) -> dict[str, Any]:
         return response(reasoning={}, **fields)
     chat = {
         "messages": MESSAGES,
-        "tools": [function({"name": "read", "parameters": TOOL})],
+        "tools": [function_tool({"name": "read", "parameters": TOOL})],
         **fields,
     }
     return chat if "chat" in path else messages(thinking={"type": "disabled"}, **fields)
@@ -487,7 +487,7 @@ def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -
             monkeypatch.setattr("spd.runtime.engine.schema_text.MAX_BYTES", 100)
         with scripted(served):
             wish = read_response(response(tools=tools), served.service.settings)
-            assert wish.tools is not None and wish.tools.mark == known["<tool_call>"]
+            assert wish.tools is not None and wish.tools.trigger_token == known["<tool_call>"]
             if held is None:
                 with pytest.raises(UsageError, match="cannot be used"):
                     served.service.prepare(wish)
@@ -641,7 +641,9 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served, model) -> None
     free = Tools(
         {"read": NUMBER}, FORMS["gpt-oss"], strict=True, tokens=tokenizer.special_tokens
     ).grammar
-    answer = HARMONY.held(GrammarSpec("schema", json.dumps(NUMBER)), tokenizer.special_tokens)
+    answer = HARMONY.schema_grammar(
+        GrammarSpec("schema", json.dumps(NUMBER)), tokenizer.special_tokens
+    )
     call = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"a": 3}'
     twice = ANALYSIS + ANALYSIS.replace("analysis", "commentary")
     for shape, said, may_be in (

@@ -33,7 +33,7 @@ def alone() -> Any:
     def say(content: str, **params: Any) -> str:
         asked = Prompt(messages=({"role": "user", "content": content},), variables={})
         wanted = SamplingParams(**{"temperature": 0.7, **params})
-        request, _ = settings.request("x", asked, wanted)
+        request, _ = settings.prepare("x", asked, wanted)
         return engine.generate([request])[0].text
 
     yield say

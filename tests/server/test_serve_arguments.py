@@ -379,7 +379,7 @@ def test_mark_of_messages_begins_no_grammar() -> None:
     """Where the mark is one token the header of the message stands before it."""
     form = FORMS["Muse-Glimmer"]
     tools = Tools({"f": one(TEXT)}, form, tokens={form.opening: 300})
-    assert tools.mark is None and tools.grammar is None
+    assert tools.trigger_token is None and tools.grammar is None
     assert (
         Tools({"f": one(TEXT)}, form, strict=True, tokens={form.opening: 300}).grammar.after is None
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spd.conversation.prompt import Prompt
-from spd.conversation.thinking_grammar import behind_thinking
+from spd.conversation.thinking_grammar import grammar_after_thinking
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
@@ -84,7 +84,7 @@ def test_where_a_grammar_begins(
     vocabulary = Vocabulary(config, tokenizer, chat, "x")
     asked = Prompt(messages=({"role": "user", "content": "Hi"},), variables=variables)
     grammar, answer = GRAMMARS[kind]
-    found, begins_inside = behind_thinking(grammar, vocabulary, asked, prompt, inside)
+    found, begins_inside = grammar_after_thinking(grammar, vocabulary, asked, prompt, inside)
     opening, closing = special or THINK
     thought = f"h{{m\n{closing}" if inside else f"{opening}h{{m\n{closing}"
     assert begins_inside == (starts == "thought")
@@ -104,7 +104,7 @@ def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
     grammar = GrammarSpec("lark", 'start: "x"', mark, optional=True)
     asked = Prompt(messages=({"role": "user", "content": "Hi"},))
     for inside in (True, False):
-        found, _ = behind_thinking(grammar, vocabulary, asked, "", inside)
+        found, _ = grammar_after_thinking(grammar, vocabulary, asked, "", inside)
         assert found.after == mark and found.thinking == ThinkingTokens(begin, end, inside)
 
 
@@ -113,6 +113,6 @@ def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: 
     config: Any = None
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
     asked = Prompt(messages=({"role": "user", "content": "Hi"},))
-    grammar, _ = behind_thinking(GrammarSpec("regex", "("), vocabulary, asked, "", False)
+    grammar, _ = grammar_after_thinking(GrammarSpec("regex", "("), vocabulary, asked, "", False)
     with pytest.raises(SpdError, match="cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spd.conversation.tool_choice import function, read_tools
+from spd.conversation.tool_choice import function_tool, read_tools
 from spd.conversation.tools.call_forms import (
     FORMS,
     MARKS,
@@ -428,7 +428,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
     tokenizer = ModelFolder.of(model).tokenizer
     shown = f"tools {' '.join(written.signs or (written.opening,))}"
     tools = read_tools(
-        [function({"name": "get_weather", "parameters": WEATHER})],
+        [function_tool({"name": "get_weather", "parameters": WEATHER})],
         ChatTemplate("", {"default": shown}, {}),
         tokenizer,
     )
@@ -480,7 +480,7 @@ def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     call = call_text(written)
     said = (written.channels.answer if written.channels else "") + '{"days": 3}'
     tools = tools_of(form, answer=answer)
-    assert tools.held and tools.grammar is not None and not tools.grammar.optional
+    assert tools.is_constrained and tools.grammar is not None and not tools.grammar.optional
     others = (
         wrong(said),
         wrong(call),

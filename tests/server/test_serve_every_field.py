@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spd.server import chat_completions, completions, messages, request, responses
+from spd.server import api_request, chat_completions, completions, messages, responses
 from tests.server.conftest import MESSAGES, Served
 from tests.server.test_serve_openai import PAGE, python_with
 
@@ -131,10 +131,10 @@ TABLES: dict[str, dict[str, Field]] = {
 }
 """Each field with a value, as the official clients of July 2026 know them, and what is made of it."""
 READ: dict[str, tuple[Any, frozenset[str]]] = {
-    "/v1/chat/completions": (chat_completions.CHAT, request.PASSED_OVER),
-    "/v1/completions": (completions.COMPLETION, request.PASSED_OVER),
-    "/v1/responses": (responses.RESPONSES, responses.PASSED_OVER),
-    "/v1/messages": (messages.MESSAGES, messages.PASSED_OVER),
+    "/v1/chat/completions": (chat_completions.CHAT_FIELDS, api_request.PASSED_OVER),
+    "/v1/completions": (completions.COMPLETION_FIELDS, api_request.PASSED_OVER),
+    "/v1/responses": (responses.RESPONSE_FIELDS, responses.PASSED_OVER),
+    "/v1/messages": (messages.MESSAGES_FIELDS, messages.PASSED_OVER),
 }
 LISTED = PAGE[PAGE.index("**Passed over,**") : PAGE.index("**Refused, with")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spd.server import chat_completions
-from spd.server.request import PASSED_OVER
+from spd.server.api_request import PASSED_OVER
 from tests.server.conftest import MESSAGES, SLOTS, Served
 
 CHAT = "/v1/chat/completions"
@@ -169,4 +169,4 @@ def test_every_field_of_a_chat_is_read(served: Served, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(chat_completions, "with_one_limit", lambda body, name: Body(body))
     chat_completions.read_chat({"messages": MESSAGES}, served.service.settings)
-    assert chat_completions.CHAT.keys() - seen - PASSED_OVER == {"max_completion_tokens"}
+    assert chat_completions.CHAT_FIELDS.keys() - seen - PASSED_OVER == {"max_completion_tokens"}

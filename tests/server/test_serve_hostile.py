@@ -11,11 +11,11 @@ import pytest
 
 from spd.conversation.fields import FieldError
 from spd.server.app import ENDPOINTS
-from spd.server.chat_completions import CHAT
-from spd.server.completions import COMPLETION
+from spd.server.chat_completions import CHAT_FIELDS
+from spd.server.completions import COMPLETION_FIELDS
 from spd.server.errors import ApiError
-from spd.server.messages import MESSAGES as MESSAGE
-from spd.server.responses import RESPONSES
+from spd.server.messages import MESSAGES_FIELDS as MESSAGE
+from spd.server.responses import RESPONSE_FIELDS
 from tests.server.conftest import MESSAGES, Served, connected
 
 CHAT_PATH = "/v1/chat/completions"
@@ -230,9 +230,9 @@ def test_every_field_with_every_type(served: Served, path: str) -> None:
     """A value of any type is read, or refused as the API does it."""
     chat = {"messages": MESSAGES, "max_tokens": 3}
     bases = (
-        (CHAT, chat),
-        (COMPLETION, {"prompt": "x"}),
-        (RESPONSES, {"input": "x"}),
+        (CHAT_FIELDS, chat),
+        (COMPLETION_FIELDS, {"prompt": "x"}),
+        (RESPONSE_FIELDS, {"input": "x"}),
         (MESSAGE, chat),
     )
     table, base = bases[list(ENDPOINTS).index(path)]

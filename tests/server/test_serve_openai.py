@@ -17,8 +17,8 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import longest_context
 from spd.runtime.plan.plan import resolve_plan
-from spd.server.chat_completions import CHAT
-from spd.server.request import PASSED_OVER
+from spd.server.api_request import PASSED_OVER
+from spd.server.chat_completions import CHAT_FIELDS
 from tests.cli.conftest import until
 from tests.recipes.published_hybrids import RELEASES, write_published
 from tests.server.conftest import QUESTION, Served
@@ -203,8 +203,10 @@ def test_curl(served: Served) -> None:
 
 def test_every_field_is_listed() -> None:
     beside = {"messages", "model", "stream", "speculative", "temperature", *PASSED_OVER}
-    penalties = {name for name in CHAT if name.endswith("_penalty")}
-    assert {name for name in CHAT.keys() - beside - penalties if f"`{name}`" not in PAGE} == set()
+    penalties = {name for name in CHAT_FIELDS if name.endswith("_penalty")}
+    assert {
+        name for name in CHAT_FIELDS.keys() - beside - penalties if f"`{name}`" not in PAGE
+    } == set()
 
 
 AGENTS = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from spd.conversation.tools.call_check import form_of
-from spd.conversation.tools.call_forms import FORMS, GUESSED, call_form
+from spd.conversation.tools.call_check import checked_form
+from spd.conversation.tools.call_forms import FALLBACK_FORM, FORMS, call_form
 from spd.formats.chat_template import ChatTemplate
 from tests.every_template import SPECIAL, cells, read_back
 
@@ -116,7 +116,7 @@ def test_prompts_are_transformers_own_and_calls_are_read(form: str) -> None:
     """With tools and without; replies as the template writes them, cut at every place."""
     template = template_of(form)
     assert call_form(template) is FORMS[form]
-    assert form_of(ChatTemplate("", {"default": template}, SPECIAL)) is FORMS[form]
+    assert checked_form(ChatTemplate("", {"default": template}, SPECIAL)) is FORMS[form]
     for name, what, mine, theirs in cells(template):
         assert mine is not None and mine in theirs, (name, what)
     assert read_back(template) == ("1 calls read" if form == "Llama 3" else "2 calls read")
@@ -139,4 +139,4 @@ def test_a_template_whose_own_calls_are_not_read_has_no_known_form(case: str) ->
     form, calls = LOOK_ALIKES[case]
     template = template_of(form, calls)
     assert call_form(template) is FORMS[form]
-    assert form_of(ChatTemplate("", {"default": template}, SPECIAL)) is GUESSED
+    assert checked_form(ChatTemplate("", {"default": template}, SPECIAL)) is FALLBACK_FORM

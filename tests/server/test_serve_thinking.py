@@ -209,12 +209,12 @@ def shown(choice: ReplyBuilder, brought: Iterator[Event]) -> Shown:
     """The parts of a reply as a stream tells them and as a whole, and all that is counted and noted."""
     streamed = dict[int, tuple[str, str, str]]()
     for event in brought:
-        for part, text, begins in choice.take(event):
+        for part, text, begins in choice.add_event(event):
             assert begins == (part.index not in streamed)
             _, _, before = streamed.get(part.index, ("", "", ""))
             streamed[part.index] = (part.kind, part.name, before + text)
     whole: Parts = [(part.kind, part.name, part.text) for part in choice.parts]
-    return [*streamed.values()], whole, choice.reasoning_tokens, choice.stop, choice.noted
+    return [*streamed.values()], whole, choice.reasoning_tokens, choice.stop, choice.notes_field
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -379,4 +379,4 @@ def test_a_call_that_is_only_thought_about_is_none(form, special, reply, tmp_pat
         choice = ReplyBuilder(0, False, tools, tokenizer, marks=marks_of("", tokenizer))
         shown(choice, events(tokenizer, ids, size))
         assert [part.text.replace(" ", "") for part in choice.calls] == ['{"n":1}']
-        assert choice.all("text").strip() == ""
+        assert choice.text_of("text").strip() == ""

@@ -26,9 +26,9 @@ from spd.cli.terminal.sink import free_space, to_json
 from spd.conversation.fields import (
     TEXT,
     FieldError,
-    listed,
-    some,
-    whole,
+    array_of,
+    integer,
+    open_object,
 )
 from spd.conversation.messages import check_messages, check_text
 from spd.conversation.thinking import past_reply
@@ -213,8 +213,8 @@ def shared_spans(before: Encoded | None, ids: Sequence[int]) -> Spans:
 SCHEMA = "spd.chat/1"
 SUFFIX = ".jsonl"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_integer = whole(-(2**64), 2**64)
-_header = some(
+_integer = integer(-(2**64), 2**64)
+_header = open_object(
     {
         "schema": TEXT,
         "model": TEXT,
@@ -225,9 +225,9 @@ _header = some(
     },
     *("model", "seed"),
 )
-_turn = some(
+_turn = open_object(
     {"user": TEXT, "reply": TEXT, "finish": TEXT, "seed": _integer}
-    | {"reply_ids": listed(whole(0, 2**31 - 1), 1 << 31), "answered": listed(TEXT, 1 << 20)},
+    | {"reply_ids": array_of(integer(0, 2**31 - 1), 1 << 31), "answered": array_of(TEXT, 1 << 20)},
     "user",
 )
 """A file's lines. Other fields are ignored: a later version may add some."""

@@ -26,7 +26,7 @@ from spd.cli.terminal.sink import OutputClosed, Sink, to_json
 from spd.cli.terminal.streams import is_terminal, terminal_size
 from spd.conversation.messages import check_text
 from spd.conversation.thinking import UNANSWERED, thinking_budget
-from spd.conversation.thinking_splitter import ThinkingSplitter, parted
+from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
@@ -219,7 +219,7 @@ class Chat:
         inside = opens_thinking(self.model.encoder.encode(conversation).text, marks)
         turn = conversation.turns[-1]
         tools = self.model.tools
-        thought, answer = parted(turn.reply or "", inside, marks)
+        thought, answer = split_thinking(turn.reply or "", inside, marks)
         if thought is None or answer.strip():
             return False
         return tools is None or tools.called(turn, inside) is None

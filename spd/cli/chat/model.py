@@ -176,7 +176,7 @@ class ChatModel:
 
     def sampling_lines(self) -> Iterator[str]:
         """How it draws, and where each value comes from."""
-        words = self.settings.sampling.words()
+        words = self.settings.sampling.describe()
         del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
         return fact_lines(words)
 

@@ -33,20 +33,20 @@ from spd.conversation.fields import (
     OBJECT,
     TEXT,
     FieldError,
-    fields,
-    listed,
+    array_of,
     refuse,
+    strict_object,
 )
 from spd.conversation.messages import for_template
 from spd.conversation.reply import ReplyBuilder
 from spd.conversation.tool_choice import (
-    function,
-    name_of,
+    function_name,
+    function_tool,
     past_arguments,
     read_tools,
 )
-from spd.conversation.tools.call_check import UNKNOWN_FORM, form_of
-from spd.conversation.tools.call_forms import GUESSED
+from spd.conversation.tools.call_check import UNKNOWN_FORM, checked_form
+from spd.conversation.tools.call_forms import FALLBACK_FORM
 from spd.conversation.tools.schema_arguments import Arguments
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, UsageError
@@ -65,8 +65,13 @@ SHOWN = 4_000
 """Characters of a command that may be asked for, all of them shown."""
 BLANK = "\u115f\u1160\u3164\uffa0"
 """Letters that are not seen."""
-_TOOL = {"name": name_of, "description": TEXT, "parameters": OBJECT, "command": listed(TEXT, 256)}
-_tools = listed(fields(_TOOL, "name", "command"), 128)
+_TOOL = {
+    "name": function_name,
+    "description": TEXT,
+    "parameters": OBJECT,
+    "command": array_of(TEXT, 256),
+}
+_tools = array_of(strict_object(_TOOL, "name", "command"), 128)
 
 
 class ChatTools:
@@ -76,7 +81,7 @@ class ChatTools:
         template = vocabulary.need_template()
         self._template = template.for_tools
         self._tokenizer = vocabulary.need_tokenizer()
-        self.notes = [UNKNOWN_FORM] if form_of(template) is GUESSED else []
+        self.notes = [UNKNOWN_FORM] if checked_form(template) is FALLBACK_FORM else []
         """What the user may not expect of them."""
         self._marks = vocabulary.marks
         if not template.takes_tools:
@@ -88,7 +93,7 @@ class ChatTools:
             self._commands = {
                 tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)
             }
-            self.shown = [function(tool) for tool in found]
+            self.shown = [function_tool(tool) for tool in found]
             """As chat templates are told of them."""
             self._tools = read_tools(self.shown, template, self._tokenizer)
         except FieldError as error:
@@ -97,7 +102,7 @@ class ChatTools:
     def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
         """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
         choice = ReplyBuilder(0, inside, self._tools, self._tokenizer, marks=self._marks)
-        choice.take(Event("", turn.reply_ids, turn.reply or "", "stop"))
+        choice.add_event(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = past_arguments(call["function"]["arguments"], "")

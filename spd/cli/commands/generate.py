@@ -51,7 +51,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
         settings = plan_settings(options)
         asked = gather(options)
         with cut_named(options, asked, settings.context, lambda: settings.vocabulary.tokenizer):
-            request, inside = settings.request(REQUEST_ID, asked)
+            request, inside = settings.prepare(REQUEST_ID, asked)
         if options.dry_run:
             text = render_prompt(asked, settings.vocabulary, request.prompt_ids)
             _show_prompt(options, settings.context, text, request, sink)
@@ -60,7 +60,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
         if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
             with cut_named(options, asked, settings.context, lambda: engine.tokenizer):
-                request, inside = settings.request(REQUEST_ID, asked)
+                request, inside = settings.prepare(REQUEST_ID, asked)
         say_before(session.console, settings, engine, request)
         if not (options.json or options.no_server):
             say_load(session.console, options.model, engine)

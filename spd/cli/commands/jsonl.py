@@ -24,13 +24,13 @@ from spd.cli.terminal.sink import Sink, cannot_write, to_json
 from spd.conversation.fields import (
     TEXT,
     FieldError,
-    anything,
-    fields,
-    whole,
+    any_value,
+    integer,
+    strict_object,
 )
 from spd.conversation.messages import check_messages, check_text
 from spd.conversation.prompt import Prompt
-from spd.conversation.sampling_fields import IDS, SAMPLING
+from spd.conversation.sampling_fields import IDS, SAMPLING_FIELDS
 from spd.conversation.settings import PreparedRequest, Settings
 from spd.conversation.vocabulary import check_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
@@ -49,17 +49,17 @@ BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 SHAPES: dict[str, Literal["schema", "regex", "lark"]]
 SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """What says how the whole reply looks, and how the engine calls it."""
-PARAMETERS = fields(
+PARAMETERS = strict_object(
     {
-        **SAMPLING,
-        "logprobs": whole(0, MAX_LOGPROBS),
-        "schema": anything,
+        **SAMPLING_FIELDS,
+        "logprobs": integer(0, MAX_LOGPROBS),
+        "schema": any_value,
         "regex": TEXT,
         "grammar": TEXT,
     }
 )
-LINE = fields(
-    {"id": anything, "prompt": TEXT, "messages": anything, "prompt_ids": IDS, "system": TEXT}
+LINE = strict_object(
+    {"id": any_value, "prompt": TEXT, "messages": any_value, "prompt_ids": IDS, "system": TEXT}
     | {"params": PARAMETERS}
 )
 
@@ -164,10 +164,10 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
     for name, wish in shapes.items():
         grammar = GrammarSpec(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
-    params = settings.params(**values)
+    params = settings.params_with(**values)
     asked = _asked(value, shared, raw)
     check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
-    return settings.request(str(line.number), asked, params, grammar)
+    return settings.prepare(str(line.number), asked, params, grammar)
 
 
 def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:

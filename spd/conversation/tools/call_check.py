@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from spd.conversation.messages import for_template
 from spd.conversation.thinking_splitter import ThinkingSplitter
-from spd.conversation.tools.call_forms import GUESSED, Form, call_form
+from spd.conversation.tools.call_forms import FALLBACK_FORM, Form, call_form
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser
 from spd.errors import SpdError
@@ -20,7 +20,7 @@ from spd.runtime import JsonObject
 
 UNKNOWN_FORM = (
     "the form in which this model's chat template writes tool calls is not known: calls are looked for"
-    f" between {GUESSED.opening} and {GUESSED.closing}, and others stay text"
+    f" between {FALLBACK_FORM.opening} and {FALLBACK_FORM.closing}, and others stay text"
 )
 NAME = "lookup_word"
 ARGUMENTS: JsonObject = {"word": "two words", "count": 3}
@@ -33,10 +33,10 @@ ASKED: JsonObject = {"role": "user", "content": "Hi"}
 CALL: JsonObject = {"id": "call00000", "type": "function"}
 
 
-def form_of(template: ChatTemplate) -> Form:
+def checked_form(template: ChatTemplate) -> Form:
     """Return how a model writes calls, by its chat template.
 
-    `GUESSED` where the template shows no form that is known, or writes a call that is not read in the
+    `FALLBACK_FORM` where the template shows no form that is known, or writes a call that is not read in the
     form that it seems to show.
     """
     return _checked_form(_Source(template.for_tools, template))
@@ -54,7 +54,7 @@ class _Source:
 def _checked_form(source: _Source) -> Form:
     form = call_form(source.text)
     reply = _written_call(source.template)
-    return form if not reply or _calls_in(reply, form) == [(NAME, ARGUMENTS)] else GUESSED
+    return form if not reply or _calls_in(reply, form) == [(NAME, ARGUMENTS)] else FALLBACK_FORM
 
 
 def _written_call(template: ChatTemplate) -> str:

@@ -186,7 +186,7 @@ MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
 
 
-GUESSED = Form(*HERMES)
+FALLBACK_FORM = Form(*HERMES)
 """The form where a template shows none: what may be such a call slows no reply."""
 
 
@@ -195,4 +195,4 @@ def call_form(template: str) -> Form:
     for form in FORMS.values():
         if all(sign in template for sign in form.signs or (form.opening,)):
             return form
-    return GUESSED
+    return FALLBACK_FORM

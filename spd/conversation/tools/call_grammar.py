@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from spd.conversation.channels import json_of, literal
-from spd.conversation.tools.call_forms import FORMS, GUESSED, NUMBER, Form
+from spd.conversation.channels import lark_json, lark_literal
+from spd.conversation.tools.call_forms import FALLBACK_FORM, FORMS, NUMBER, Form
 from spd.conversation.tools.gemma_grammar import GemmaGrammar
 from spd.conversation.tools.grammar_rules import GAP, GrammarRules, marks, styled
 from spd.conversation.tools.pair_grammar import PairGrammar
@@ -39,23 +39,27 @@ class Tools:
 
     functions: Schemas
     form: Form = FORMS["Hermes, Qwen3"]
-    named: str | None = None
+    named_function: str | None = None
     required: bool = False
     parallel: bool = True
     strict: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
-    answer: GrammarSpec | None = None
+    answer_grammar: GrammarSpec | None = None
     """The schema of a reply that calls nothing."""
 
     @property
-    def held(self) -> bool:
+    def is_constrained(self) -> bool:
         """True if a grammar holds a reply from its beginning on."""
-        return self.required or self.answer is not None or (self.strict and not self.form.is_bare)
+        return (
+            self.required
+            or self.answer_grammar is not None
+            or (self.strict and not self.form.is_bare)
+        )
 
     @property
-    def mark(self) -> int | None:
+    def trigger_token(self) -> int | None:
         """The token behind which a grammar begins; None where it begins with the reply, or never."""
-        is_whole = self.required or self.answer is not None
+        is_whole = self.required or self.answer_grammar is not None
         return None if is_whole or self.form.channels else self.tokens.get(self.form.opening)
 
     @property
@@ -66,12 +70,12 @@ class Tools:
         Raises UsageError where there cannot be one.
         """
         form = self.form
-        is_unmarked = form.is_bare or form.channels is not None or form is GUESSED
-        if self.mark is None and not self.held and is_unmarked:
+        is_unmarked = form.is_bare or form.channels is not None or form is FALLBACK_FORM
+        if self.trigger_token is None and not self.is_constrained and is_unmarked:
             return None
         schemas = {name: without_descriptions(schema) for name, schema in self.functions.items()}
-        answer = None if self.answer is None else self.answer.text
-        choice = [self.named, self.required, self.parallel, self.strict]
+        answer = None if self.answer_grammar is None else self.answer_grammar.text
+        choice = [self.named_function, self.required, self.parallel, self.strict]
         key = json.dumps([schemas, form, choice, dict(self.tokens), answer])
         check_size("lark", key)
         return _kept_grammar(_ToolsByKey(key, self))
@@ -101,12 +105,14 @@ class _CallGrammar:
         self._schemas = schemas
         self._rules = GrammarRules()
         self._is_loose = not (tools.required or tools.strict)
-        self._has_several = tools.parallel and tools.named is None and tools.form.channels is None
+        self._has_several = (
+            tools.parallel and tools.named_function is None and tools.form.channels is None
+        )
 
     def grammar(self) -> GrammarSpec:
         """Return the whole grammar."""
         tools = self._tools
-        is_whole = tools.required or tools.answer is not None
+        is_whole = tools.required or tools.answer_grammar is not None
         calls = self._calls()
         lazy: list[str] = []
         if self._form.channels is not None:
@@ -119,19 +125,19 @@ class _CallGrammar:
             start = self._calls_in_text(calls)
             lazy = [f"before[lazy]: /(.|\\n)*{re.escape(self._form.opening)}/"]
         lines = [f"start: {start}", GAP, TEXT, *lazy, *self._rules.lines]
-        return GrammarSpec("lark", "\n".join(lines), tools.mark, not is_whole)
+        return GrammarSpec("lark", "\n".join(lines), tools.trigger_token, not is_whole)
 
     @property
     def _answer(self) -> str:
         """The expression of a reply that calls nothing; empty where no schema holds that."""
-        if self._tools.answer is None or self._tools.required:
+        if self._tools.answer_grammar is None or self._tools.required:
             return ""
-        return json_of(json.loads(self._tools.answer.text))
+        return lark_json(json.loads(self._tools.answer_grammar.text))
 
     def _calls(self) -> str:
         """Return the expression of all calls behind the first opening mark."""
         form = self._form
-        named = self._tools.named
+        named = self._tools.named_function
         names = [*self._schemas] if named is None else [named]
         if form.pairs is not None and form.pairs.style == "python":
             schemas = {name: self._schemas[name] for name in names}
@@ -182,7 +188,7 @@ class _CallGrammar:
         tools = self._tools
         pairs = self._form.pairs
         if pairs is None:
-            return json_of(styled(schema, is_loose=self._is_loose))
+            return lark_json(styled(schema, is_loose=self._is_loose))
         writer = PairGrammar
         if pairs.style == "gemma":
             writer = GemmaGrammar
@@ -196,15 +202,15 @@ class _CallGrammar:
         assert channels is not None
         final = f"{self._literal(channels.answer)} {self._answer or 'TEXT'}"
         last = calls if self._tools.required else f"({calls} | {final})"
-        return f"{channels.thought(self._tools.tokens)} {last}"
+        return f"{channels.thinking_grammar(self._tools.tokens)} {last}"
 
     def _calls_in_text(self, calls: str) -> str:
         """Return the expression of a reply in which calls may come between texts."""
         opening = self._form.opening
         is_token = opening in self._tools.tokens
         before = f"TEXT {self._literal(opening)}" if is_token else "before"
-        start = f"TEXT | {before} {calls}" if self._tools.mark is None else calls
+        start = f"TEXT | {before} {calls}" if self._tools.trigger_token is None else calls
         return f"{start} ({before} {calls})* TEXT" if self._has_several else start
 
     def _literal(self, text: str) -> str:
-        return literal(text, self._tools.tokens)
+        return lark_literal(text, self._tools.tokens)

@@ -43,9 +43,9 @@ class CallParser:
     def __init__(self, tools: Tools) -> None:
         self._functions = tools.functions
         self._form = tools.form
-        self._is_exact = tools.held or tools.mark is not None
+        self._is_exact = tools.is_constrained or tools.trigger_token is not None
         head = rf"(?s:.*?){loose(self._form.call.partition('ARGUMENTS')[0])}\s*(?=\{{)"
-        streams = tools.held and self._form.pairs is None
+        streams = tools.is_constrained and self._form.pairs is None
         self._head = re.compile(f"{self._form.head}|{head}" if streams else "(?!)")
         self._streamed: int | None = None
         """How much has been handed on of arguments, where they are handed on as they come."""

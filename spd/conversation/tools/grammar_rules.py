@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from spd.conversation.channels import literal
+from spd.conversation.channels import lark_literal
 from spd.runtime import JsonObject
 from spd.runtime.engine.request import JSON_STYLE
 
@@ -68,7 +68,7 @@ class GrammarRules:
 
 def marks(text: str, tokens: Mapping[str, int]) -> str:
     """Return the expression of marks, with any few blanks where there are line breaks."""
-    parts = (literal(part, tokens) for part in re.split(r"\s*\n\s*", text))
+    parts = (lark_literal(part, tokens) for part in re.split(r"\s*\n\s*", text))
     return " GAP ".join(parts)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spd.conversation.channels import json_of, literal
+from spd.conversation.channels import lark_json, lark_literal
 from spd.conversation.tools.call_forms import Pairs
 from spd.conversation.tools.grammar_rules import GrammarRules, marks, regex, styled
 from spd.conversation.tools.schema_arguments import (
@@ -171,7 +171,7 @@ class PairGrammar:
         """Return the rule of a value in JSON."""
         if isinstance(schema, dict):
             schema = styled(schema, is_loose=self.is_loose)
-        return self.rules.rule("json", json_of(schema))
+        return self.rules.rule("json", lark_json(schema))
 
     def marks(self, text: str) -> str:
         """Return the expression of marks, with any few blanks where there are line breaks."""
@@ -179,7 +179,7 @@ class PairGrammar:
 
     def literal(self, text: str) -> str:
         """Return the expression of a text."""
-        return literal(text, self.tokens)
+        return lark_literal(text, self.tokens)
 
 
 def content_of(shape: TextShape) -> str:

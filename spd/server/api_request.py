@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.fields import FLAG, TEXT, anything, fields, one_of, refuse, whole
+from spd.conversation.fields import FLAG, TEXT, any_value, integer, one_of, refuse, strict_object
 from spd.conversation.messages import in_template_order, with_system_first
 from spd.conversation.prompt import RESERVED_ARGS, SWITCH, Prompt
-from spd.conversation.sampling_fields import SAMPLING
+from spd.conversation.sampling_fields import SAMPLING_FIELDS
 from spd.conversation.tool_choice import read_tools, without_strict
 from spd.conversation.tools.call_grammar import Tools
 from spd.errors import UsageError
@@ -49,16 +49,16 @@ PASSED_OVER = frozenset(
 STREAM_OPTIONS = {
     "include_usage": FLAG,
     "continuous_usage_stats": FLAG,
-    "include_obfuscation": anything,
+    "include_obfuscation": any_value,
 }
-SPECULATIVE = fields({"spec": one_of("auto", "off"), "draft_max": whole(0, MAX_DRAFT)})
-SHARED = {
-    **SAMPLING,
-    **dict.fromkeys(PASSED_OVER, anything),
+SPECULATIVE = strict_object({"spec": one_of("auto", "off"), "draft_max": integer(0, MAX_DRAFT)})
+SHARED_FIELDS = {
+    **SAMPLING_FIELDS,
+    **dict.fromkeys(PASSED_OVER, any_value),
     "model": TEXT,
-    "n": whole(1, MAX_REPLIES),
+    "n": integer(1, MAX_REPLIES),
     "stream": FLAG,
-    "stream_options": fields(STREAM_OPTIONS),
+    "stream_options": strict_object(STREAM_OPTIONS),
     "speculative": SPECULATIVE,
 }
 """Fields that chat completions and completions share."""
@@ -128,7 +128,7 @@ def shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     draft_max = 0 if speculative.get("spec") == "off" else speculative.get("draft_max")
     names = ("model", "n", "stream", "stream_options")
     taken = {name: body[name] for name in names if name in body}
-    sampling = {name: body[name] for name in SAMPLING if name in body}
+    sampling = {name: body[name] for name in SAMPLING_FIELDS if name in body}
     return {**taken, "sampling": sampling, "draft_max": draft_max}
 
 
@@ -225,7 +225,7 @@ def sampling_params(
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))
     values["seed"] = values.get("seed", secrets.randbits(SEED_BITS)) % 2**63
     try:
-        return settings.params(**values)
+        return settings.params_with(**values)
     except UsageError as error:
         first = error.message.split()[0].rstrip(":")
         raise api_error(error, param=first if first in values else None) from None
