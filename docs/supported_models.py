@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
 from spd.formats import assistant, eagle3, mtp_layout
-from spd.formats.block_config import KINDS
+from spd.formats.block_config import ATTENTION_KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.gguf.architectures import ARCHITECTURES
-from spd.formats.gguf.block_types import READ
+from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
 from spd.runtime.models import FAMILIES
@@ -111,7 +111,7 @@ def gguf_section() -> list[str]:
         heads = "read" if row.mtp else ""
         rows.append((f"`{name}`", ", ".join(f"`{each}ForCausalLM`" for each in classes), heads))
     header = ("`general.architecture`", "read as", "MTP layers")
-    return [*GGUF.format(types=", ".join(READ)).split("\n"), *table(header, rows)]
+    return [*GGUF.format(types=", ".join(READABLE_TYPES)).split("\n"), *table(header, rows)]
 
 
 def document() -> str:
@@ -131,7 +131,7 @@ def document() -> str:
     notes = NOTES.format(
         dtypes=", ".join(FLOAT_DTYPES),
         ropes=", ".join(get_args(RopeKind)),
-        kinds=" and ".join(f"`{kind}`" for kind in KINDS),
+        kinds=" and ".join(f"`{kind}`" for kind in ATTENTION_KINDS),
         eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),
         assistants=", ".join(f"`{name}`" for name in assistant.ARCHITECTURES),
     )

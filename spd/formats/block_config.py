@@ -19,10 +19,10 @@ MAX_PERIOD = 1024
 MAX_RANK = 1 << 16
 MAX_EXPERTS = 1 << 14
 MAX_WIDTH = 1 << 20
-KINDS = ("full_attention", "sliding_attention")
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
-RECURRENT = (KINDS[0], LINEAR)
-CONVOLVING = (KINDS[0], "conv")
+RECURRENT = (ATTENTION_KINDS[0], LINEAR)
+CONVOLVING = (ATTENTION_KINDS[0], "conv")
 SINGLE = (
     *RECURRENT,
     "mlp",
@@ -30,9 +30,9 @@ SINGLE = (
 )  # kinds of layers: of those that recur, and of those with a single block
 _OLDER = {
     "mamba": LINEAR,
-    "attention": KINDS[0],
+    "attention": ATTENTION_KINDS[0],
     "M": LINEAR,
-    "*": KINDS[0],
+    "*": ATTENTION_KINDS[0],
     "-": "mlp",
     "E": "moe",
 }
@@ -63,13 +63,13 @@ class Gemma4Config:
 
     head_dim: int  # of layers that see everything, and their key heads
     kv_heads: int
-    shared: int = field(metadata=json_key("num_kv_shared_layers", 0, MAX_PERIOD))
+    num_shared_layers: int = field(metadata=json_key("num_kv_shared_layers", 0, MAX_PERIOD))
     """The last layers, which read the cache of an earlier one of their kind."""
     key_is_value: bool = field(default=False, metadata=json_key("attention_k_eq_v"))
     """Whether layers that see everything make values of what keys are made of."""
     double_wide: bool = field(default=False, metadata=json_key("use_double_wide_mlp"))
     """Whether the MLPs of the layers that share are twice as wide."""
-    per_layer: int = field(
+    per_layer_width: int = field(
         default=256, metadata=json_key("hidden_size_per_layer_input", 0, MAX_RANK)
     )
     """Width of each layer's own embedding of a token; 0: there is none."""
@@ -106,9 +106,11 @@ class DeltaConfig:
     value_dim: int = field(metadata=json_key("linear_value_head_dim", 1, MAX_DELTA_DIM))
     layers: tuple[bool, ...]
     interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
-    corrects: bool = True  # else Mamba-2, whose heads share keys by groups
+    uses_delta_rule: bool = True  # else Mamba-2, whose heads share keys by groups
     conv_bias: bool = field(default=False, metadata=json_key("mamba_conv_bias"))
-    single: tuple[str, ...] = ()  # the kind of each layer's one block; empty where layers have two
+    block_kinds: tuple[
+        str, ...
+    ] = ()  # the kind of each layer's one block; empty where layers have two
 
 
 @dataclass(frozen=True)
@@ -121,27 +123,28 @@ class ConvConfig:
     layers: tuple[bool, ...]
 
 
-Recurrent = DeltaConfig | ConvConfig
+RecurrentConfig = DeltaConfig | ConvConfig
 
 
 @dataclass(frozen=True)
 class RouterConfig:
     """How a token's experts are chosen and weighed.
 
-    Scores are the sigmoid or the softmax of the router's logits. Experts are chosen by scores plus a learned
-    correction, if there is one, from the `groups_kept` groups whose `group_best` best ones sum highest; they
-    are weighed by their scores alone, which `normalised` divides by their sum and `added`, times `scale`.
+    Scores are the sigmoid or the softmax of the router's logits. Experts are chosen by score plus a
+    learned correction, if there is one, from the `top_groups` groups whose `experts_per_group_score`
+    best experts have the largest sum. Their weights are the scores without the correction, divided by
+    their sum plus `weight_epsilon` if `normalised`, times `scale`.
     """
 
     per_token: int
     sigmoid: bool
-    corrected: bool
+    has_correction: bool
     normalised: bool = field(metadata=json_key("norm_topk_prob"))
     scale: float = field(default=1.0, metadata=json_key("routed_scaling_factor", 0.0, 1e6))
     groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 1
-    added: float = 1e-20
+    top_groups: int = 1
+    experts_per_group_score: int = 1
+    weight_epsilon: float = 1e-20
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,12 @@ class ExpertsConfig:
     shared_size: int
     sparse_layers: tuple[bool, ...]
     router: RouterConfig
-    correction: str = "gate.e_score_correction_bias"  # the correction's name inside the MLP
+    correction_name: str = "gate.e_score_correction_bias"  # the correction's name inside the MLP
     shared_name: str = "shared_experts"
-    clamped: tuple[float, float] | None = None
+    swiglu_clamp: tuple[float, float] | None = None
     """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
-    plain: bool = False  # no gates: down(relu(up(x)) ** 2)
-    shared_gated: bool = (
+    is_ungated: bool = False  # no gates: down(relu(up(x)) ** 2)
+    has_shared_gate: bool = (
         False  # what the shared one gives is scaled by the sigmoid of a gate of its own
     )
     is_transposed: bool = field(default=True, metadata=json_key("experts_are_transposed"))
@@ -166,35 +169,40 @@ class ExpertsConfig:
 
     No file of a folder has the key: it is said of GGUF files.
     """
-    latent: int | None = field(default=None, metadata=json_key("moe_latent_size", 1, MAX_WIDTH))
+    latent_width: int | None = field(
+        default=None, metadata=json_key("moe_latent_size", 1, MAX_WIDTH)
+    )
     """Width that routed experts work in, between two projections; None: the stream's own."""
 
 
-_SOFTMAX = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
+_SOFTMAX = RouterConfig(0, sigmoid=False, has_correction=False, normalised=True)
 ROUTED = ExpertsConfig(0, 0, 0, (), _SOFTMAX)
 """What of experts no key says, by family. The softmax of the chosen logits alone is that of all, divided by
 its sum, which is why Mixtral and Granite are among these."""
-SIGMOID = replace(
-    ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2)
+_SIGMOID_ROUTER = RouterConfig(
+    0, sigmoid=True, has_correction=True, normalised=True, experts_per_group_score=2
 )
-SHARED = replace(ROUTED, shared_name="shared_expert", shared_gated=True)
-LFM2 = replace(SIGMOID, correction="expert_bias", router=replace(SIGMOID.router, added=1e-6))
-MINIMAX = replace(SIGMOID, correction="e_score_correction_bias")
-NEMOTRON = replace(SIGMOID, plain=True)
+SIGMOID = replace(ROUTED, router=_SIGMOID_ROUTER)
+SHARED = replace(ROUTED, shared_name="shared_expert", has_shared_gate=True)
+LFM2 = replace(
+    SIGMOID, correction_name="expert_bias", router=replace(SIGMOID.router, weight_epsilon=1e-6)
+)
+MINIMAX = replace(SIGMOID, correction_name="e_score_correction_bias")
+NEMOTRON = replace(SIGMOID, is_ungated=True)
 GRANITE = replace(ROUTED, shared_name="shared_mlp")
 SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
 """What gpt-oss clamps gates and inputs to, and by what gates are scaled, where no key says so."""
-GPT_OSS = replace(ROUTED, clamped=(SWIGLU_LIMIT, SWIGLU_ALPHA))
-ERNIE = replace(ROUTED, router=replace(_SOFTMAX, corrected=True))
-ERNIE = replace(ERNIE, correction="moe_statics.e_score_correction_bias")
+GPT_OSS = replace(ROUTED, swiglu_clamp=(SWIGLU_LIMIT, SWIGLU_ALPHA))
+ERNIE = replace(ROUTED, router=replace(_SOFTMAX, has_correction=True))
+ERNIE = replace(ERNIE, correction_name="moe_statics.e_score_correction_bias")
 
 
 def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
     """Each layer's window, None where it sees everything; empty where none slides. known: a family's keys."""
     slides = "sliding_window" in known
-    kinds = layer_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
-    slide = [kind == KINDS[1] for kind in kinds or ()]
+    kinds = layer_kinds(fields, num_layers, ATTENTION_KINDS if slides else ATTENTION_KINDS[:1])
+    slide = [kind == ATTENTION_KINDS[1] for kind in kinds or ()]
     switched = "use_sliding_window" in (known if slides else fields)
     window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
     if switched and not fields.boolean("use_sliding_window", False):
@@ -211,7 +219,7 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
             kinds is None or slide == usual, "layer_types", "is not what this architecture does"
         )
         slide = usual
-    why = f"names {KINDS[1]}, but there is no sliding_window"
+    why = f"names {ATTENTION_KINDS[1]}, but there is no sliding_window"
     fields.require(bool(window) or not any(slide), "layer_types", why)
     return tuple(window if slides else None for slides in slide) if any(slide) else ()
 
@@ -250,7 +258,7 @@ def layer_kinds(
 
 def read_recurrent(
     fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any
-) -> Recurrent:
+) -> RecurrentConfig:
     """Layers of the second of the `kinds`: by name, or all but some numbered ones, or but every few."""
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])
@@ -270,7 +278,7 @@ def read_recurrent(
     if kinds == CONVOLVING:
         return fields.read_dataclass(ConvConfig, layers=recurs)
     found = fields.read_dataclass(
-        DeltaConfig, layers=recurs, single=tuple(each) if kinds == SINGLE else (), **facts
+        DeltaConfig, layers=recurs, block_kinds=tuple(each) if kinds == SINGLE else (), **facts
     )
     why = f"{found.key_heads} does not divide {found.value_heads} heads"
     fields.require(found.value_heads % found.key_heads == 0, "linear_num_key_heads", why)
@@ -297,8 +305,8 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
     fields.require(
         kept * size >= taken, "topk_group", f"{kept} groups hold fewer than {taken} experts"
     )
-    why = f"{groups} groups of {count} experts hold {size} each, {router.group_best} are needed"
-    fields.require(size >= router.group_best, "n_group", why)
+    why = f"{groups} groups of {count} experts hold {size} each, {router.experts_per_group_score} are needed"
+    fields.require(size >= router.experts_per_group_score, "n_group", why)
     limits = (
         fields.number("swiglu_limit", 1e-3, 1e6, SWIGLU_LIMIT),
         fields.number("swiglu_alpha", 1e-3, 1e3, SWIGLU_ALPHA),
@@ -311,9 +319,9 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
         shared_size=fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, shared),
         sparse_layers=tuple(_sparse_layers(fields, num_layers)),
         router=fields.read_dataclass(
-            RouterConfig, router, per_token=taken, groups=groups, groups_kept=kept
+            RouterConfig, router, per_token=taken, groups=groups, top_groups=kept
         ),
-        clamped=made.clamped and limits,
+        swiglu_clamp=made.swiglu_clamp and limits,
     )
 
 
@@ -423,7 +431,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
     found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get(
         "num_attention_heads"
     )
-    kinds = layer_kinds(cut, layers, KINDS) or [KINDS[0]] * layers
+    kinds = layer_kinds(cut, layers, ATTENTION_KINDS) or [ATTENTION_KINDS[0]] * layers
     shares = "partial_rotary_factors"
     if shares in found and thetas not in found and thetas in cut:
         found[thetas] = [cut.get(thetas)] * layers
@@ -437,7 +445,7 @@ def step_keys(fields: Fields) -> dict[str, object]:
             cut.require(
                 turning.setdefault(kind, own) == own, thetas, "differs among layers of one kind"
             )
-        turning.get(KINDS[0], {}).update(
+        turning.get(ATTENTION_KINDS[0], {}).update(
             scaling.values if (scaling := cut.optional_nested("rope_scaling")) else {}
         )
         found |= {"rope_parameters": turning, thetas: None, "rope_scaling": None}
@@ -469,7 +477,9 @@ def muse_keys(fields: Fields) -> dict[str, object]:
         * fields.even_integer("head_dim", 1024) ** -0.5
     )
     found = (
-        {"layer_types": [KINDS[slide] for slide in slides]} if "layer_types" not in fields else {}
+        {"layer_types": [ATTENTION_KINDS[slide] for slide in slides]}
+        if "layer_types" not in fields
+        else {}
     )
     return {
         **found,
@@ -507,7 +517,7 @@ def read_gemma4(
         heads % found.kv_heads == 0, "num_key_value_heads", f"does not divide {heads} heads"
     )
     why = "a layer that shares has none of its kind before it"
-    before = kinds[: max(0, layers - found.shared)]
+    before = kinds[: max(0, layers - found.num_shared_layers)]
     fields.require(set(kinds) == set(before), "num_kv_shared_layers", why)
     fields.require(kinds[-1] is None, "layer_types", "the last layer is not full_attention")
     fields.require("rope_parameters" in fields, "rope_parameters", "is missing")

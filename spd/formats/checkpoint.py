@@ -87,8 +87,8 @@ class TensorMeta(NamedTuple):
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-Kinds = Mapping[str, Sequence[str]]  # dtypes of tensors that are no floats
-NONE: Kinds = MappingProxyType({})
+AllowedDtypes = Mapping[str, Sequence[str]]  # dtypes of tensors that are no floats
+FLOATS_ONLY: AllowedDtypes = MappingProxyType({})
 Metas = Mapping[str, TensorMeta]
 _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
 _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model.", "layers.0.": "midlayer."}
@@ -151,7 +151,7 @@ def text_name(name: str) -> str:
     return _RENAMED_PART.sub(lambda found: f".{_RENAMED[found[1]]}", name)
 
 
-def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
+def unpack_experts(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
     """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows, or their scales.
 
     Or, as gpt-oss publishes them in MXFP4, codes [E, N, K / 32, 16] and scales [E, N, K / 32].
@@ -183,7 +183,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     """What tensors may be stored in where nothing else is said of them."""
 
-    needs_all: bool = False
+    refuses_unused: bool = False
     """True if a tensor that the model does not use says that it is another model."""
 
     def __init__(
@@ -228,7 +228,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 name = text_name(meta.name)
                 if weight_map.get(name, shard) == shard:
                     placed.add(name)
-                    cls._add(tensors, unpacked(name, meta))
+                    cls._add(tensors, unpack_experts(name, meta))
                 else:
                     spare.setdefault(name, meta)
         stale: list[str] = []
@@ -239,7 +239,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     f"{display_text(meta.name)} in {meta.shard.name}: the index says {owner}"
                 )
             else:  # the index is wrong, and nothing else can be meant
-                cls._add(tensors, unpacked(name, meta))
+                cls._add(tensors, unpack_experts(name, meta))
         unused = [f"not used: {each}" for each in abbreviate(stale)]
         return cls(folder, tensors, identities, (*notes, *unused))
 
@@ -259,8 +259,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def open(
         cls,
         folder: Path,
-        wanted: Callable[[Mapping[str, str]], Container[str]] | None = None,
-        beside: Callable[[str], bool] = lambda name: False,
+        select: Callable[[Mapping[str, str]], Container[str]] | None = None,
+        is_extra: Callable[[str], bool] = lambda name: False,
     ) -> Checkpoint:
         """Read and check the headers of all shards; `model.safetensors` wins over an index beside it.
 
@@ -276,7 +276,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             known = {WEIGHTS_FILE}
         elif INDEX_FILE in names:
             weight_map = read_weight_map(folder / INDEX_FILE)
-            picked = weight_map if wanted is None else wanted(weight_map)
+            picked = weight_map if select is None else select(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
             if missing := [shard for shard in shards if shard not in names]:
                 words = f"{len(missing)} of {len(shards)} shards are missing: "
@@ -290,7 +290,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for name in names:
             if not name.endswith(".safetensors") or name in known:
                 continue
-            if _holds_only(folder / name, beside):
+            if _holds_only(folder / name, is_extra):
                 shards.append(name)
                 notes.append(f"not in the index, read for its MTP layers: {display_text(name)}")
             elif weight_map:
@@ -303,10 +303,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def meta(self, name: str) -> TensorMeta:
         """What the header says of a tensor."""
         if name not in self.tensors:
-            raise self.refused(name, "is not in this checkpoint")
+            raise self.tensor_error(name, "is not in this checkpoint")
         return self.tensors[name]
 
-    def refused(self, name: str, why: str) -> CheckpointError:
+    def tensor_error(self, name: str, why: str) -> CheckpointError:
         """The error for a tensor: its file, its name, the reason."""
         where = self.tensors[name].shard if name in self.tensors else self.folder
         return CheckpointError(f"{where}: tensor {display_text(name)}: {why}")
@@ -338,19 +338,19 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._fill(memory, meta, offset)
         return tensor if into is None or into is tensor else into.copy_(tensor)
 
-    def pieces(self, meta: TensorMeta) -> Iterator[bytes]:
+    def read_pieces(self, meta: TensorMeta) -> Iterator[bytes]:
         """A tensor's bytes as they are stored."""
         for first in range(0, meta.nbytes, PIECE):
             piece = bytearray(min(PIECE, meta.nbytes - first))
             self._fill(memoryview(piece), meta, first)
             yield bytes(piece)
 
-    def equal(self, name: str, other: Checkpoint, its_name: str) -> bool:
+    def tensors_equal(self, name: str, other: Checkpoint, its_name: str) -> bool:
         """Whether two stored tensors are the same bytes of one dtype and shape; reads both in pieces."""
         one = self.meta(name)
         its = other.meta(its_name)
         same = (one.dtype, one.shape) == (its.dtype, its.shape)
-        return same and all(map(eq, self.pieces(one), other.pieces(its)))
+        return same and all(map(eq, self.read_pieces(one), other.read_pieces(its)))
 
     def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
         """Read a tensor's bytes from `offset` on; a file that was replaced or cut meanwhile is refused."""
@@ -432,10 +432,10 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def check_tensors(
-    opened: Checkpoint,
+    checkpoint: Checkpoint,
     expected: Shapes,
-    kinds: Kinds = NONE,
-    what: str = "tensors",
+    dtypes: AllowedDtypes = FLOATS_ONLY,
+    description: str = "tensors",
     fix: Sequence[str] = (),
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
@@ -450,22 +450,22 @@ def check_tensors(
     }
     missing, shapes, types = faults.values()
     for name, shape in expected.items():
-        meta = opened.tensors.get(name)
+        meta = checkpoint.tensors.get(name)
         if meta is None:
             missing.append(f"{display_text(name)}: is missing")
             continue
         where = f"{display_text(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
-        if meta.dtype not in (own := kinds.get(name, opened.dtypes)):
+        if meta.dtype not in (own := dtypes.get(name, checkpoint.dtypes)):
             types.append(
                 f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)"
             )
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
-        why = f"{opened.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
+        why = f"{checkpoint.folder}: {len(expected)} {description} are needed: {counts}; first: {problems[0]}"
         raise CheckpointError(why, reason=abbreviate(problems), fix=fix)
-    others = (name for name in opened.tensors if name not in expected)
+    others = (name for name in checkpoint.tensors if name not in expected)
     return [name for name in others if not name.endswith("rotary_emb.inv_freq")]
 
 

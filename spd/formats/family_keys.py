@@ -30,7 +30,7 @@ class FamilyKeys:
     """The one value that a key may have."""
     switch: str | None = None
     """A key without which there are no experts."""
-    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = None
+    recurrent: Callable[[Fields, int], blocks.RecurrentConfig] | None = None
     """What reads of recurrent layers."""
     latent: bool = False
     """True if attention is latent."""
@@ -266,7 +266,7 @@ CAUSAL = {
         experts=blocks.GRANITE,
         spelled=blocks.granite_keys,
         switch="num_experts",
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT, corrects=False),
+        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT, uses_delta_rule=False),
     ),
     "NemotronH": FamilyKeys(
         "nemotron_h",
@@ -283,7 +283,7 @@ CAUSAL = {
         spelled=blocks.nemotron_keys,
         only={"mlp_bias": False},
         switch="num_experts",
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False),
+        recurrent=partial(blocks.read_recurrent, kinds=blocks.SINGLE, uses_delta_rule=False),
     ),
     "SeedOss": FamilyKeys("seed_oss", absent={"attention_bias": True, "head_dim": 128}),
     "Ministral": FamilyKeys(

@@ -73,7 +73,7 @@ def open_output(path: Path, *, append: bool = False) -> int:
     return descriptor
 
 
-def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a text file through a temporary one with an unpredictable name, so it is never incomplete."""
     spare = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     descriptor = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)

@@ -93,7 +93,7 @@ class ModelFolder(os.PathLike[str]):
         if not stated or EMBEDDING not in tensors:
             return stated
         with self.checkpoint as opened:
-            is_copy = opened.equal(HEAD, opened, EMBEDDING)
+            is_copy = opened.tensors_equal(HEAD, opened, EMBEDDING)
         if not is_copy:
             words = "%s: tie_word_embeddings is true, but %s is stored and differs: it is the head"
             logger.warning(words, self.path / CONFIG_FILE, HEAD)
@@ -111,7 +111,7 @@ class ModelFolder(os.PathLike[str]):
             layers = self._stated.num_layers
         except SpdError:
             return Checkpoint.open(self.path)
-        return Checkpoint.open(self.path, beside=partial(is_mtp_tensor, num_layers=layers))
+        return Checkpoint.open(self.path, is_extra=partial(is_mtp_tensor, num_layers=layers))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -25,8 +25,8 @@ from tqdm.std import tqdm
 from spd import errors
 from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
 from spd.formats.checkpoint import read_weight_map
-from spd.formats.files import write_whole
-from spd.formats.gguf.file_sets import FileSet, drafter_files, file_sets, the_one
+from spd.formats.files import write_atomically
+from spd.formats.gguf.file_sets import FileSet, choose_one, file_sets, find_drafter
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import display_text, one_line
 from spd.formats.names import (
@@ -118,7 +118,7 @@ def _chosen(
     sets = file_sets(_gguf_sizes(offered))
     if not sets and tag is None:
         return None
-    chosen = the_one(sets, name, tag, free)
+    chosen = choose_one(sets, name, tag, free)
     if len(chosen.files) != chosen.expected:
         files = f"{len(chosen.files)} of the {chosen.expected} files of {chosen.tag}"
         raise IncompatibleError(f"{name}: the repository has {files}")
@@ -134,7 +134,7 @@ def _gguf_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
 
 def _with_drafter(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
     """Return the files of a model, and of its MTP layers where they are beside it."""
-    drafter = drafter_files(_gguf_sizes(offered), chosen)
+    drafter = find_drafter(_gguf_sizes(offered), chosen)
     return [*chosen.files, *(drafter.files if drafter else ())]
 
 
@@ -156,7 +156,7 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
         ref = cached_folder(model.name) / "refs" / (model.revision or "main")
         if ref.name != model.commit:  # as huggingface_hub does; files were fetched by commit
             ref.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(ref, model.commit)
+            write_atomically(ref, model.commit)
     return cached_folder(model.name) / "snapshots" / model.commit
 
 

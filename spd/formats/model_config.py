@@ -61,13 +61,13 @@ class ModelConfig:
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
     quantization: Quantization | None = None  # how matrices are stored in few bits
-    sliding: tuple[
+    sliding_windows: tuple[
         int | None, ...
     ] = ()  # each layer's window, None without one; empty where none slides
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
     value_dim: int | None = None  # of a value head, where a key's is wider
-    limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
+    swiglu_limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
     query_growth: tuple[float, int] | None = None  # see `read_growth`
     post_norm_eps: float | None = field(
         default=None, metadata=json_key("post_norm_eps", 1e-12, 0.1)
@@ -83,7 +83,7 @@ class ModelConfig:
     """True of layers that know no positions; empty where all layers rotate."""
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
-    recurrent: blocks.Recurrent | None = None  # of layers between those that attend
+    recurrent: blocks.RecurrentConfig | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = (
         None  # of an EAGLE-3 head, no model by itself: how it reads its target
     )
@@ -175,7 +175,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "moe_router_activation": ("sigmoid",),
     "qk_norm_type": ("per_layer",),
     "att_impl_type": ("GQA",),
-    "yarn_only_types": ([blocks.KINDS[0]],),
+    "yarn_only_types": ([blocks.ATTENTION_KINDS[0]],),
     **dict.fromkeys(
         ("attn_output_gate", "add_swa_attention_sink_bias", "use_expert_bias"), (True,)
     ),
@@ -264,7 +264,7 @@ def model_config_of(fields: Fields) -> ModelConfig:
     if own := read_assistant(fields):
         config = _decoder_config(own[1])
         assert config.gemma4 is not None
-        gemma4 = replace(config.gemma4, shared=config.num_layers)
+        gemma4 = replace(config.gemma4, num_shared_layers=config.num_layers)
         return replace(config, architecture=ASSISTANT, assistant=own[0], gemma4=gemma4)
     names = fields.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
@@ -348,12 +348,12 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         recurrent=recurrent,
         experts=experts,
         quantization=read_quantization(fields),
-        sliding=sliding,
+        sliding_windows=sliding,
         local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly)
         if base
         else None,
         local_heads=others,
-        limits=blocks.read_limits(fields, num_layers),
+        swiglu_limits=blocks.read_limits(fields, num_layers),
         value_dim=fields.integer("v_head_dim", 1, head_dim)
         if "v_head_dim" in family.absent
         else None,

@@ -67,7 +67,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
 def verifier_hash(checkpoint: Checkpoint) -> str:
     """SHA-256 of a checkpoint's final norm as stored: small, and the same in quantized copies alone."""
     meta = checkpoint.meta(FINAL_NORM)
-    data = b"".join(checkpoint.pieces(meta))
+    data = b"".join(checkpoint.read_pieces(meta))
     return hashlib.sha256(f"{meta.dtype} {list(meta.shape)} ".encode() + data).hexdigest()
 
 
@@ -251,4 +251,4 @@ def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
     """The head's own tables that are not the target's bit for bit; reads both to the end."""
     known = ((copy, table.name) for copy, table in plan.copies if table is not None)
     held = plan.checkpoint
-    return [copy for copy, table in known if not held.equal(copy.name, held, table)]
+    return [copy for copy, table in known if not held.tensors_equal(copy.name, held, table)]

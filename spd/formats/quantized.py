@@ -16,7 +16,7 @@ configuration says how a matrix is stored.
 - nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
   `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
   1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
-  experts' in two tensors, which `checkpoint.unpacked` takes apart.
+  experts' in two tensors, which `checkpoint.unpack_experts` takes apart.
 
 Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and published files.
 """
@@ -84,7 +84,7 @@ class Scheme:
 
     layout: str
     bits: int = field(metadata=json_key("bits", 2, 8))
-    group: int | None = None
+    group_size: int | None = None
     symmetric: bool = field(default=True, metadata=json_key("sym"))
     block_rows: int | None = None  # of FP8 blocks
     offset: int = 0  # what stored zero points lack
@@ -93,12 +93,12 @@ class Scheme:
     )  # columns of a group lie apart
 
     @property
-    def codes(self) -> str:
+    def codes_name(self) -> str:
         """The tensor that holds the codes, by its last name."""
         return PACKED.get(self.layout, "weight")
 
     @property
-    def kind(self) -> Literal["int4", "int8", "e2m1", "e4m3"]:
+    def code_kind(self) -> Literal["int4", "int8", "e2m1", "e4m3"]:
         """What a code is when it is kept in memory."""
         if self.layout == "fp8":
             return "e4m3"
@@ -109,7 +109,7 @@ class Scheme:
     def tensors(self, shape: Shape) -> dict[str, StoredTensor]:
         """What stores a matrix of a shape [out, in], by last names."""
         rows, columns = shape
-        groups = -(-columns // (self.group or columns))
+        groups = -(-columns // (self.group_size or columns))
         layout = self.layout
         words = ("I32",)
         across = -(-rows * self.bits // 32)
@@ -145,7 +145,7 @@ class Scheme:
         if layout == "mxfp4":
             return {"weight_packed": ((half,), ("U8",)), "weight_scale": ((per_group,), ("U8",))}
         last = "weight_global_scale" if layout == "nvfp4" else "weight_scale_2"
-        found = {self.codes: ((half,), ("U8",)), "weight_scale": ((per_group,), ("F8_E4M3",))}
+        found = {self.codes_name: ((half,), ("U8",)), "weight_scale": ((per_group,), ("F8_E4M3",))}
         return found | {last: (one, FLOAT_DTYPES)}
 
 
@@ -175,11 +175,11 @@ class Rule(NamedTuple):
     scheme: Scheme
     names: frozenset[str] = frozenset()
     patterns: tuple[Pattern, ...] = ()
-    every: bool = False
+    is_default: bool = False
 
-    def holds(self, module: ModuleName) -> bool:
+    def applies_to(self, module: ModuleName) -> bool:
         """True if the rule is for a module."""
-        if self.every or (self.names and not self.names.isdisjoint(module.parents)):
+        if self.is_default or (self.names and not self.names.isdisjoint(module.parents)):
             return True
         return any(
             pattern.matches(subject) for pattern in self.patterns for subject in module.subjects
@@ -206,14 +206,14 @@ class Quantization:
         try:
             for rule in self.rules:
                 self._budget.spend(1)
-                if rule.holds(module):
+                if rule.applies_to(module):
                     return rule.scheme
         except PatternError:
             why = f"{len(self.rules):,} rules take too long to compare with {display_text(module.name)}"
             raise CheckpointError(f"{self.where}: {why}") from None
         return None
 
-    def found(self, name: str, shape: Shape, tensors: Metas) -> tuple[str, Scheme] | None:
+    def module_scheme(self, name: str, shape: Shape, tensors: Metas) -> tuple[str, Scheme] | None:
         """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
@@ -238,18 +238,20 @@ class Quantization:
                 "weight_zero_point",
                 "a zero point, but quantization_config calls the weights symmetric",
             )
-        if scheme.group and shape[1] % scheme.group and scheme.block_rows is None:
-            refuse(scheme.codes, f"groups of {scheme.group} do not divide {shape[1]} columns")
+        if scheme.group_size and shape[1] % scheme.group_size and scheme.block_rows is None:
+            refuse(
+                scheme.codes_name, f"groups of {scheme.group_size} do not divide {shape[1]} columns"
+            )
         return module, scheme
 
-    def stored(
+    def stored_tensors(
         self, expected: Shapes, tensors: Metas
     ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
         """Names and shapes of what stores the expected tensors, and dtypes of those that are no floats."""
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, tuple[str, ...]] = {}
         for name, shape in expected.items():
-            quantized = self.found(name, shape, tensors)
+            quantized = self.module_scheme(name, shape, tensors)
             if quantized is None:
                 shapes[name] = shape
                 continue
@@ -322,7 +324,7 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
         _check_size(fields, "config_groups", size)
     yield from rules
     yield from (
-        Rule(rule.scheme, every=True) for rule in rules if not _CLASSES.isdisjoint(rule.names)
+        Rule(rule.scheme, is_default=True) for rule in rules if not _CLASSES.isdisjoint(rule.names)
     )
 
 
@@ -386,7 +388,7 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
     kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     fields.refuse_unsupported_values({"bits": (2, 3, 4, 8)})
     scheme = fields.read_dataclass(
-        Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields)
+        Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group_size=_size(fields)
     )
     changes = fields.optional_nested("dynamic") or Fields(fields.where, {})
     _check_size(fields, "dynamic", sum(map(len, changes.values)))
@@ -395,11 +397,11 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
             continue
         own = changes.nested(pattern)
         other = own.read_dataclass(
-            Scheme, scheme, group=_size(own) if "group_size" in own else scheme.group
+            Scheme, scheme, group_size=_size(own) if "group_size" in own else scheme.group_size
         )
         where = f"{fields.where}: dynamic"
         yield Rule(other, patterns=(Pattern(pattern.removeprefix("+:"), where),))
-    yield Rule(scheme, every=True)
+    yield Rule(scheme, is_default=True)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
@@ -407,7 +409,7 @@ def _awq(fields: Fields) -> Iterator[Rule]:
     fields.refuse_unsupported_values(
         {"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)}
     )
-    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
+    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), is_default=True)
 
 
 _ALGORITHMS = {"FP8": Scheme("fp8", 8)}
@@ -417,7 +419,7 @@ _ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 
 def _modelopt(fields: Fields) -> Iterator[Rule]:
     algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_ALGORITHMS[algorithm], every=True)
+        yield Rule(_ALGORITHMS[algorithm], is_default=True)
         return
     layers = fields.nested("quantized_layers")
     own = {
@@ -429,7 +431,9 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
 
 
 _EXPERTS = Pattern(r".*\.experts\.", "gpt-oss")
-_MXFP4 = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(_EXPERTS,))  # gpt-oss's: see `unpacked`
+_MXFP4 = Rule(
+    Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(_EXPERTS,)
+)  # gpt-oss's: see `unpack_experts`
 _FP8 = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
@@ -441,7 +445,7 @@ def _fp8(fields: Fields) -> Iterator[Rule]:
     """DeepSeek's blocks of rows and columns that share a scale."""
     fields.refuse_unsupported_values(_FP8)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
-    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
+    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), is_default=True)
 
 
 _READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {"mxfp4": lambda _: [_MXFP4], "fp8": _fp8}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spd.formats.block_config import KINDS, MAX_POSITIONS
+from spd.formats.block_config import ATTENTION_KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, display_text
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -28,10 +28,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    share: float = (
+    rotated_share: float = (
         1.0  # proportional: of a head's pairs the first ones turn, the others stand still
     )
-    rotated: int | None = None  # the first dimensions of a head that turn; None: all of them
+    rotary_dim: int | None = None  # the first dimensions of a head that turn; None: all of them
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
 
@@ -76,8 +76,8 @@ def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     old = fields.optional_nested("rope_scaling")
     if found is None or not found.values:
         found = old or Fields(fields.where, {})
-    if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
-        found = found.nested(KINDS[0])
+    if by_kind and ATTENTION_KINDS[0] in found and set(found.values) <= set(ATTENTION_KINDS):
+        found = found.nested(ATTENTION_KINDS[0])
     said = old.values if old else {}
     agrees = all(
         found.get(key) == value for key, value in said.items() if key not in ("type", "rope_type")
@@ -92,7 +92,7 @@ def read_local_rope(
 ) -> RopeConfig:
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
     nested = fields.optional_nested("rope_parameters")
-    part = nested.optional_nested(KINDS[1]) if nested else None
+    part = nested.optional_nested(ATTENTION_KINDS[1]) if nested else None
     own = {"rope_theta": fields.get(base), **({_SHARE: fields.get(_SHARE)} if partly else {})}
     own |= part.values if part else {}
     found = Fields(part.where if part else fields.where, own)
@@ -114,9 +114,9 @@ def read_rope(
     share = rope.number(_SHARE, 0.0, 1.0, 1.0)
     more = dict[str, Any]()
     if kind == "proportional":
-        more["share"] = share
+        more["rotated_share"] = share
     elif partly:
-        more["rotated"] = rotated = int(head_dim * share)
+        more["rotary_dim"] = rotated = int(head_dim * share)
         why = f"{share:g} of {head_dim} is no even number above 0"
         rope.require(rotated >= 2 and rotated % 2 == 0, _SHARE, why)
         head_dim = rotated
@@ -169,15 +169,15 @@ class RotaryDims:
     weights are reordered for it when they are loaded, and what does not turn gets the angle 0."""
 
     width: int
-    rotated: int  # of its first dimensions
+    rotary_dim: int  # of its first dimensions
     interleaved: bool = False  # in pairs (2i, 2i + 1)
 
     @property
     def order(self) -> list[int] | None:
         """The old index of each dimension in the kernels' form; None where nothing moves."""
-        turning = range(self.rotated)
-        rest = range(self.rotated, self.width)
-        half = self.rotated // 2
+        turning = range(self.rotary_dim)
+        rest = range(self.rotary_dim, self.width)
+        half = self.rotary_dim // 2
         still = len(rest) // 2
         first = turning[:half]
         second = turning[half:]

@@ -20,9 +20,9 @@ from typing import Any
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
-from spd.formats.files import sync, sync_folder, write_whole
+from spd.formats.files import sync, sync_folder, write_atomically
 
-Report = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
+ReportProgress = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ class OutputTensor:
         return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
 
 
-def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
+def output_tensors(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
     """What is written of a checkpoint's tensors: bytes as they are stored."""
-    return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]
+    return [
+        OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.read_pieces, t)) for t in tensors
+    ]
 
 
 def write_tensors(
-    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda *_: None
+    path: Path, tensors: Sequence[OutputTensor], report: ReportProgress = lambda *_: None
 ) -> None:
     """Write a new safetensors file, a piece at a time."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
@@ -78,7 +80,7 @@ def write_tensors(
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file."""
-    write_whole(path, json.dumps(value, indent=1) + "\n")
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager

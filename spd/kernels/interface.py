@@ -245,9 +245,10 @@ class Kernels(Protocol):
         """Choose experts of each row by parts float32 [T, P, E]: (ids int64, weights float32) [T, k].
 
         AttentionParams are the sigmoid or the softmax of the sum of the parts. Experts are chosen by score +
-        correction [E], best first, ties to the lowest id, from the `groups_kept` groups of neighbours
-        whose `group_best` best experts have the largest sum. Weights are scores without correction,
-        divided by their sum plus `added` if `normalised`, times `scale`. NaN counts as the largest value:
+        correction [E], best first, ties to the lowest id, from the `top_groups` groups of neighbours
+        whose `experts_per_group_score` best experts have the largest sum. Weights are scores without
+        correction, divided by their sum plus `weight_epsilon` if `normalised`, times `scale`. NaN counts
+        as the largest value:
         ids are distinct and in range. Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
         """
         ...

@@ -77,7 +77,7 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
             if name in after.tensors:
                 assert torch.equal(after.read(name), tensor)
                 continue
-            module, scheme = how.found(name, tuple(tensor.shape), after.tensors)
+            module, scheme = how.module_scheme(name, tuple(tensor.shape), after.tensors)
             found = unpack(after, module, scheme, tuple(tensor.shape))
             assert torch.equal(found.plain(), quantize_int4(tensor).plain(torch.float32))
             rounded.add(name)

@@ -202,14 +202,14 @@ def test_files_beside_the_index_are_read_for_wanted_tensors_alone(tmp_path: Path
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
     wanted = lambda name: name.startswith("mtp.")  # noqa: E731
     assert [*Checkpoint.open(tmp_path).tensors] == ["a"]
-    checkpoint = Checkpoint.open(tmp_path, beside=wanted)
+    checkpoint = Checkpoint.open(tmp_path, is_extra=wanted)
     assert sorted(checkpoint.tensors) == ["a", "mtp.x"]
     assert checkpoint.notes == (
         f"not in the index, ignored: {TWO!a}",
         "not in the index, read for its MTP layers: 'more.safetensors'",
     )
     (tmp_path / ONE).rename(tmp_path / "model.safetensors")
-    assert sorted(Checkpoint.open(tmp_path, beside=wanted).tensors) == ["a", "mtp.x"]
+    assert sorted(Checkpoint.open(tmp_path, is_extra=wanted).tensors) == ["a", "mtp.x"]
 
 
 def test_links_to_one_header_end_at_the_second(
@@ -297,7 +297,7 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
     unexpected = check_tensors(checkpoint, {"ok": (2,)})
     assert "extra" in unexpected and not {"ok", "rotary_emb.inv_freq"}.intersection(unexpected)
     with refused(CheckpointError, "'ok'", "F32"):
-        check_tensors(checkpoint, {"ok": (2,)}, kinds={"ok": ("BF16",)})
+        check_tensors(checkpoint, {"ok": (2,)}, dtypes={"ok": ("BF16",)})
 
 
 def test_sixty_shards_are_listed_quickly(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from spd.cli.terminal.sink import Sink
 from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.formats.files import read_input, write_whole
+from spd.formats.files import read_input, write_atomically
 from spd.formats.folder import ModelFolder
 from tests.formats.formats_helpers import QWEN3, write_json
 
@@ -143,10 +143,10 @@ def test_a_whole_file_never_goes_through_a_planted_link(
     monkeypatch.setattr(os, "urandom", lambda count: b"\0" * count)
     (tmp_path / f".chat.{'0' * 16}.tmp").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        write_whole(path, "new", mode)
+        write_atomically(path, "new", mode)
     assert (path.read_text(), victim.read_text()) == ("old", "precious")
     monkeypatch.undo()
-    write_whole(path, "né", mode)
+    write_atomically(path, "né", mode)
     assert path.read_bytes() == "né".encode() and path.stat().st_mode & 0o777 & ~mode == 0
     assert sorted(os.listdir(tmp_path)) == [f".chat.{'0' * 16}.tmp", "chat", "victim"]
 
@@ -157,7 +157,7 @@ def test_a_whole_file_that_cannot_be_written_leaves_nothing(
     (tmp_path / "chat").write_text("old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        write_whole(tmp_path / "chat", "new")
+        write_atomically(tmp_path / "chat", "new")
     assert os.listdir(tmp_path) == ["chat"] and (tmp_path / "chat").read_text() == "old"
 
 

@@ -202,7 +202,9 @@ GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3
 def test_which_layers_slide(
     tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple
 ) -> None:
-    assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
+    assert (
+        read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding_windows == expected
+    )
 
 
 PATTERN = {"hybrid_override_pattern": None, "num_hidden_layers": None}
@@ -455,11 +457,11 @@ LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 
 def test_phi_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
-    assert (config.sliding, config.rope.rotated, config.head_dim) == ((64, 64), 12, 16)
+    assert (config.sliding_windows, config.rope.rotary_dim, config.head_dim) == ((64, 64), 12, 16)
     long = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
     short = (1.0,) * 8
     config = read(tmp_path, long)
-    assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotated=16, short_factor=short)
+    assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotary_dim=16, short_factor=short)
     # Beyond its first context every earlier position would turn anew: the cache ends there.
     assert config.max_positions == 128
     for factors, word in (([1.0] * 7, "8 numbers"), (["x", *[1.0] * 7], "'x'")):

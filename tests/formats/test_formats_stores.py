@@ -11,7 +11,7 @@ import pytest
 
 from spd.errors import CheckpointError, NotFoundError, UsageError
 from spd.formats import hub
-from spd.formats.gguf.file_sets import choose, drafter_files, file_sets, the_one
+from spd.formats.gguf.file_sets import choose, choose_one, file_sets, find_drafter
 from spd.formats.hub import list_models, resolve_model, stored_model
 from spd.formats.stores import HUB, LLAMA_CPP, LM_STUDIO, OLLAMA, Store, StoredModel
 
@@ -116,16 +116,16 @@ def test_a_quantization_itself_goes_before_a_makers_own() -> None:
 def test_mtp_layers_beside_a_model_are_of_its_quantization_or_the_usual_one() -> None:
     sets = {each.tag: each for each in file_sets(SIZES)}
     for tag, file in (("BF16", "mtp-M-BF16.gguf"), ("Q4_K_M", "mtp-M-Q8_0.gguf")):
-        found = drafter_files(SIZES, sets[tag])
+        found = find_drafter(SIZES, sets[tag])
         assert found is not None and found.files == (file,)
-    assert drafter_files({"M-Q4_K_M.gguf": 1}, sets["Q4_K_M"]) is None
+    assert find_drafter({"M-Q4_K_M.gguf": 1}, sets["Q4_K_M"]) is None
 
 
 def test_without_a_choice_all_are_listed_with_what_fits() -> None:
     gib = 1 << 30
     sets = file_sets({"M-Q4_K_M.gguf": 4 * gib, "M-Q8_0.gguf": 8 * gib, "M-BF16.gguf": 16 * gib})
     with pytest.raises(UsageError, match="org/M: holds 3 models as GGUF") as asked:
-        the_one(sets, "org/M", None, 10 * gib)
+        choose_one(sets, "org/M", None, 10 * gib)
     words = [" ".join(line.split()) for line in asked.value.reason]
     assert words == [
         "4.00 GiB fits Q4_K_M",
@@ -134,9 +134,9 @@ def test_without_a_choice_all_are_listed_with_what_fits() -> None:
     ]
     assert asked.value.fix == ("spd pull org/M:Q8_0",)
     with pytest.raises(UsageError, match="has no GGUF file 'Q2_K'") as missing:
-        the_one(sets, "org/M", "Q2_K", gib)
+        choose_one(sets, "org/M", "Q2_K", gib)
     assert missing.value.fix == ("spd pull org/M:Q4_K_M",)
-    assert the_one(sets[:1], "org/M", None, 0) is sets[0]
+    assert choose_one(sets[:1], "org/M", None, 0) is sets[0]
 
 
 # Stores

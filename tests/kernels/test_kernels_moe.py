@@ -23,11 +23,11 @@ from tests.kernels.skinny_cases import drawn
 FIELDS = (
     "per_token",
     "groups",
-    "groups_kept",
-    "group_best",
+    "top_groups",
+    "experts_per_group_score",
     "sigmoid",
     "normalised",
-    "added",
+    "weight_epsilon",
     "scale",
 )
 RULES = [
@@ -60,12 +60,13 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
     choice = [s + c for s, c in zip(scores, added, strict=True)]
     groups = [list(range(g * size, (g + 1) * size)) for g in range(rule.groups)]
     worth = [
-        sum(sorted((choice[e] for e in group), reverse=True)[: rule.group_best]) for group in groups
+        sum(sorted((choice[e] for e in group), reverse=True)[: rule.experts_per_group_score])
+        for group in groups
     ]
-    kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.groups_kept]
+    kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.top_groups]
     allowed = [e for g in kept for e in groups[g]]
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.per_token]
-    total = sum(scores[e] for e in chosen) + rule.added if rule.normalised else 1.0
+    total = sum(scores[e] for e in chosen) + rule.weight_epsilon if rule.normalised else 1.0
     return chosen, [scores[e] / total * rule.scale for e in chosen]
 
 

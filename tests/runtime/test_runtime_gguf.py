@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf import changes as did
-from spd.formats.gguf.block_types import READ
+from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
 from spd.runtime.load.gguf_weights import read_values
@@ -54,7 +54,7 @@ def as_folder(file: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", READABLE_TYPES)
 def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
     folder = as_folder(file, tmp_path / "folder")
@@ -126,12 +126,12 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
 
 def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
     """Do to a tensor what the converter does: the other way round, and by its own description."""
-    if isinstance(change, did.HeadPairs):
+    if isinstance(change, did.PermutedHeads):
         heads = meant.reshape(change.heads, 2, -1, *meant.shape[1:])
         return [torch.stack((heads[:, 0], heads[:, 1]), dim=2).reshape(meant.shape)]
-    if isinstance(change, did.Shifted):
+    if isinstance(change, did.ShiftedNorm):
         return [meant + 1]
-    if isinstance(change, did.Decay):
+    if isinstance(change, did.NegatedExp):
         return [-meant.exp()]
     if isinstance(change, did.TiledHeads):
         count = change.keys * change.per_key
@@ -142,7 +142,7 @@ def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
         ]
         tiled = torch.cat((rows[: change.first], each[order].flatten(0, 1)))
         return [tiled.movedim(0, change.dim)]
-    if isinstance(change, did.Below):
+    if isinstance(change, did.Concatenated):
         return [meant[:5], meant[5:]]
     if isinstance(change, did.Interleaved):
         whole = meant.movedim(change.dim - 1, 0)
@@ -159,15 +159,15 @@ def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
 
 
 CHANGES: list[tuple[did.Change, tuple[int, ...]]] = [
-    (did.HeadPairs(3), (24, 5)),
-    (did.HeadPairs(3), (24,)),
-    (did.Shifted(), (7,)),
-    (did.Decay(), (7,)),
+    (did.PermutedHeads(3), (24, 5)),
+    (did.PermutedHeads(3), (24,)),
+    (did.ShiftedNorm(), (7,)),
+    (did.NegatedExp(), (7,)),
     (did.TiledHeads(2, 3, 4), (24, 5)),
     (did.TiledHeads(2, 3, 1), (6,)),
     (did.TiledHeads(2, 3, 4, first=8), (32, 5)),
     (did.TiledHeads(2, 3, 4, dim=1), (5, 24)),
-    (did.Below(), (12, 3)),
+    (did.Concatenated(), (12, 3)),
     (did.Interleaved(1), (12, 3)),
     (did.Interleaved(2), (3, 12)),
     (did.LatentHeads(), (18, 5)),

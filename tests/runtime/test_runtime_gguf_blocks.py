@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.formats.gguf.block_types import BY_NAME, READ
+from spd.formats.gguf.block_types import BY_NAME, READABLE_TYPES
 from spd.runtime.load.gguf_blocks import VALUES
 
 VECTORS = [
@@ -44,8 +44,8 @@ def random_blocks(name: str, count: int) -> torch.Tensor:
 
 
 def test_every_type_that_is_read_has_values() -> None:
-    assert [*VALUES] == [*READ]
-    assert [name for name, _ in VECTORS] == [*READ]
+    assert [*VALUES] == [*READABLE_TYPES]
+    assert [name for name, _ in VECTORS] == [*READABLE_TYPES]
 
 
 @pytest.mark.parametrize(("name", "expected"), VECTORS)
@@ -57,7 +57,7 @@ def test_values_of_a_fixed_block(name: str, expected: dict[int, float]) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", READABLE_TYPES)
 def test_values_equal_those_of_gguf(name: str) -> None:
     gguf = pytest.importorskip("gguf")
     torch.manual_seed(49)

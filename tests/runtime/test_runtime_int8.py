@@ -148,7 +148,9 @@ def test_every_matrix_bit_for_bit(twin: Path) -> None:
     compared = 0
     with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
         for name, shape in shapes.items():
-            if (found := config.quantization.found(name, shape, checkpoint.tensors)) is not None:
+            if (
+                found := config.quantization.module_scheme(name, shape, checkpoint.tensors)
+            ) is not None:
                 scales = tensors[f"{name}_scale_inv"]
                 rows, columns = (torch.arange(size) // BLOCK for size in shape)
                 wanted = tensors[name].float() * scales.float()[rows][:, columns]

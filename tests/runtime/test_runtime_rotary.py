@@ -12,10 +12,10 @@ from spd.runtime.models.builder import reorder_heads
 def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
     """One head x [D] turned by the definition, a pair at a time, in float64."""
     y = x.double().clone()
-    half = dims.rotated // 2
+    half = dims.rotary_dim // 2
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if dims.interleaved else (i, i + half)
-        angle = torch.tensor(position * 100.0 ** (-2 * i / dims.rotated), dtype=torch.float64)
+        angle = torch.tensor(position * 100.0 ** (-2 * i / dims.rotary_dim), dtype=torch.float64)
         a = x[first].double()
         b = x[second].double()
         y[first] = a * angle.cos() - b * angle.sin()

@@ -35,7 +35,7 @@ from spd.conversation.thinking import past_reply
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
-from spd.formats.files import open_output, write_whole
+from spd.formats.files import open_output, write_atomically
 from spd.formats.thinking import opens_thinking
 from spd.runtime.engine.request import SEED_BITS
 
@@ -305,7 +305,7 @@ class SessionStore:
         try:
             self._make_folder()
             lines = [{"schema": SCHEMA, **header}, *turns]
-            write_whole(path, "".join(to_json(line) + "\n" for line in lines), 0o600)
+            write_atomically(path, "".join(to_json(line) + "\n" for line in lines), 0o600)
         except OSError as error:
             words = f"this chat cannot be saved to {path}: {error.strerror}"
             fix = f"{free_space(error)}XDG_STATE_HOME=FOLDER spd chat keeps chats elsewhere"

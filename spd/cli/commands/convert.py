@@ -14,7 +14,7 @@ from spd.cli.terminal.sink import Sink, check_new_folder
 from spd.cli.terminal.tables import Size, fact_lines
 from spd.errors import UsageError
 from spd.formats.names import CONFIG_FILE, WEIGHTS_FILE
-from spd.formats.writer import open_stage, outputs, write_json, write_tensors
+from spd.formats.writer import open_stage, output_tensors, write_json, write_tensors
 from spd.runtime.plan.config import format_size
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     own = differing_copies(plan)
     head = plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
-        tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
+        tensors = output_tensors(plan.checkpoint, [*plan.tensors, *own])
         write_tensors(
             stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=format_size)
         )
@@ -135,7 +135,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         rounded = set(rounded_names(source, options.mtp_too))
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
-        outputs = rounded_outputs(checkpoint, rounded)
+        output_tensors = rounded_outputs(checkpoint, rounded)
         config = {
             **source.fields.values,
             "quantization_config": quantization_config(checkpoint, rounded),
@@ -143,13 +143,13 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
                 report = partial(ticker.count, "writing", amount=format_size)
-                write_tensors(stage / WEIGHTS_FILE, outputs, report)
+                write_tensors(stage / WEIGHTS_FILE, output_tensors, report)
                 checkpoint.check_unchanged()
                 write_json(stage / CONFIG_FILE, config)
                 copy_side_files(beside, stage)
         kept = len(checkpoint.tensors) - len(rounded)
         before = checkpoint.total_bytes
-    after = sum(each.nbytes for each in outputs)
+    after = sum(each.nbytes for each in output_tensors)
     result = {
         "schema": "spd.quantize/1",
         "model": options.model,

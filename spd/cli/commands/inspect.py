@@ -107,7 +107,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "tensors": len(checkpoint.tensors),
         "shards": len(checkpoint.shards),
         "unexpected_tensors": unused_tensors(config, checkpoint),
-        "gguf": None if folder.gguf is None else folder.gguf.facts(),
+        "gguf": None if folder.gguf is None else folder.gguf.describe(),
         "mtp": mtp_facts(folder),
         "head": head_facts(config),
         "kv_bytes_per_token": Size(position_size(config) * DTYPE_BYTES[config.dtype]),

@@ -66,7 +66,7 @@ BY_NAME = {each.name: each for each in _TYPES}
 
 _REMOVED = "which llama.cpp no longer reads"
 _IK = "a type of ik_llama.cpp's own"
-UNREAD = {
+UNREADABLE_TYPES = {
     4: f"Q4_2, {_REMOVED}",
     5: f"Q4_3, {_REMOVED}",
     31: f"Q4_0_4_4, {_REMOVED}",
@@ -78,7 +78,7 @@ UNREAD = {
 } | dict.fromkeys(range(97, 256), _IK)
 """What other numbers stand for, as far as it is known."""
 
-READ = (
+READABLE_TYPES = (
     "F32",
     "F16",
     "BF16",

@@ -7,19 +7,19 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class HeadPairs:
+class PermutedHeads:
     """Rows of each head stand in the pairs that turn together: half [i], then half [i + D / 2]."""
 
     heads: int
 
 
 @dataclass(frozen=True)
-class Shifted:
+class ShiftedNorm:
     """Numbers are stored larger by 1: norms whose scales are distances from 1."""
 
 
 @dataclass(frozen=True)
-class Decay:
+class NegatedExp:
     """Stored is -exp of what is meant: the logarithm of a decay."""
 
 
@@ -38,7 +38,7 @@ class TiledHeads:
 
 
 @dataclass(frozen=True)
-class Below:
+class Concatenated:
     """Several tensors are one, below each other."""
 
 
@@ -65,7 +65,16 @@ class KeyHeadMajor:
     key_dim: int
 
 
-Change = HeadPairs | Shifted | Decay | TiledHeads | Below | Interleaved | LatentHeads | KeyHeadMajor
+Change = (
+    PermutedHeads
+    | ShiftedNorm
+    | NegatedExp
+    | TiledHeads
+    | Concatenated
+    | Interleaved
+    | LatentHeads
+    | KeyHeadMajor
+)
 
 ChangeName = Literal[
     "query_pairs",

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from spd.errors import CheckpointError
-from spd.formats.gguf.block_types import BY_NUMBER, UNREAD, BlockType
+from spd.formats.gguf.block_types import BY_NUMBER, UNREADABLE_TYPES, BlockType
 from spd.formats.gguf.file_kind import MAGIC, MAX_SPLITS
 from spd.formats.json_file import (
     FileIdentity,
@@ -352,7 +352,7 @@ def _read_tensor(header: _Header) -> _Info:
     number = int(header.numbers("I")[0])
     kind = BY_NUMBER.get(number)
     if kind is None:
-        known = UNREAD.get(number, "which is not known")
+        known = UNREADABLE_TYPES.get(number, "which is not known")
         raise header.refused(f"{what}: is of type {number}, {known}")
     offset = header.integer("Q", f"{what}: its offset", MAX_SIZE)
     if 0 in sizes:

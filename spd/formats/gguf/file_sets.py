@@ -44,7 +44,7 @@ class FileSet:
         """Return the word that is typed behind a colon to choose it."""
         return self.quantization or self.stem
 
-    def answers(self, tag: str) -> bool:
+    def matches_tag(self, tag: str) -> bool:
         """True if a tag means this set: its quantization, with or without UD-, or its name."""
         lowered = tag.casefold().removesuffix(SUFFIX)
         names = (self.quantization, self.quantization.removeprefix("UD-"), self.stem)
@@ -56,7 +56,7 @@ def file_sets(sizes: Mapping[str, int]) -> list[FileSet]:
     return _grouped({name: size for name, size in sizes.items() if not is_companion(name)})
 
 
-def drafter_files(sizes: Mapping[str, int], chosen: FileSet) -> FileSet | None:
+def find_drafter(sizes: Mapping[str, int], chosen: FileSet) -> FileSet | None:
     """Return the MTP layers that lie beside a model as a file of their own; None without any."""
     drafters = _grouped({name: size for name, size in sizes.items() if _base(name).startswith(MTP)})
     by_quantization = {drafter.quantization: drafter for drafter in drafters}
@@ -68,13 +68,13 @@ def drafter_files(sizes: Mapping[str, int], chosen: FileSet) -> FileSet | None:
 
 def choose(sets: Iterable[FileSet], tag: str) -> list[FileSet]:
     """Return the sets that a tag means; a set whose quantization is exactly that goes before others."""
-    answering = [file_set for file_set in sets if file_set.answers(tag)]
+    answering = [file_set for file_set in sets if file_set.matches_tag(tag)]
     lowered = tag.casefold()
     exact = [file_set for file_set in answering if file_set.quantization.casefold() == lowered]
     return exact if len(exact) == 1 else answering
 
 
-def the_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileSet:
+def choose_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileSet:
     """Return the set that is meant of a repository's. Raises UsageError with a list of them otherwise.
 
     free: bytes of memory for a model, which tell what fits.
@@ -82,7 +82,7 @@ def the_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileS
     chosen = sets if tag is None else choose(sets, tag)
     if len(chosen) == 1:
         return chosen[0]
-    fitting = [file_set for file_set in sets if needs(file_set) <= free]
+    fitting = [file_set for file_set in sets if required_memory(file_set) <= free]
     best = fitting[-1:] or sets[:1]
     lines = [_line(file_set, free) for file_set in sets]
     message = f"{name}: holds {len(sets)} models as GGUF, one of which is to be chosen"
@@ -92,7 +92,7 @@ def the_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileS
     raise UsageError(message, reason=abbreviate(lines, 40), fix=fix, code="choose_file")
 
 
-def needs(chosen: FileSet) -> int:
+def required_memory(chosen: FileSet) -> int:
     """Return about how many bytes of memory a model takes with a short context."""
     return chosen.nbytes + chosen.nbytes // 10 + (1 << 28)
 
@@ -105,7 +105,7 @@ def is_companion(name: str) -> bool:
 
 def _line(file_set: FileSet, free: int) -> str:
     """Return size, whether it fits, and tag of a set."""
-    fits = "fits" if needs(file_set) <= free else "does not fit"
+    fits = "fits" if required_memory(file_set) <= free else "does not fit"
     return f"{file_set.nbytes / (1 << 30):>5.2f} GiB  {fits:12}  {file_set.tag}"
 
 

@@ -17,7 +17,7 @@ from spd.formats.checkpoint import (
     TensorMeta,
     read_exactly,
 )
-from spd.formats.gguf.block_types import READ
+from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.formats.gguf.config import (
     architecture_of,
     config_fields,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class GgufCheckpoint(Checkpoint):
     """A file's tensors by Hugging Face's names; `read` gives floats alone, `stored` says what others are."""
 
-    dtypes = READ
-    needs_all = True
+    dtypes = READABLE_TYPES
+    refuses_unused = True
 
     def __init__(
         self, file: GgufFile, stored: Mapping[str, StoredTensor], unknown: list[str]
@@ -59,7 +59,7 @@ class GgufCheckpoint(Checkpoint):
         """Return a tensor of floats as it is stored, as a folder's. Raises CheckpointError for others."""
         kept = self.stored.get(name)
         if kept is not None and (kept.changes or kept.parts[0].type.name not in TORCH_NAMES):
-            raise self.refused(name, "is not stored as it is meant")
+            raise self.tensor_error(name, "is not stored as it is meant")
         return super().read(name, rows, into)
 
     def blocks(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
@@ -106,7 +106,7 @@ class GgufModel:
         """Return the types in few bits that its tensors have, the one of most bytes first."""
         return tuple(name for name in stored_types(self.file) if name not in FLOAT_DTYPES)
 
-    def facts(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return what it says of itself, as JSON values: types with their tensors, and `general.*`."""
         return {
             "architecture": architecture_of(self.file)[0],

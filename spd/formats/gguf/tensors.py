@@ -208,16 +208,16 @@ class _Reader:
         sizes = self.sizes
         found: list[to.Change | None] = []
         if own.endswith("norm.weight") and self.row.centred and own != "ssm_norm.weight":
-            found.append(to.Shifted())
+            found.append(to.ShiftedNorm())
         name = self.row.changes.get(own.removesuffix(".weight").removesuffix(".bias"))
         if name == "query_pairs":
-            found.append(to.HeadPairs(sizes.heads))
+            found.append(to.PermutedHeads(sizes.heads))
         elif name == "key_pairs":
-            found.append(to.HeadPairs(sizes.key_heads))
+            found.append(to.PermutedHeads(sizes.key_heads))
         elif name == "decay":
-            found.append(to.Decay())
+            found.append(to.NegatedExp())
         elif name == "tiled_decay":
-            found += [to.Decay(), sizes.tiled(1)]
+            found += [to.NegatedExp(), sizes.tiled(1)]
         elif name == "tiled_heads":
             found.append(sizes.tiled(1))
         elif name == "tiled_values":
@@ -265,7 +265,7 @@ class _Reader:
         _check_fit(joined, parts)
         if joined.change == "below":
             rows = sum(part.shape[0] for part in parts)
-            return StoredTensor(tuple(parts), (rows, *first[1:]), (to.Below(),))
+            return StoredTensor(tuple(parts), (rows, *first[1:]), (to.Concatenated(),))
         if joined.change == "interleaved":
             dim = 0 if joined.name.endswith("weight") else len(first) - 1
             shape = (*first[:dim], 2 * first[dim], *first[dim + 1 :])

@@ -32,15 +32,15 @@ class RoutingRule(Protocol):
     @property
     def groups(self) -> int: ...
     @property
-    def groups_kept(self) -> int: ...
+    def top_groups(self) -> int: ...
     @property
-    def group_best(self) -> int: ...
+    def experts_per_group_score(self) -> int: ...
     @property
     def sigmoid(self) -> bool: ...
     @property
     def normalised(self) -> bool: ...
     @property
-    def added(self) -> float: ...
+    def weight_epsilon(self) -> float: ...
     @property
     def scale(self) -> float: ...
 
@@ -60,16 +60,16 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     logits = parts.sum(dim=1)
     scores = logits.sigmoid() if rule.sigmoid else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
-    if rule.groups_kept < rule.groups:
+    if rule.top_groups < rule.groups:
         grouped = choice.view(choice.shape[0], rule.groups, -1)
-        leaders = grouped.gather(-1, _best(grouped, rule.group_best)).sum(dim=-1)
-        best = _best(leaders, rule.groups_kept)
+        leaders = grouped.gather(-1, _best(grouped, rule.experts_per_group_score)).sum(dim=-1)
+        best = _best(leaders, rule.top_groups)
         kept = torch.zeros_like(leaders, dtype=torch.bool).scatter_(-1, best, True)
         choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
     ids = _best(choice, rule.per_token)
     weights = scores.gather(-1, ids)
     if rule.normalised:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.added)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.weight_epsilon)
     return ids, weights * rule.scale
 
 

@@ -287,10 +287,10 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
         "BLOCK_S": power_of_two(rule.per_token),
         "GROUPS": rule.groups,
     }
-    sizes |= {"GROUPS_KEPT": rule.groups_kept, "GROUP_BEST": rule.group_best}
+    sizes |= {"GROUPS_KEPT": rule.top_groups, "GROUP_BEST": rule.experts_per_group_score}
     options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(parts.device)}
     choose_experts_kernel[(rows,)](
-        *(parts, correction, ids, weights, rule.added, rule.scale),
+        *(parts, correction, ids, weights, rule.weight_epsilon, rule.scale),
         SIGMOID=rule.sigmoid,
         NORMALISED=rule.normalised,
         **sizes,

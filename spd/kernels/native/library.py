@@ -449,8 +449,15 @@ class NativeKernels(TorchKernels):
         weights = torch.empty(rows, rule.per_token)
         each = ceil_div(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
-        sizes = (rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best)
-        how = (rule.sigmoid, rule.normalised, rule.added, rule.scale)
+        sizes = (
+            rows,
+            experts,
+            rule.per_token,
+            rule.groups,
+            rule.top_groups,
+            rule.experts_per_group_score,
+        )
+        how = (rule.sigmoid, rule.normalised, rule.weight_epsilon, rule.scale)
         self.call_threads("route", parts, correction, ids, weights, room, *sizes, *how)
         return ids, weights
 

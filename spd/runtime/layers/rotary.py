@@ -75,7 +75,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(inverse, rope, head_dim)
     if rope.kind == "proportional":
-        inverse[int(rope.share * head_dim // 2) :] = 0.0
+        inverse[int(rope.rotated_share * head_dim // 2) :] = 0.0
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.short_factor) * rope.theta**exponents)
     return inverse
@@ -117,10 +117,10 @@ class RotaryTable:
         device: str,
         shift: int = 0,
     ) -> None:
-        inverse = inverse_frequencies(rope, dims.rotated)
+        inverse = inverse_frequencies(rope, dims.rotary_dim)
         angles = (torch.arange(max_positions, dtype=torch.float32)[:, None] - shift) * inverse
         scale = attention_factor(rope)
-        still = (0, (dims.width - dims.rotated) // 2)
+        still = (0, (dims.width - dims.rotary_dim) // 2)
         cos = F.pad(angles.cos() * scale, still, value=1.0)
         sin = F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions

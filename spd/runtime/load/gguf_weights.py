@@ -76,16 +76,16 @@ def meant(checkpoint: GgufCheckpoint, stored: StoredTensor) -> Tensor:
 def undone(change: did.Change, parts: list[Tensor]) -> Tensor:
     """Return what the converter changed as it was before; parts: what it made of one tensor."""
     values = parts[0]
-    if isinstance(change, did.HeadPairs):
+    if isinstance(change, did.PermutedHeads):
         pairs = values.view(change.heads, -1, 2, *values.shape[1:])
         return pairs.transpose(1, 2).reshape(values.shape)
-    if isinstance(change, did.Shifted):
+    if isinstance(change, did.ShiftedNorm):
         return values - 1
-    if isinstance(change, did.Decay):
+    if isinstance(change, did.NegatedExp):
         return (-values.double()).log().float()
     if isinstance(change, did.TiledHeads):
         return _by_keys(change, values)
-    if isinstance(change, did.Below):
+    if isinstance(change, did.Concatenated):
         return torch.cat(parts)
     if isinstance(change, did.Interleaved):
         return torch.stack(parts, dim=change.dim)

@@ -294,7 +294,7 @@ class Head:
                 table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
             elif shared.order is not None:
                 table = own.read(shared.own)[shared.order][first:end]
-            elif shared.own in own.tensors and not own.equal(
+            elif shared.own in own.tensors and not own.tensors_equal(
                 shared.own, target.checkpoint, names[key]
             ):
                 table = read_values(own, shared.own, (first, end))

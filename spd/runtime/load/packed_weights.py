@@ -81,7 +81,9 @@ def unpacking_fill(
         rest = dict(views)
         for name, view in views.items():
             found = (
-                None if name not in shapes else how.found(name, shapes[name], checkpoint.tensors)
+                None
+                if name not in shapes
+                else how.module_scheme(name, shapes[name], checkpoint.tensors)
             )
             if found is None:
                 continue
@@ -112,7 +114,7 @@ def keep_packed(
     """Write a matrix as codes into a view uint8, with its scales and zeros in views of their own."""
     if stored.group == 1 < stored.codes.shape[1]:
         why = "columns of a group are not neighbours, though quantization_config says so"
-        raise checkpoint.refused(name, why)
+        raise checkpoint.tensor_error(name, why)
     view.copy_(pack_nibbles(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
     scales = own["scales"]
     zeros = own["zeros"]
@@ -132,8 +134,8 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
             words = "%s: tensor %s holds values that are not finite"
             logger.warning(words, checkpoint.tensors[f"{module}.{last}"].shard, f"{module}.{last}")
     rows, columns = shape
-    group = scheme.group or columns
-    codes = stored[scheme.codes]
+    group = scheme.group_size or columns
+    codes = stored[scheme.codes_name]
     zeros = None
     order = None
     if scheme.layout == "pack":
@@ -152,7 +154,7 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
         groups = scales.shape[1]
         last = "g_idx" if "g_idx" in stored else "weight_g_idx"
         if bool(((order < 0) | (order >= groups)).any()):
-            raise checkpoint.refused(
+            raise checkpoint.tensor_error(
                 f"{module}.{last}", f"names a group beyond the {groups} of them"
             )
         if not torch.equal(order, torch.arange(columns) // group):
@@ -162,11 +164,11 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
     if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
         if bool((zeros != 1 << (scheme.bits - 1)).any()):
             why = "zero points differ, but quantization_config calls the weights symmetric"
-            raise checkpoint.refused(f"{module}.qzeros", why)
+            raise checkpoint.tensor_error(f"{module}.qzeros", why)
         zeros = None
     if zeros is None and scheme.layout in ("pack", "gptq"):  # offset binary of fewer bits
-        codes = codes + (DEFAULT_ZERO_POINTS[scheme.kind] - (1 << (scheme.bits - 1)))
-    return Unpacked(scheme.kind, codes, scales, zeros, group)
+        codes = codes + (DEFAULT_ZERO_POINTS[scheme.code_kind] - (1 << (scheme.bits - 1)))
+    return Unpacked(scheme.code_kind, codes, scales, zeros, group)
 
 
 def _by_columns(stored: Stored, scheme: Scheme, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,17 +187,19 @@ def _by_columns(stored: Stored, scheme: Scheme, shape: Shape) -> tuple[Tensor, T
 
 def _floats_or_bytes(stored: Stored, scheme: Scheme, rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of layouts that pack no words."""
-    codes = stored[scheme.codes].view(torch.uint8)
+    codes = stored[scheme.codes_name].view(torch.uint8)
     scales = stored["weight_scale"]
     if scheme.layout == "int8":
         codes = codes ^ 128  # two's complement to offset binary
-    if scheme.kind != "e2m1":
+    if scheme.code_kind != "e2m1":
         scales = scales.float().reshape(-1, 1) if scheme.block_rows is None else scales.float()
         if scheme.block_rows is not None:
             scales = scales.repeat_interleave(scheme.block_rows, 0)[:rows]
         scales = scales.expand(rows, -1)
-        if scheme.kind == "e4m3" and not _is_finite(codes.view(torch.float8_e4m3fn), scheme, ""):
-            scales = _spoiled(scales, codes, scheme.group or codes.shape[1])
+        if scheme.code_kind == "e4m3" and not _is_finite(
+            codes.view(torch.float8_e4m3fn), scheme, ""
+        ):
+            scales = _spoiled(scales, codes, scheme.group_size or codes.shape[1])
         return codes, scales
     codes = unpack_nibbles(codes)
     if scheme.layout == "mxfp4":

@@ -15,7 +15,7 @@ from spd.errors import IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, text_name
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp_layout import is_mtp_tensor
-from spd.formats.writer import OutputTensor, outputs
+from spd.formats.writer import OutputTensor, output_tensors
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.models import family_layout
@@ -53,7 +53,7 @@ def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[Ou
     found: list[OutputTensor] = []
     for name, meta in checkpoint.tensors.items():
         if name not in rounded:
-            found += outputs(checkpoint, [meta._replace(name=_called(name, meta))])
+            found += output_tensors(checkpoint, [meta._replace(name=_called(name, meta))])
             continue
         stem = _called(name, meta).removesuffix("weight")
         rows, columns = meta.shape

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from spd.formats.files import write_whole
+from spd.formats.files import write_atomically
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.native.build import read_cached
 from spd.version import __version__
@@ -84,7 +84,7 @@ def keep_answer(
     try:
         place = _place(cache, bound)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(place, json.dumps({"for": bound, "widest": widest}), 0o600)
+        write_atomically(place, json.dumps({"for": bound, "widest": widest}), 0o600)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return str(place)

@@ -66,7 +66,7 @@ def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     expected = weights.expected_tensors(config, layout(config))
     if facts.clusters:
         expected[ORDER] = (config.vocab_size,)
-    unused = check_tensors(checkpoint, expected, kinds={ORDER: ("I64", "I32")}, what=what)
+    unused = check_tensors(checkpoint, expected, dtypes={ORDER: ("I64", "I32")}, description=what)
     return [name for name in unused if name != ORDER]
 
 

@@ -82,7 +82,7 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
         expected[OFFSETS] = (rows,)
     what = "tensors of the EAGLE-3 head"
-    unused = check_tensors(checkpoint, expected, kinds={OFFSETS: INTEGERS}, what=what)
+    unused = check_tensors(checkpoint, expected, dtypes={OFFSETS: INTEGERS}, description=what)
     unread = [name for name in unused if name.startswith(UNDERSTOOD)]
     if unread:
         why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"

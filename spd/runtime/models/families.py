@@ -28,7 +28,7 @@ from spd.runtime.models.weights import ModelLayout
 
 def usual_attention(config: ModelConfig) -> GqaLayout:
     """Return grouped-query attention; biases follow the configuration."""
-    dims = RotaryDims(config.head_dim, config.rope.rotated or config.head_dim)
+    dims = RotaryDims(config.head_dim, config.rope.rotary_dim or config.head_dim)
     return GqaLayout(
         config.hidden_size,
         config.num_heads,
@@ -57,10 +57,10 @@ def usual_experts(config: ModelConfig) -> blocks.MoeLayout:
     """Return routed experts as the configuration says."""
     experts = config.experts
     assert experts is not None
-    shared_act = RELU2 if experts.plain else SILU
+    shared_act = RELU2 if experts.is_ungated else SILU
     act = shared_act
-    if experts.clamped is not None:
-        limit, alpha = experts.clamped
+    if experts.swiglu_clamp is not None:
+        limit, alpha = experts.swiglu_clamp
         act = Activation("swiglu", limit, alpha)
     return blocks.MoeLayout(
         config.hidden_size,
@@ -79,7 +79,7 @@ def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
         return None
     if isinstance(recurrent, ConvConfig):
         return ConvLayout(hidden, recurrent.kernel, hidden)
-    if recurrent.corrects:
+    if recurrent.uses_delta_rule:
         return DeltaLayout(hidden, recurrent, config.rms_norm_eps)
     return ScanLayout(hidden, recurrent, config.rms_norm_eps)
 
@@ -111,8 +111,8 @@ def layered(
         mlp: blocks.MlpLayout | blocks.MoeLayout = dense
         if sparse is not None and sparse.experts.sparse_layers[i]:
             mlp = sparse
-        if config.limits:
-            mlp = _limited(mlp, config.limits[i])
+        if config.swiglu_limits:
+            mlp = _limited(mlp, config.swiglu_limits[i])
         layers.append(blocks.LayerLayout(mixer, mlp))
     scales = config.scales
     embedding_scale = scales.embedding / scales.residual
@@ -140,15 +140,15 @@ def _attention_at(
     config: ModelConfig, attention: GqaLayout, layer: int, *, sinks_slide: bool
 ) -> GqaLayout:
     """Return a layer's attention: whether it slides, how it then rotates, and with how many heads."""
-    window = config.sliding[layer] if config.sliding else None
+    window = config.sliding_windows[layer] if config.sliding_windows else None
     is_absent = layer < len(config.no_rope) and config.no_rope[layer]
     rotation = replace(attention.rotation, is_absent=is_absent)
     scores = replace(attention.scores, sliding=window)
     if window is None:
         return replace(attention, rotation=rotation, scores=scores)
     if config.local_rope is not None:
-        rotated = config.local_rope.rotated or rotation.dims.rotated
-        dims = replace(rotation.dims, rotated=rotated)
+        rotated = config.local_rope.rotary_dim or rotation.dims.rotary_dim
+        dims = replace(rotation.dims, rotary_dim=rotated)
         rotation = replace(rotation, is_local=True, dims=dims)
     if sinks_slide:
         scores = replace(scores, has_sinks=True)
@@ -267,7 +267,7 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     if config.experts is not None:
         experts = changed(usual_experts(config), {"norms": norms})
         layers["moe"] = blocks.LayerLayout(nothing, experts)
-    return ModelLayout(tuple(layers[kind] for kind in recurrent.single))
+    return ModelLayout(tuple(layers[kind] for kind in recurrent.block_kinds))
 
 
 def ernie4_5(config: ModelConfig) -> ModelLayout:
@@ -277,7 +277,7 @@ def ernie4_5(config: ModelConfig) -> ModelLayout:
 
 def _interleaved(config: ModelConfig) -> dict[str, RotaryDims]:
     """Return the rotation of elements 2i and 2i + 1 together."""
-    rotated = config.rope.rotated or config.head_dim
+    rotated = config.rope.rotary_dim or config.head_dim
     return {"dims": RotaryDims(config.head_dim, rotated, interleaved=True)}
 
 
@@ -415,8 +415,8 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     norms = {"before": "pre_feedforward_layernorm", "after": after}
     mlp = changed(usual_mlp(config), {"act": GELU, "norms": norms})
     experts = None if config.experts is None else replace(usual_experts(config), act=GELU)
-    for i, window in enumerate(config.sliding or (None,) * config.num_layers):
-        shares = i >= config.num_layers - facts.shared
+    for i, window in enumerate(config.sliding_windows or (None,) * config.num_layers):
+        shares = i >= config.num_layers - facts.num_shared_layers
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
         if not shares:
             sources[window is None] = i
@@ -425,9 +425,11 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
             local = {"scores": {"sliding": window}, "rotation": {"is_local": True}}
             attention = changed(sliding, local)
         attention = replace(attention, reads=sources[window is None] if shares else None)
-        side = blocks.SideLayout(replace(mlp, intermediate_size=width), experts, facts.per_layer, i)
+        side = blocks.SideLayout(
+            replace(mlp, intermediate_size=width), experts, facts.per_layer_width, i
+        )
         layers.append(blocks.LayerLayout(attention, side))
-    per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
+    per_layer = (facts.per_layer_vocab, facts.per_layer_width) if facts.per_layer_width else None
     return ModelLayout(
         tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer
     )

@@ -34,10 +34,10 @@ class GatedDelta:
         self.output = build.summed(tensors, "output")
         self.taps = tensors["conv"].squeeze(1).t().contiguous()
         self.bias = tensors.get("conv_bias")
-        self.rule = DeltaRule(tensors["rate"], tensors["step_bias"], layout.delta.corrects)
+        self.rule = DeltaRule(tensors["rate"], tensors["step_bias"], layout.delta.uses_delta_rule)
         self.norm = tensors["head_norm"]
         self.skip = tensors.get("skip")
-        if not layout.delta.corrects:  # a norm a group
+        if not layout.delta.uses_delta_rule:  # a norm a group
             self.norm = self.norm.view(layout.delta.key_heads, -1)
 
     def __call__(
@@ -60,7 +60,7 @@ class GatedDelta:
             read = read + convolved[:, -values:].view(read.shape) * self.skip[:, None]
             read = read.view(len(read), *self.norm.shape)
         opened = self.kernels.gated_norm(
-            read, opening, self.norm, self.layout.epsilon, not delta.corrects
+            read, opening, self.norm, self.layout.epsilon, not delta.uses_delta_rule
         )
         return self.output(opened, batch, stream)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spd.formats.gguf.changes import Below, Change, HeadPairs, KeyHeadMajor, TiledHeads
+from spd.formats.gguf.changes import Change, Concatenated, KeyHeadMajor, PermutedHeads, TiledHeads
 from spd.formats.gguf.tensors import StoredTensor
 from spd.runtime.models.weights import PackedSpec
 
@@ -43,4 +43,4 @@ def _moves_rows(change: Change) -> bool:
     """Return True if a change of the converter's moved whole rows, and nothing else."""
     if isinstance(change, TiledHeads):
         return change.dim == 0
-    return isinstance(change, HeadPairs | Below | KeyHeadMajor)
+    return isinstance(change, PermutedHeads | Concatenated | KeyHeadMajor)

@@ -190,12 +190,12 @@ class MoeLayout:
     @property
     def has_biases(self) -> bool:
         """True if experts have biases; gates and inputs then stand in one matrix, in turn."""
-        return self.experts.clamped is not None
+        return self.experts.swiglu_clamp is not None
 
     def destinations(self) -> dict[str, Destination]:
         """Return where the checkpoint's tensors go, by the names that `MoeMlp` reads."""
         hidden = self.hidden_size
-        latent = self.experts.latent
+        latent = self.experts.latent_width
         found = self.norms.destinations(hidden) | self._router() | self.matrices()
         if latent is not None:
             found |= fused("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
@@ -211,10 +211,10 @@ class MoeLayout:
         }
         if self.has_biases:
             shapes["router_bias"] = ("gate.bias", (count,))
-        if experts.router.corrected:
-            is_row = experts.correction.startswith("moe_statics")
-            shapes["correction"] = (experts.correction, (1, count) if is_row else (count,))
-        if experts.shared_gated and experts.shared_size:
+        if experts.router.has_correction:
+            is_row = experts.correction_name.startswith("moe_statics")
+            shapes["correction"] = (experts.correction_name, (1, count) if is_row else (count,))
+        if experts.has_shared_gate and experts.shared_size:
             shapes["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, self.hidden_size))
         return {
             key: Destination.of({f"mlp.{name}": shape}, exact=True)
@@ -225,7 +225,7 @@ class MoeLayout:
         """Return the destinations of the experts' matrices and biases; block stands before their names."""
         hidden = self.hidden_size
         width = self.experts.intermediate_size
-        columns = self.experts.latent or hidden
+        columns = self.experts.latent_width or hidden
         rows = 2 * width if self.has_biases else width
         gate_up: dict[str, Shape] = {"up": (rows, columns)}
         if self.has_biases:

@@ -76,7 +76,7 @@ def _shared_expert(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> 
 def _routed_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> RoutedExperts:
     """Return the routed experts, and how their sum is added to the stream."""
     weights = expert_weights(layout, tensors, build)
-    if layout.experts.latent is not None:
+    if layout.experts.latent_width is not None:
         experts = alone(weights, build)
         narrow = build.matrix(tensors, "latent_in")
         return LatentExperts(narrow, experts, build.part_of_sum(tensors, "latent_out"))

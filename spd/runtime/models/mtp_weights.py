@@ -107,8 +107,10 @@ def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     what = "tensors of the MTP head"
     kinds = dict[str, tuple[str, ...]]()
     if config.quantization is not None:
-        expected, kinds = config.quantization.stored(expected, checkpoint.tensors)
-    unexpected = check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=HOW_TO_ATTACH)
+        expected, kinds = config.quantization.stored_tensors(expected, checkpoint.tensors)
+    unexpected = check_tensors(
+        checkpoint, expected, dtypes=kinds, description=what, fix=HOW_TO_ATTACH
+    )
     own = (name for name in unexpected if layout.owns(name))
     foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
     if foreign:

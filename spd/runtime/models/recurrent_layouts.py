@@ -58,7 +58,7 @@ class DeltaLayout:
             "step_bias": ("dt_bias", heads, ()),
             "head_norm": ("norm.weight", WHOLE.rows(delta.value_dim), ()),
         }
-        if not delta.corrects:
+        if not delta.uses_delta_rule:
             exact |= {
                 "skip": ("D", heads, ()),
                 "head_norm": ("norm.weight", self.shard.rows(values), ()),

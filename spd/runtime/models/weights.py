@@ -201,8 +201,8 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     how = config.quantization
     kinds = dict[str, tuple[str, ...]]()
     if how is not None:
-        expected, kinds = how.stored(expected, checkpoint.tensors)
-    unexpected = check_tensors(checkpoint, expected, kinds=kinds)
+        expected, kinds = how.stored_tensors(expected, checkpoint.tensors)
+    unexpected = check_tensors(checkpoint, expected, dtypes=kinds)
     if (
         config.tie_embeddings
     ):  # a head that is stored nevertheless is a copy: see `ModelFolder.config`
@@ -210,8 +210,8 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     if how is not None:
         unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     unused = [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
-    if unused and checkpoint.needs_all:
-        raise checkpoint.refused(unused[0], f"is not known in {config.architecture}")
+    if unused and checkpoint.refuses_unused:
+        raise checkpoint.tensor_error(unused[0], f"is not known in {config.architecture}")
     return unused
 
 

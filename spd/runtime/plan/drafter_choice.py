@@ -205,7 +205,7 @@ def _cache_facts(config: ModelConfig) -> dict[str, Any]:
     }
     return {
         **found,
-        "sliding window": next((each for each in config.sliding if each is not None), 0),
+        "sliding window": next((each for each in config.sliding_windows if each is not None), 0),
     }
 
 

@@ -186,17 +186,19 @@ def _packed(
     for name in tensors:
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None
-        if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
+        if scheme is None or scheme.codes_name != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
         if scheme.reordered or (
-            (scheme.group or STEP) not in (16, 32, 64) and (scheme.group or STEP) % STEP
+            (scheme.group_size or STEP) not in (16, 32, 64) and (scheme.group_size or STEP) % STEP
         ):
             odd += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
         kind: ScaleKind = "bfloat16" if narrow else "float32"
-        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, kind)
+        packed[f"{stem}.weight"] = PackedSpec(
+            scheme.code_kind, scheme.group_size, not scheme.symmetric, kind
+        )
     why = f"{how.method} weights are multiplied as stored, activations are not rounded"
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"

@@ -16,7 +16,7 @@ import pytest
 from spd.errors import CheckpointError, IncompatibleError, NotFoundError, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
-from spd.formats.gguf.changes import HeadPairs
+from spd.formats.gguf.changes import PermutedHeads
 from spd.formats.gguf.keys import decimal
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.names import LAYER, OUTER
@@ -93,7 +93,7 @@ def test_a_fused_matrix_is_cut(tmp_path: Path) -> None:
     ]
     assert [part.shape for part in rows] == [(32, 32), (16, 32), (16, 32)]
     pairs = [checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert [each.changes for each in pairs] == [(HeadPairs(2),), (HeadPairs(1),), ()]
+    assert [each.changes for each in pairs] == [(PermutedHeads(2),), (PermutedHeads(1),), ()]
     offsets = [part.offset - rows[0].offset for part in rows]
     assert offsets == [0, 32 * 34, 48 * 34]
     assert unused_tensors(folder.config, folder.checkpoint) == []
