@@ -21,7 +21,7 @@ from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch, Tiny, TinyShelf
 from tests.interpreted_dot import install
-from tests.known_trials import FEW_ROWS, tried_once, try_rows
+from tests.known_trials import FEW_ROW_COUNTS, probe_once, set_probed_row_counts
 from tests.lanes import choose
 from tests.pairs import Pairs
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -40,8 +40,8 @@ def _one_thread() -> None:
 def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """Tests of what an engine tries at load ask for `every_trial`."""
     if "every_trial" not in request.fixturenames:
-        monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_once)
-        try_rows(monkeypatch, FEW_ROWS)
+        monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_once)
+        set_probed_row_counts(monkeypatch, FEW_ROW_COUNTS)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What several tests share: tiny checkpoints on a shelf, and runs of whole generations."""
+"""Helpers that several tests share: tiny checkpoints, engines of them, and whole generations."""
 
 import hashlib
 import json
@@ -25,41 +25,50 @@ from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.rows import PromptPart, SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny
 
-Tiny = Callable[..., Path]  # writes a tiny checkpoint, or finds it
+Tiny = Callable[..., Path]
+"""Returns the folder of a tiny checkpoint, and writes it where it does not exist."""
 Patch = pytest.MonkeyPatch
 Prompt = tuple[int, ...]
-PROPOSERS: dict[str, dict[str, Any]] = {
+PROPOSER_OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
     **{spec: {"spec": spec, "draft_max": 3} for spec in ("draft", "mtp", "eagle3")},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
-}  # Engine options of every proposer that the matrices run; a draft model or a head is added by the test.
-WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
-INTERPRETED = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason=WHY),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
-]  # Marks of tests that run Triton kernels in its interpreter.
+}
+"""Engine options of every proposer that the matrices run; the test adds a draft model or a head."""
+INTERPRETER_REASON = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
+INTERPRETER_MARKS = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason=INTERPRETER_REASON),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, for log(0)
+]
+"""Marks of tests that run Triton kernels in its interpreter."""
 
 
 @dataclass(frozen=True)
-class Damped:
-    """How loudly a tiny model's layers speak: a draft of the `loud` ones often agrees, and not always."""
+class DampedLayers:
+    """A residual gain that damps a tiny model's layers after the first `full_layers`.
 
-    loud: int
-    soft: float = 0.12
+    A draft model of those first layers often agrees with the model, and not always.
+    """
+
+    full_layers: int
+    damped_gain: float = 0.12
 
     def __call__(self, layer: int) -> float:
-        return 1.0 if layer < self.loud else self.soft
+        return 1.0 if layer < self.full_layers else self.damped_gain
 
 
-def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
-    """A copy of a set of kernels with other operations in place of some."""
+def replace_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
+    """Return a copy of a set of kernels with some operations replaced."""
     changed = copy(kernels)
     vars(changed).update(operations)
     return changed
 
 
-def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
-    """Few programs for the interpreter: of a small device none is idle, and one turns all heads of a row."""
+def limit_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
+    """Let kernels launch few programs, for the interpreter's sake.
+
+    The device seems to have `processors`; one program rotates all heads of a row.
+    """
     from spd.kernels.attention import paged_attention_triton, rotary_store_triton
     from spd.kernels.launch import device_properties
 
@@ -72,12 +81,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
 
 
 class TinyShelf:
-    """Writes each tiny checkpoint once."""
+    """A folder of tiny checkpoints, each written once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def get(self, variant: str = "qwen3", **options: Any) -> Path:
+        """Return the folder of a variant with these options; write it the first time."""
         arguments = {**VARIANTS[variant], **options}
         key = hashlib.sha256(repr(sorted(arguments.items())).encode()).hexdigest()[:16]
         folder = self.folder / f"{variant}-{key}"
@@ -86,7 +96,7 @@ class TinyShelf:
 
 @dataclass
 class Run:
-    """Everything one request gave."""
+    """Tokens, text, rounds and counters of one finished request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -98,12 +108,12 @@ class Run:
 
     @property
     def output(self) -> tuple[list[int], str, str | None]:
-        """What must not depend on speculation."""
+        """Tokens, text and finish reason, which must not depend on speculation."""
         return self.tokens, self.text, self.finish_reason
 
     @property
     def drafts(self) -> list[tuple[list[int], int]]:
-        """(drafts, accepted) of each round."""
+        """Draft tokens and accepted count of each round."""
         return [(record.draft, record.accepted) for record in self.rounds]
 
 
@@ -112,7 +122,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def make_engine(model: Path, **options: Any) -> Engine:
-    """A small engine: one thread, torch in float32, a short context, fixed k unless said otherwise."""
+    """Make a small engine: one thread, torch in float32, a short context, fixed k, or as `options` say."""
     options = {
         "threads": 1,
         "dtype": "float32",
@@ -127,25 +137,29 @@ def make_engine(model: Path, **options: Any) -> Engine:
     )
 
 
-def local_queue(engine: Engine) -> LocalRoundQueue:
+def get_local_queue(engine: Engine) -> LocalRoundQueue:
     """Return the queue of an engine of one rank, with the round and the state behind it."""
     queue = engine.round_queue
     assert isinstance(queue, LocalRoundQueue)
     return queue
 
 
-def quick_engine(model: Path, **options: Any) -> Engine:
-    """`make_engine` by C kernels where there are any: for what is decided, not for how it is computed."""
+def make_fast_engine(model: Path, **options: Any) -> Engine:
+    """Call `make_engine` with C kernels where there are any: for tests of decisions, not of arithmetic."""
     return make_engine(model, **{"kernels": "auto", **options})
 
 
 def run_all(engine: Engine, prompts: list[Prompt], params: list[SamplingParams]) -> list[Run]:
-    asked = enumerate(zip(prompts, params, strict=True))
-    return run_requests(engine, [Request(f"r{i}", *each) for i, each in asked])
+    """Run a request for each prompt, with the parameters of the same place."""
+    requests = [
+        Request(f"r{i}", prompt, sampling)
+        for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+    ]
+    return run_requests(engine, requests)
 
 
 def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
-    """Run every request to its end, together as far as the engine has slots."""
+    """Run every request to its end, as many at a time as the engine has slots."""
     runs = {request.id: Run() for request in requests}
     engine.trace = lambda record: runs[record.request].rounds.append(record)
     for event in engine.stream(requests):
@@ -162,96 +176,102 @@ def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
     return list(runs.values())
 
 
-def outputs(runs: Sequence[Run]) -> list[tuple[list[int], str, str | None]]:
-    """What must not depend on speculation, of each."""
+def collect_outputs(runs: Sequence[Run]) -> list[tuple[list[int], str, str | None]]:
+    """Return the output of each run, which must not depend on speculation."""
     return [run.output for run in runs]
 
 
-def drafts(runs: Sequence[Run]) -> list[list[tuple[list[int], int]]]:
-    """(drafts, accepted) of each round of each."""
+def collect_drafts(runs: Sequence[Run]) -> list[list[tuple[list[int], int]]]:
+    """Return (draft tokens, accepted count) of each round, for each run."""
     return [run.drafts for run in runs]
 
 
-def accepted(runs: list[Run]) -> int:
+def count_accepted(runs: list[Run]) -> int:
     return sum(run.metrics.draft_n_accepted for run in runs)
 
 
-def drafted(runs: list[Run]) -> int:
+def count_drafted(runs: list[Run]) -> int:
     return sum(run.metrics.draft_n for run in runs)
 
 
-def assert_same(runs: list[Run], expected: list[Run], why: object = "") -> None:
-    """Tokens, text, end and log-probabilities are equal."""
-    assert outputs(runs) == outputs(expected), why
-    assert [run.logprobs for run in runs] == [run.logprobs for run in expected], why
+def assert_same_runs(runs: list[Run], expected: list[Run], reason: object = "") -> None:
+    """Assert that tokens, text, finish reason and log-probabilities are equal."""
+    assert collect_outputs(runs) == collect_outputs(expected), reason
+    assert [run.logprobs for run in runs] == [run.logprobs for run in expected], reason
 
 
-def next_turn(
-    prompt: Prompt, reply: list[int], params: SamplingParams, said: Prompt = (7, 8, 9)
+def make_next_turn(
+    prompt: Prompt, reply: list[int], params: SamplingParams, message: Prompt = (7, 8, 9)
 ) -> Request:
-    """A request that goes on behind a reply, and says that it was generated."""
-    spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(said)))
-    return Request("x", (*prompt, *reply, *said), params, spans if said else spans[:2])
+    """Make a request that continues a prompt and its reply, with spans that mark the reply as generated."""
+    spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(message)))
+    return Request("x", (*prompt, *reply, *message), params, spans if message else spans[:2])
 
 
 def run_one(model: Path, prompt: Prompt, params: SamplingParams, **options: Any) -> Run:
     return run_all(make_engine(model, **options), [prompt], [params])[0]
 
 
-def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
-    """Float32 logits [T, V] of a text: whole chunks by the prefill program, the rest by tiles; 0 is tiles."""
+def compute_logits(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
+    """Return float32 logits [T, V] of a prompt.
+
+    Full chunks go through the prefill program, the remaining rows through tiles; chunk 0: tiles only.
+    """
     runner = engine.round_queue.runner
     ids = torch.tensor([prompt])
     view = SlotView(len(prompt), range(2, 10 if len(prompt) <= 512 else 18))  # whole blocks of 512
     start = 0
-    found = list[torch.Tensor]()
+    chunk_logits = list[torch.Tensor]()
     with torch.inference_mode():
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
             stop = start + (chunk if chunked else min(32, len(prompt) - start))
             part = PromptPart(0, ids, start, stop, view._replace(bound=stop), chunked)
-            made = runner.forward_prompt(part)
-            found.append(runner.logits(made.hidden)[0])
+            output = runner.forward_prompt(part)
+            chunk_logits.append(runner.logits(output.hidden)[0])
             start = stop
-    return torch.cat(found)
+    return torch.cat(chunk_logits)
 
 
-def speaks_as(
+def assert_matches_transformers(
     reference: Any,
     engine: Engine,
     prompt: Prompt,
     count: int = 64,
-    ends: bool = False,
-    close: float = 1e-4,
+    may_end_early: bool = False,
+    tolerance: float = 1e-4,
 ) -> Run:
-    """Assert that logits and greedy text are a `transformers` model's. ends: before `count` where it may."""
-    params = SamplingParams(max_tokens=count, ignore_eos=not ends)
-    own = logits_of(engine, prompt)
+    """Assert that logits and greedy text are those of a `transformers` model.
+
+    may_end_early: an end-of-text token may end the text before `count` tokens.
+    """
+    params = SamplingParams(max_tokens=count, ignore_eos=not may_end_early)
+    prompt_logits = compute_logits(engine, prompt)
     run = run_all(engine, [prompt], [params])[0]
     with torch.inference_mode():
-        whole = reference(input_ids=torch.tensor([[*prompt, *run.tokens]])).logits[0]
+        expected = reference(input_ids=torch.tensor([[*prompt, *run.tokens]])).logits[0]
     first = len(prompt)
-    assert (own - whole[:first]).abs().max() < close
-    assert run.tokens == whole[first - 1 : -1].argmax(-1).tolist()
-    assert len(run.tokens) == count or ends
+    assert (prompt_logits - expected[:first]).abs().max() < tolerance
+    assert run.tokens == expected[first - 1 : -1].argmax(-1).tolist()
+    assert len(run.tokens) == count or may_end_early
     return run
 
 
-def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Tensor]) -> set[str]:
-    """Let `instead` bring small values to the device, wherever `to_device` does; returns the modules."""
-    own = {
+def replace_transfers(patch: pytest.MonkeyPatch, transfer: Callable[..., torch.Tensor]) -> set[str]:
+    """Replace `to_device` by `transfer` in every module that imports it; return the modules."""
+    spd_modules = {
         name
         for name in sys.modules
         if name.startswith("spd.") and name != "spd.runtime.round.transfer"
     }
-    found = {name for name in own if hasattr(sys.modules[name], "to_device")}
-    for name in found:
-        patch.setattr(sys.modules[name], "to_device", instead)
-    return found
+    patched_modules = {name for name in spd_modules if hasattr(sys.modules[name], "to_device")}
+    for name in patched_modules:
+        patch.setattr(sys.modules[name], "to_device", transfer)
+    return patched_modules
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[Prompt]:
-    """Prompts of repeated fragments, so that n-gram lookup finds something."""
+    """Return random prompts of repeated fragments, so that n-gram lookup finds matches."""
     source = random.Random(seed)
     prompts = []
     for _ in range(count):
@@ -263,38 +283,39 @@ def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[P
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a folder's model.safetensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Change a folder's config.json; the folder."""
+    """Change a folder's config.json; return the folder."""
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def refused_weights(
+def read_weights_error(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], object] | None = None
 ) -> str:
-    """What an engine says of a folder whose tensors were changed: the message, and its reasons."""
+    """Return the message and reasons of an engine's error for a folder whose tensors were changed."""
     edit_weights(folder, change or (lambda tensors: None))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as error_info:
         make_engine(folder)
-    assert caught.value.exit_code == 4
-    return "\n".join((caught.value.message, *caught.value.reason))
+    assert error_info.value.exit_code == 4
+    return "\n".join((error_info.value.message, *error_info.value.reason))
 
 
-def cut_when_read(patch: pytest.MonkeyPatch, victim: Path) -> None:
-    """Cut a checkpoint's file short at the worst moment: it was opened, and seen to be the one expected."""
-    opened = Checkpoint.open_shard
+def truncate_on_open(patch: pytest.MonkeyPatch, shard_path: Path) -> None:
+    """Truncate a checkpoint's file at the worst moment: it was opened, and checked to be the expected one."""
+    open_shard = Checkpoint.open_shard
 
-    def cut(self: Checkpoint, shard: Path) -> int:
-        descriptor = opened(self, shard)
-        if shard == victim:
+    def open_truncated(self: Checkpoint, shard: Path) -> int:
+        descriptor = open_shard(self, shard)
+        if shard == shard_path:
             os.truncate(shard, os.stat(shard).st_size // 2)
         return descriptor
 
-    patch.setattr(Checkpoint, "open_shard", cut)
+    patch.setattr(Checkpoint, "open_shard", open_truncated)

@@ -1,4 +1,4 @@
-"""What an engine tries at load, tried once for all tiny models of a shape: most of their load goes there."""
+"""Arithmetic probes cached by the shape of a tiny model: they take most of an engine's load."""
 
 import inspect
 from typing import Any
@@ -13,61 +13,68 @@ from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
-# Numbers of rows: a fifth of the passes.
-EVERY_ROW = arithmetic_probe.CANDIDATES
-FEW_ROWS = (5, 12)
-honest = ModelRunner._try_arithmetic
-KNOWN: dict[
-    Any, tuple[int, ...] | None
-] = {}  # The buckets that were found, by all that a trial depends on.
+ALL_ROW_COUNTS = arithmetic_probe.CANDIDATES
+"""Row counts that an engine probes."""
+FEW_ROW_COUNTS = (5, 12)
+"""Row counts that tests probe: a fifth of the passes."""
+try_arithmetic = ModelRunner._try_arithmetic
+BUCKETS_BY_KEY: dict[Any, tuple[int, ...] | None] = {}
+"""Row buckets that a probe gave, by all that it depends on."""
 
 
-def structure(thing: Any) -> Any:
-    """Shapes, dtypes and kinds of all that a model is made of; operations without what listens to them."""
-    if isinstance(thing, Tensor):
-        return thing.shape, thing.dtype, thing.is_mkldnn
-    if isinstance(thing, Kernels):
-        operations = (getattr(thing, name) for name in OPERATION_NAMES)
+def describe_structure(value: Any) -> Any:
+    """Return shapes, dtypes and types of all parts of a model, and its operations unwrapped."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.is_mkldnn
+    if isinstance(value, Kernels):
+        operations = (getattr(value, name) for name in OPERATION_NAMES)
         functions = (getattr(operation, "__func__", operation) for operation in operations)
-        return thing.name, tuple(id(inspect.unwrap(function)) for function in functions)
-    if isinstance(thing, ProcessGroup):
-        return thing.size
-    if isinstance(thing, list | tuple):
-        return type(thing).__name__, *map(structure, thing)
-    if isinstance(thing, dict):
-        return tuple((key, structure(value)) for key, value in thing.items())
-    if type(thing).__module__.startswith("spd.") and hasattr(thing, "__dict__"):
-        return type(thing).__name__, structure(vars(thing))
+        return value.name, tuple(id(inspect.unwrap(function)) for function in functions)
+    if isinstance(value, ProcessGroup):
+        return value.size
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *map(describe_structure, value)
+    if isinstance(value, dict):
+        return tuple((key, describe_structure(item)) for key, item in value.items())
+    if type(value).__module__.startswith("spd.") and hasattr(value, "__dict__"):
+        return type(value).__name__, describe_structure(vars(value))
     return (
-        thing if isinstance(thing, int | float | str | torch.dtype | None) else type(thing).__name__
+        value if isinstance(value, int | float | str | torch.dtype | None) else type(value).__name__
     )
 
 
-def tried_once(runner: ModelRunner, alone: bool) -> None:
+def probe_once(runner: ModelRunner, alone: bool) -> None:
+    """Probe a runner's arithmetic, or take the buckets of an equal one that was probed before.
+
+    A runner with other ranks is probed at all row counts: other processes do not know the few.
+    """
     if alone:
-        tried_together(runner, alone)
+        probe_on_all_ranks(runner, alone)
         return
-    with pytest.MonkeyPatch.context() as patch:  # other processes know nothing of few rows
-        try_rows(patch, EVERY_ROW)
-        honest(runner, alone)
+    with pytest.MonkeyPatch.context() as patch:
+        set_probed_row_counts(patch, ALL_ROW_COUNTS)
+        try_arithmetic(runner, alone)
 
 
-def try_rows(patch: Patch, numbers: tuple[int, ...]) -> None:
+def set_probed_row_counts(patch: Patch, row_counts: tuple[int, ...]) -> None:
     for module in (model_runner, arithmetic_probe):
-        patch.setattr(module, "CANDIDATES", numbers)
+        patch.setattr(module, "CANDIDATES", row_counts)
 
 
-def tried_together(runner: ModelRunner, alone: bool) -> None:
-    """Of ranks that are threads: none has tried a shape before all have begun to, so all know it or none."""
-    around = (
+def probe_on_all_ranks(runner: ModelRunner, alone: bool) -> None:
+    """Probe a runner, or take the cached buckets, where all ranks are threads of this process.
+
+    No rank finishes a probe before all have begun it, so either all ranks find the key or none.
+    """
+    settings = (
         runner.dtype,
         runner.device,
         runner.chunk,
         runner.cache.page_size,
         torch.get_num_threads(),
     )
-    key = alone, around, structure(runner.kernels), structure(runner.model)
-    if key not in KNOWN:
-        honest(runner, alone)
-        KNOWN[key] = runner.buckets
-    runner.buckets = KNOWN[key]
+    key = alone, settings, describe_structure(runner.kernels), describe_structure(runner.model)
+    if key not in BUCKETS_BY_KEY:
+        try_arithmetic(runner, alone)
+        BUCKETS_BY_KEY[key] = runner.buckets
+    runner.buckets = BUCKETS_BY_KEY[key]

@@ -1,4 +1,4 @@
-"""Targets and what drafts for them: the rows of the matrices that show speculation to be invisible."""
+"""Targets with their drafters: the rows of the matrices that show speculation to be invisible."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine
-from tests.helpers import Damped, TinyShelf, quick_engine
+from tests.helpers import DampedLayers, TinyShelf, make_fast_engine
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -19,23 +19,24 @@ from tests.runtime.assistant_reference import LibraryAssistant
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
-damped = Damped(loud=2)  # So that a draft of the first two layers often agrees.
-HEADS: dict[str, dict[str, Any]] = {"three": {"family": "mimo", "modules": 3, "hidden_share": 0.1}}
-HEADS |= {
+damped_gain = DampedLayers(full_layers=2)
+"""A residual gain by which a draft model of the first two layers often agrees with the target."""
+MTP_HEADS: dict[str, dict[str, Any]] = {
+    "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
     "one": {"family": "deepseek"},
     "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
 }
-SOFT = {
-    "residual_gain": lambda layer: 0.06 if layer % 2 else 0.012
-}  # A module that is as the odd layers.
-MTP_OF: dict[str, dict[str, Any]] = {
+ODD_LAYERS = {"residual_gain": lambda layer: 0.06 if layer % 2 else 0.012}
+"""Options of a target whose odd layers count for more, so that an MTP module like them often agrees."""
+MTP_FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},
-    "nemotron_h": {"family": "nemotron_h", "variant": "nemotron_h_latent", **SOFT},
+    "nemotron_h": {"family": "nemotron_h", "variant": "nemotron_h_latent", **ODD_LAYERS},
     "glm4_moe_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
     "ernie4_5": {"family": "ernie", "variant": "ernie4_5"},
-}  # Families that ship layers of their own kind.
-EAGLES: dict[str, dict[str, Any]] = {
+}
+"""Families whose MTP modules are layers of their own kind."""
+EAGLE3_HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
     "speculators": {
         "layout": "speculators",
@@ -47,88 +48,90 @@ EAGLES: dict[str, dict[str, Any]] = {
         "own_embedding": True,
     },
 }
-COPYING = 7  # What lookup alone drafts at most, beside a model.
-LENGTHS = (
+LOOKUP_LENGTH = 7
+"""Most drafts of prompt lookup in a round, where a model's drafts are fewer."""
+DRAFT_LENGTHS = (
     3,
-    COPYING,
-    COPYING,
+    LOOKUP_LENGTH,
+    LOOKUP_LENGTH,
     1,
-    COPYING,
+    LOOKUP_LENGTH,
     0,
-    COPYING,
-    COPYING,
-    COPYING,
-    COPYING,
+    LOOKUP_LENGTH,
+    LOOKUP_LENGTH,
+    LOOKUP_LENGTH,
+    LOOKUP_LENGTH,
     3,
     2,
     0,
     0,
-    COPYING,
+    LOOKUP_LENGTH,
 )
-"""Drafts of rounds, over and over: every kind follows every other."""
+"""Drafts of the rounds, repeated: rounds of every kind follow every other."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and what asks for drafts for it."""
+    """A target, and the engine options that give it a drafter."""
 
     model: Path
-    speculation: dict[str, Any]
-    reference: Callable[[], PlainDrafter] | None = (
-        None  # Of a head: what its drafts are by their definition.
-    )
+    speculation_options: dict[str, Any]
+    reference: Callable[[], PlainDrafter] | None = None
+    """Makes the plain form of a head, whose drafts are those of the definition."""
 
-    def plain(self, **options: Any) -> Engine:
-        return quick_engine(self.model, **options)
+    def make_plain_engine(self, **options: Any) -> Engine:
+        return make_fast_engine(self.model, **options)
 
-    def engine(self, k: int, **options: Any) -> Engine:
-        """One that drafts k tokens a round, or as other options say."""
-        drafts = {} if self.speculation["spec"] == "off" else {"draft_max": k}
-        return self.plain(**{**self.speculation, **drafts, **options})
+    def make_engine(self, k: int, **options: Any) -> Engine:
+        """Make an engine that drafts k tokens a round, or as `options` say."""
+        drafts = {} if self.speculation_options["spec"] == "off" else {"draft_max": k}
+        return self.make_plain_engine(**{**self.speculation_options, **drafts, **options})
 
-    def changing(self, lengths: Iterable[int] = LENGTHS, **options: Any) -> Engine:
-        """An engine whose drafts are as many as the lengths say, over and over."""
-        engine = self.engine(COPYING, **{"adaptive": True, **options})
-        turns = itertools.cycle(lengths)
-        engine.draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
+    def make_varying_engine(self, lengths: Iterable[int] = DRAFT_LENGTHS, **options: Any) -> Engine:
+        """Make an engine whose rounds draft `lengths` tokens, repeated."""
+        engine = self.make_engine(LOOKUP_LENGTH, **{"adaptive": True, **options})
+        length_cycle = itertools.cycle(lengths)
+        engine.draft_length.choose = lambda: next(length_cycle)  # type: ignore[method-assign]
         return engine
 
 
 class Pairs:
-    """Writes what a pair is made of once. Names are those of METHOD, METHOD+ngram, and FAMILY/METHOD."""
+    """Writes the folders of each pair once. Names are METHOD, METHOD+ngram, and FAMILY/METHOD."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tiny = TinyShelf(folder).get
-        self.made = dict[str, Pair]()
+        self.pairs = dict[str, Pair]()
 
     def get(self, name: str) -> Pair:
-        if name not in self.made:
-            self.made[name] = self._make(name)
-        return self.made[name]
+        if name not in self.pairs:
+            self.pairs[name] = self._make(name)
+        return self.pairs[name]
 
     def _make(self, name: str) -> Pair:
         method, _, lookup = name.partition("+")
         if lookup:
             pair = self.get(method)
-            spec = f"{pair.speculation['spec']}+ngram"
+            spec = f"{pair.speculation_options['spec']}+ngram"
             return Pair(
-                pair.model, {**pair.speculation, "spec": spec, "ngram_min": 2}, pair.reference
+                pair.model,
+                {**pair.speculation_options, "spec": spec, "ngram_min": 2},
+                pair.reference,
             )
         folder = self.folder / name
         if name == "demo":
             return Pair(demo_folder(), {"spec": "mtp"})
-        if name in EAGLES:
+        if name in EAGLE3_HEADS:
             target = folder / "target"
             head = folder / "head"
-            write_tiny_pair(target, head, kind="copy", **EAGLES[name])
+            write_tiny_pair(target, head, kind="copy", **EAGLE3_HEADS[name])
             return Pair(
                 target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head)
             )
-        if name in HEADS:
-            write_tiny_mtp(folder, kind="copy", **HEADS[name])
-            family = HEADS[name]["family"]
-            modules = HEADS[name].get("modules", 1)
+        if name in MTP_HEADS:
+            write_tiny_mtp(folder, kind="copy", **MTP_HEADS[name])
+            family = MTP_HEADS[name]["family"]
+            modules = MTP_HEADS[name].get("modules", 1)
             return Pair(folder, {"spec": "mtp"}, lambda: PlainMtp(folder, family, modules))
         family, _, method = name.rpartition("/")
         if family == "hybrid":
@@ -137,33 +140,36 @@ class Pairs:
         if method in ("off", "ngram"):
             return Pair(target, {"spec": method, **({"ngram_min": 1} if method == "ngram" else {})})
         if method == "assistant":
-            own = {
+            speculation_options = {
                 "spec": "assistant",
                 "draft_model": write_assistant(folder, target, clusters=4, kept=3),
             }
-            return Pair(target, own, lambda: LibraryAssistant(target, folder))
+            return Pair(target, speculation_options, lambda: LibraryAssistant(target, folder))
         if method == "mtp":
-            write_tiny_mtp(folder, kind="copy", **MTP_OF[family])
+            write_tiny_mtp(folder, kind="copy", **MTP_FAMILIES[family])
             return Pair(folder, {"spec": "mtp"})
         assert method in ("self", "draft"), name
         drafter = target if method == "self" else self._layers(family or "qwen3", 2)
         return Pair(target, {"spec": "draft", "draft_model": drafter})
 
     def _hybrid(self, method: str) -> Pair:
-        """Of recurrent and attending layers and an MTP layer; its draft model has two such layers."""
+        """Return a pair of recurrent and attention layers and an MTP layer.
+
+        The draft model has two such layers.
+        """
         draft = self.folder / "hybrid-draft"
         folder = self.folder / "hybrid"
         if not folder.exists():
             write_tiny_hybrid(folder, mtp=True, agreeing=True)
             write_tiny_hybrid(draft, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
-        more: dict[str, dict[str, Any]] = {
+        method_options: dict[str, dict[str, Any]] = {
             "draft": {"draft_model": draft},
             "ngram": {"ngram_min": 1},
         }
-        return Pair(folder, {"spec": method, **more.get(method, {})})
+        return Pair(folder, {"spec": method, **method_options.get(method, {})})
 
     def _layers(self, family: str, layers: int) -> Path:
-        options: dict[str, Any] = {"layers": layers, "residual_gain": damped, "seed": 3}
+        options: dict[str, Any] = {"layers": layers, "residual_gain": damped_gain, "seed": 3}
         if family in VARIANTS:
             return self.tiny(family, **options)
         assert family in FAMILIES

@@ -22,11 +22,11 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.plan.memory import pages_per_slot
 from tests.helpers import (
-    PROPOSERS,
+    PROPOSER_OPTIONS,
     Prompt,
     Run,
-    accepted,
-    drafts,
+    collect_drafts,
+    count_accepted,
     make_engine,
     random_prompts,
     run_requests,
@@ -58,7 +58,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 FACTORS: dict[str, Sequence[Any]] = {
     "size": (1, 2, 8, 32),
     "lag": (0, 1, 2),
-    "method": ("off", *PROPOSERS),
+    "method": ("off", *PROPOSER_OPTIONS),
     "temperature": (0.0, 1.0),
     "pressure": (False, True),
     "prefix": ("hit", "miss"),
@@ -134,7 +134,7 @@ class Bench:
     def engine(self, case: Case, lag: int) -> Engine:
         options: dict[str, Any] = {
             **self.options,
-            **PROPOSERS.get(case["method"], {}),
+            **PROPOSER_OPTIONS.get(case["method"], {}),
             "slots": case["size"],
         }
         if case["method"] in self.drafts:
@@ -177,8 +177,8 @@ class Bench:
         ):
             key = repr({**case, "lag": 0})
             if key not in self.at_lag_zero:
-                self.at_lag_zero[key] = drafts(self.run(case, 0))
-            assert drafts(runs) == self.at_lag_zero[key], case
+                self.at_lag_zero[key] = collect_drafts(self.run(case, 0))
+            assert collect_drafts(runs) == self.at_lag_zero[key], case
         return runs
 
 
@@ -203,7 +203,7 @@ def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
     interrupted = 0
     for case in pairwise(*sizes):
         runs = bench.check(case)
-        right[case["method"]] += accepted(runs)
+        right[case["method"]] += count_accepted(runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
     assert min(right["draft"], right["mtp"]) > 20 and min(right["ngram"], right["eagle3"]) > 0, (
         right

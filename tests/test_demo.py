@@ -13,7 +13,7 @@ from spd.formats.chat_template import ChatTemplate, encode_rendered, render_chat
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
-from tests.helpers import Run, accepted, drafted, make_engine, run_all
+from tests.helpers import Run, count_accepted, count_drafted, make_engine, run_all
 from tests.recipes.demo_corpus import build_corpus, held_out
 from tests.recipes.demo_model import TARGETS
 
@@ -73,7 +73,9 @@ def test_it_answers_questions_about_documented_functions(folder: Path, say: Call
         answered += good
         say(f"{'+' if good else '-'} {name}: {run.text}")
     assert answered >= 15, f"{answered} of {len(QUESTIONS)} answered"
-    assert accepted(runs) > 0.3 * drafted(runs), f"{accepted(runs)} of {drafted(runs)}"
+    assert count_accepted(runs) > 0.3 * count_drafted(runs), (
+        f"{count_accepted(runs)} of {count_drafted(runs)}"
+    )
 
 
 @every_demo
@@ -117,7 +119,9 @@ def test_natural_acceptance() -> None:
     draft = {"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}
     for options, least in ((draft, 0.05), ({"spec": "eagle3"}, 0.25)):
         runs = replies(demo_folder(), 0.0, 10, **options)
-        assert accepted(runs) > least * drafted(runs), f"{accepted(runs)} of {drafted(runs)}"
+        assert count_accepted(runs) > least * count_drafted(runs), (
+            f"{count_accepted(runs)} of {count_drafted(runs)}"
+        )
 
 
 @every_demo

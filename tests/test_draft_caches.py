@@ -20,15 +20,15 @@ from tests import helpers
 from tests.helpers import (
     Patch,
     Tiny,
-    assert_same,
-    drafts,
-    local_queue,
-    next_turn,
+    assert_same_runs,
+    collect_drafts,
+    get_local_queue,
+    make_next_turn,
     random_prompts,
     run_all,
     run_requests,
 )
-from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
+from tests.pairs import DRAFT_LENGTHS, LOOKUP_LENGTH, Pair, Pairs, damped_gain
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.test_runtime_mtp import compared
@@ -66,15 +66,17 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     pair = pairs.get(name)
     params = SamplingParams(temperature=0.8, max_tokens=12, seed=4, ignore_eos=True)
     prompts = [common, (*common, 1, 2, 3), common[:140], common[:129], common[:100] + (9,) * 60]
-    engine, alone = (pair.engine(4, ctx=500, prefix_sharing=sharing) for sharing in (True, False))
+    engine, alone = (
+        pair.make_engine(4, ctx=500, prefix_sharing=sharing) for sharing in (True, False)
+    )
     shared, fresh = ([run_all(one, [p], [params])[0] for p in prompts] for one in (engine, alone))
     assert [run.metrics.cached_tokens for run in shared] == [0, 128, 128, 128, 64]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
-    assert_same(shared, fresh)
-    assert_same(shared[:1], run_all(pair.plain(ctx=500), [common], [params]))
-    assert drafts(shared) == drafts(fresh)
-    engine = pair.engine(4, ctx=500)
-    turn = next_turn(
+    assert_same_runs(shared, fresh)
+    assert_same_runs(shared[:1], run_all(pair.make_plain_engine(ctx=500), [common], [params]))
+    assert collect_drafts(shared) == collect_drafts(fresh)
+    engine = pair.make_engine(4, ctx=500)
+    turn = make_next_turn(
         common, run_all(engine, [common], [replace(params, max_tokens=50)])[0].tokens, params
     )
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
@@ -83,7 +85,9 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 
 
 @pytest.mark.covers(1)
-@pytest.mark.parametrize("lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, *[COPYING] * 3)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(K,), (0,), DRAFT_LENGTHS, (LOOKUP_LENGTH,), (K, *[LOOKUP_LENGTH] * 3)], ids=str
+)
 @pytest.mark.parametrize("name", [*KEEPERS, ASSISTED, f"{ASSISTED}+ngram"])
 def test_drafts_after_any_rounds_are_a_fresh_start_s(
     pairs: Pairs, name: str, lengths: Lengths
@@ -93,21 +97,21 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
     prompt = random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
     for count in (33, 40):
-        engine = pair.changing(lengths)
+        engine = pair.make_varying_engine(lengths)
         run_all(engine, full_of_noise, [greedy(4)])
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
-        turn = next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
+        turn = make_next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
         engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
         found = run_requests(engine, [turn])
-        fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
+        fresh = run_requests(pair.make_varying_engine((K,), prefix_sharing=False), [turn])
         assert found[0].metrics.cached_tokens == len(prompt) + count - 1
         assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
 
 
 def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> Engine:
     """Three slots, of which those with a grammar sit out rounds; drafts are as many as the lengths say."""
-    most = {} if pair.speculation["spec"].endswith("+ngram") else {"draft_max": 3}
-    return pair.changing(lengths, **{**most, "slots": 3, "lag": lag, **options})
+    most = {} if pair.speculation_options["spec"].endswith("+ngram") else {"draft_max": 3}
+    return pair.make_varying_engine(lengths, **{**most, "slots": 3, "lag": lag, **options})
 
 
 def requests(regex: str) -> list[Request]:
@@ -136,15 +140,15 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     ("spec", "lengths"),
     [
         ("draft", (0, 3)),
-        ("draft+ngram", (COPYING, 3, 3)),
-        ("draft+ngram", (COPYING, COPYING, 1, 3)),
+        ("draft+ngram", (LOOKUP_LENGTH, 3, 3)),
+        ("draft+ngram", (LOOKUP_LENGTH, LOOKUP_LENGTH, 1, 3)),
     ],
 )
 def test_a_draft_model_that_is_the_target_has_its_cache(
     tiny: Tiny, monkeypatch: Patch, spec: str, lengths: Lengths, lag: int
 ) -> None:
     """After every round that it drafted for, of every slot that took part, up to the last token but one."""
-    target = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
+    target = tiny("qwen3", layers=2, residual_gain=damped_gain, seed=3)
     compared = [0]
     launch = LocalRoundQueue.launch
 
@@ -174,10 +178,10 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> No
     """Heads: their entries of a slot that waited were made of the target's states too."""
     pair = pairs.get(name)
     compared = 0
-    engine = engine_of(pair, (COPYING if "+" in name else 0, 3), 1)
+    engine = engine_of(pair, (LOOKUP_LENGTH if "+" in name else 0, 3), 1)
     asked = requests("([a-f]{2}xyz){10,60}!")
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
-        turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
+        turn = make_next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
         anew = engine_of(pair, (3,), 1, prefix_sharing=False)
         (found,), (fresh,) = (run_requests(one, [turn]) for one in (engine, anew))
@@ -196,9 +200,9 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
     work = list(zip(random_prompts(6, 60, VOCAB, seed=4), params, strict=True))
     for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
         pair = pairs.get(f"{name}+ngram")
-        alone = [run.output for run in outputs(pair.plain(prefix_sharing=False), work)]
+        alone = [run.output for run in outputs(pair.make_plain_engine(prefix_sharing=False), work)]
         for pages in sizes:
-            engine = pair.changing(slots=4, lag=2 if pages else 1, cache_pages=pages)
+            engine = pair.make_varying_engine(slots=4, lag=2 if pages else 1, cache_pages=pages)
             together = outputs(engine, work)
             assert [run.output for run in together] == alone
             gave_way += sum(run.metrics.preemptions for run in together)
@@ -213,7 +217,7 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair = pairs.get("self+ngram")
     options: dict[str, Any] = {"slots": 3, "lag": lag, "ngram_min": 1}
-    engine = pair.changing(**options) if changes else pair.engine(K, **options)
+    engine = pair.make_varying_engine(**options) if changes else pair.make_engine(K, **options)
     rounds = [
         record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft
     ]
@@ -226,7 +230,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
     told_of: list[list[int]] = []
     for lag in (0, 2):
-        engine = pairs.get("one+ngram").changing((0,), lag=lag)
+        engine = pairs.get("one+ngram").make_varying_engine((0,), lag=lag)
         outcomes = list[tuple[Any, ...]]()
         engine.draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
         prompt = PROMPTS[0]
@@ -260,10 +264,10 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 
     monkeypatch.setattr(ModelProposer, "catch_up", watched)
     monkeypatch.setattr(LocalRoundQueue, "launch", counted)
-    engine = pairs.get("one+ngram").changing((COPYING,) * 9 + (0,) * 40 + (K,))
+    engine = pairs.get("one+ngram").make_varying_engine((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))
     run_all(engine, PROMPTS[:1], [greedy(120)])
     assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP
-    assert {1 + COPYING + 1, CATCH_UP} <= set(asked), asked
+    assert {1 + LOOKUP_LENGTH + 1, CATCH_UP} <= set(asked), asked
 
 
 def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: Patch) -> None:
@@ -293,7 +297,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     drawn = SamplingParams(temperature=1.1, logit_bias=FEW)
     params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]
     run_all(
-        pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None),
+        pairs.get("draft+ngram").make_engine(K, slots=3, verify="rejection", adaptive=None),
         prompts,
         params,
     )
@@ -319,9 +323,9 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
     headed = pairs.get(name)
     prompts = PROMPTS[1:5]
     params = [greedy(60)] * 4
-    plain = run_all(headed.plain(), prompts, params)
+    plain = run_all(headed.make_plain_engine(), prompts, params)
     for slots, lag in ((1, 0), (3, 2)):
-        engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
+        engine = headed.make_engine(4, adaptive=True, slots=slots, lag=lag)
         source = random.Random(slots)
         pauses = [
             [0] * n + [source.choice((1, 2, 3, 4)) for _ in range(2)]
@@ -331,17 +335,17 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
         engine.draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
         runs = run_all(engine, prompts, params)
         assert_the_reference_s(headed, prompts, runs)
-        assert_same(runs, plain)
+        assert_same_runs(runs, plain)
 
 
 @pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators", ASSISTED])
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends while the head lags behind leaves what a later prompt can draft from."""
-    engine = pairs.get(name).engine(3, ctx=400, adaptive=True)
+    engine = pairs.get(name).make_engine(3, ctx=400, adaptive=True)
     engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
     first = run_all(engine, [PROMPTS[0]], [greedy(70)])[0]
     engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
-    turn = next_turn(PROMPTS[0], first.tokens, greedy(70), said=())
+    turn = make_next_turn(PROMPTS[0], first.tokens, greedy(70), message=())
     run = run_requests(engine, [turn])[0]
     assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
@@ -352,9 +356,9 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     params = [greedy(50 + 9 * i) for i in range(6)]
     runs = run_all(
-        pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6), prompts, params
+        pairs.get(name).make_engine(4, ctx=320, slots=5, lag=1, cache_pages=6), prompts, params
     )
-    assert_same(runs, run_all(pairs.get(name).plain(ctx=320), prompts, params))
+    assert_same_runs(runs, run_all(pairs.get(name).make_plain_engine(ctx=320), prompts, params))
     assert sum(run.metrics.preemptions for run in runs) > 1
     assert_the_reference_s(pairs.get(name), prompts, runs)
 
@@ -366,9 +370,9 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     pair = pairs.get(name)
     seen = 0
     assert pair.reference is not None
-    engine = pair.engine(3, verify=rule)
+    engine = pair.make_engine(3, verify=rule)
     plain = pair.reference()
-    queue = local_queue(engine)
+    queue = get_local_queue(engine)
     state = queue.state
     laws = queue.sampler.draft_distributions
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
@@ -403,7 +407,7 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
         engine.add(Request(name, prompt, greedy(40)))
         for _ in range(steps):
             engine.step()
-    queue = local_queue(engine)
+    queue = get_local_queue(engine)
     proposer = queue.proposer
     sequence = engine.scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None

@@ -15,7 +15,7 @@ import pytest
 from spd.errors import SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
-from tests.helpers import logits_of, make_engine, random_prompts
+from tests.helpers import compute_logits, make_engine, random_prompts
 from tests.recipes.tiny import write_tokenizer
 
 TABLE = Path(__file__).parents[1] / "docs" / "every-class.md"
@@ -142,7 +142,7 @@ def spoken(name: str, folder: Path) -> str:
     ) as error:  # sizes that do not fit together, or whatever else the library refuses
         return f"not built small ({type(error).__name__})"
     try:
-        far = float((logits_of(make_engine(folder), prompt) - wanted).abs().max())
+        far = float((compute_logits(make_engine(folder), prompt) - wanted).abs().max())
     except SpdError as error:  # such as a part of a head that is too small to turn
         return f"not opened small ({type(error).__name__})"
     return "logits equal" if far < 1e-3 else f"logits differ by {far:.2g}"

@@ -13,7 +13,7 @@ from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.rows import SlotView
 from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_rounds, test_gpu_texts
-from tests.helpers import Patch, local_queue, make_engine
+from tests.helpers import Patch, get_local_queue, make_engine
 
 
 class Through(CapturedRounds):
@@ -32,7 +32,7 @@ def engine_on_cpu(model: Path, graphs: bool | None = None, **options: Any) -> En
     shape = dataclasses.replace(engine.plan.shape, kernels="triton", graphs=graphs is not False)
     engine.plan = dataclasses.replace(engine.plan, shape=shape)
     if graphs is not False:
-        queue = local_queue(engine)
+        queue = get_local_queue(engine)
         queue.captured = Through(queue.round)
     return engine
 

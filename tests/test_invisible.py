@@ -16,16 +16,16 @@ from spd.runtime import Engine, Request, SamplingParams
 from tests.helpers import (
     Prompt,
     Run,
-    accepted,
-    assert_same,
-    drafted,
-    local_queue,
+    assert_same_runs,
+    count_accepted,
+    count_drafted,
+    get_local_queue,
     random_prompts,
     run_all,
 )
 from tests.lanes import covering
 from tests.page_checks import check_table
-from tests.pairs import MTP_OF, Pair, Pairs
+from tests.pairs import MTP_FAMILIES, Pair, Pairs
 from tests.recipes.tiny_dense import FAMILIES
 
 VOCAB = 256
@@ -98,7 +98,7 @@ QUANTIZED = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe")  # Their exper
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
 OF_FAMILIES = (
     *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
-    *(f"{family}/mtp" for family in MTP_OF),
+    *(f"{family}/mtp" for family in MTP_FAMILIES),
     "gemma4/assistant",
     "gemma4_moe/assistant",
 )
@@ -168,7 +168,11 @@ class Cell:
         wishes = {"lag": self.lag, **FORMS[self.form], **self.wishes}
         if self.name == "draft+ngram" and self.work != "repeating":
             wishes["ngram_min"] = 1
-        return pair.changing(**wishes) if self.changing else pair.engine(self.k, **wishes)
+        return (
+            pair.make_varying_engine(**wishes)
+            if self.changing
+            else pair.make_engine(self.k, **wishes)
+        )
 
 
 def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[Any]:
@@ -226,7 +230,7 @@ CELLS = [
     *families(SPARSE, ("ngram", "draft", "self"), k=(2, 4), slots=(1, 4)),
     *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
     *families(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
-    *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
+    *families(sorted(MTP_FAMILIES), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=TYPES, slots=(3, 16)),
     *table(
         ["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)
@@ -270,7 +274,11 @@ def known(pairs: Pairs) -> Known:
         pair = pairs.get(cell.name)
         key = str(cell) if cell.k else f"{pair.model} {cell.work} {cell.form}"
         if key not in found:
-            engine = cell.engine(pair) if cell.k else pair.plain(graphs=False, **FORMS[cell.form])
+            engine = (
+                cell.engine(pair)
+                if cell.k
+                else pair.make_plain_engine(graphs=False, **FORMS[cell.form])
+            )
             found[key] = outputs(engine, WORKS[cell.work])
         return found[key]
 
@@ -286,7 +294,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_nothing_of_a_text_depends_on_speculation(known: Known, cell: Cell, request: Any) -> None:
     runs = known(cell)
-    assert_same(runs, known(Cell(cell.work, cell.name, 0, form=cell.form)))
+    assert_same_runs(runs, known(Cell(cell.work, cell.name, 0, form=cell.form)))
     own_kind = "/" in cell.name and not cell.name.startswith("hybrid/")
     if cell.lag and not cell.changing and not (own_kind and "slow" not in request.keywords):
         # At fixed k the drafts and acceptances are those of the synchronous run, round by round.
@@ -294,9 +302,9 @@ def test_nothing_of_a_text_depends_on_speculation(known: Known, cell: Cell, requ
     method = cell.name.rpartition("/")[2]
     if cell.work not in PARAMETERS:
         least = 0 if method == "ngram" and cell.work != "temperatures" else 1
-        assert drafted(runs) > 0 and accepted(runs) >= least, "the test saw nothing"
+        assert count_drafted(runs) > 0 and count_accepted(runs) >= least, "the test saw nothing"
     if cell.work in ("temperatures", "some", "few") and (method == "draft" or method in HEADS):
-        assert accepted(runs) < drafted(runs), "nothing was rejected"
+        assert count_accepted(runs) < count_drafted(runs), "nothing was rejected"
         if cell.k > 1 and "/" not in cell.name:
             assert max(record.accepted for run in runs for record in run.rounds) > 1
     if cell.name.endswith("+ngram") and not cell.changing and cell.work == "repeating":
@@ -312,7 +320,7 @@ def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     pair = pairs.get(name)
     (prompt,) = random_prompts(1, 75, VOCAB, seed=1)
     params = SamplingParams(max_tokens=70, temperature=0.5, seed=2, ignore_eos=True)
-    engine = pair.engine(3, lag=1, slots=2)
+    engine = pair.make_engine(3, lag=1, slots=2)
     (first,) = run_all(engine, [prompt], [params])
     later = (
         [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)],
@@ -322,8 +330,11 @@ def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     recurs = (
         engine.plan.model.config.recurrent is not None
     )  # whose states were kept behind the text alone
-    assert all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs]) and drafted(runs) > 0
-    assert_same(runs, run_all(pair.plain(slots=2, prefix_sharing=False), *later))
+    assert (
+        all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs])
+        and count_drafted(runs) > 0
+    )
+    assert_same_runs(runs, run_all(pair.make_plain_engine(slots=2, prefix_sharing=False), *later))
 
 
 def test_draft_context_limit(pairs: Pairs) -> None:
@@ -334,9 +345,9 @@ def test_draft_context_limit(pairs: Pairs) -> None:
     lengths = (*range(limit - k, limit + 2), 3 * limit)
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in lengths]
     params = [SamplingParams(temperature=0.8, max_tokens=12, seed=i) for i in range(len(prompts))]
-    alone = run_all(pair.plain(), prompts, params)
+    alone = run_all(pair.make_plain_engine(), prompts, params)
     for slots in (1, len(prompts)):
-        runs = run_all(pair.engine(k, slots=slots, draft_ctx=limit), prompts, params)
+        runs = run_all(pair.make_engine(k, slots=slots, draft_ctx=limit), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         for prompt, run in zip(prompts, runs, strict=True):
             for record in run.rounds[1:]:
@@ -349,9 +360,11 @@ def test_draft_context_limit(pairs: Pairs) -> None:
 
 
 def test_every_length_and_stop_position_in_the_window(pairs: Pairs) -> None:
-    (long,) = run_all(pairs.get("self").plain(), PROMPTS[1:2], [SamplingParams(max_tokens=24)])
+    (long,) = run_all(
+        pairs.get("self").make_plain_engine(), PROMPTS[1:2], [SamplingParams(max_tokens=24)]
+    )
     for method in ("self", "draft"):
-        engine = pairs.get(method).engine(7)
+        engine = pairs.get(method).make_engine(7)
         for count in range(1, 18):
             run = run_all(engine, [PROMPTS[1]], [SamplingParams(max_tokens=count)])[0]
             assert (run.tokens, run.finish_reason) == (long.tokens[:count], "length")
@@ -367,14 +380,16 @@ def test_context_ends_the_text(pairs: Pairs) -> None:
     for length in (126, 127):
         prompt = random_prompts(1, length, VOCAB, seed=2)[0]
         for method in ("off", "self", "ngram"):
-            run = run_all(pairs.get(method).engine(7, ctx=128), [prompt], [SamplingParams()])[0]
+            run = run_all(pairs.get(method).make_engine(7, ctx=128), [prompt], [SamplingParams()])[
+                0
+            ]
             assert len(run.tokens) == 128 - length and run.finish_reason == "length"
 
 
 @pytest.mark.parametrize("kind", ["wrong", "out of range", "random length"])
 def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind: str) -> None:
-    engine = pairs.get("ngram").engine(4, lag=1)
-    queue = local_queue(engine)
+    engine = pairs.get("ngram").make_engine(4, lag=1)
+    queue = get_local_queue(engine)
     source = random.Random(0)
     state = queue.state
     odd = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
@@ -386,12 +401,16 @@ def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind
         state.num_drafts.fill_(source.randrange(k + 1) if kind == "random length" else k)
 
     queue.proposer.draft = bad  # type: ignore[method-assign]
-    assert_same(outputs(engine, WORKS["temperatures"]), known(Cell("temperatures", "ngram", 0)))
+    assert_same_runs(
+        outputs(engine, WORKS["temperatures"]), known(Cell("temperatures", "ngram", 0))
+    )
 
 
 def test_abort_in_flight_frees_everything(pairs: Pairs) -> None:
-    (alone,) = run_all(pairs.get("draft").plain(), PROMPTS[:1], [SamplingParams(max_tokens=30)])
-    engine = pairs.get("draft").engine(3, slots=2, lag=2)
+    (alone,) = run_all(
+        pairs.get("draft").make_plain_engine(), PROMPTS[:1], [SamplingParams(max_tokens=30)]
+    )
+    engine = pairs.get("draft").make_engine(3, slots=2, lag=2)
     available = engine.page_table.num_available
     engine.add(Request("a", PROMPTS[1], SamplingParams(max_tokens=200)))
     engine.add(Request("b", PROMPTS[0], SamplingParams(max_tokens=30)))

@@ -22,10 +22,10 @@ from tests.helpers import (
     Patch,
     Tiny,
     TinyShelf,
-    local_queue,
-    logits_of,
+    collect_outputs,
+    compute_logits,
+    get_local_queue,
     make_engine,
-    outputs,
     random_prompts,
     run_all,
 )
@@ -77,12 +77,12 @@ def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
     folder = model(shape)
     prompt = random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, found = (
-        logits_of(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype])
+        compute_logits(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype])
     )
     if dtype == "float32":
         assert 0 < (found - exact).norm() / exact.norm() < 5e-6
         return
-    usual = logits_of(make_engine(folder, **BFLOAT16, kernels="torch"), prompt, 0)
+    usual = compute_logits(make_engine(folder, **BFLOAT16, kernels="torch"), prompt, 0)
     # Of most rows: an expert that is nearly another's equal may be chosen in its place.
     off, allowed = (
         ((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual)
@@ -113,7 +113,7 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     assert [run.metrics.cached_tokens for run in together] == [0, 64, 0, 0, 0, 0]
     assert all(run.metrics.prompt_ms > 0 for run in together)
     alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)
-    assert outputs(run_all(alone, prompts, params)) == outputs(together)
+    assert collect_outputs(run_all(alone, prompts, params)) == collect_outputs(together)
 
 
 @needs_native
@@ -125,10 +125,10 @@ def test_the_target_alone_decides(model: Tiny) -> None:
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
-    proposer = local_queue(speculated).proposer
+    proposer = get_local_queue(speculated).proposer
     assert isinstance(proposer, DraftModelProposer)
     assert proposer.runners[0].kernels.name == "torch"
-    assert outputs(run_all(speculated, *asked)) == outputs(run_all(plain, *asked))
+    assert collect_outputs(run_all(speculated, *asked)) == collect_outputs(run_all(plain, *asked))
 
 
 def test_why_not(model: Tiny, monkeypatch: Patch) -> None:

@@ -9,7 +9,7 @@ from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
 from spd.runtime.engine.sequence import Sequence
-from tests.helpers import Tiny, assert_same, quick_engine, random_prompts, run_all, run_one
+from tests.helpers import Tiny, assert_same_runs, make_fast_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
 VOCAB = 256
@@ -35,7 +35,7 @@ def target(tiny: Tiny) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(target: Path) -> list[Any]:
-    return run_all(quick_engine(target, ctx=CTX, slots=1), PROMPTS, PARAMS)
+    return run_all(make_fast_engine(target, ctx=CTX, slots=1), PROMPTS, PARAMS)
 
 
 def squeezed(target: Path, method: str, **options: Any) -> Engine:
@@ -44,7 +44,7 @@ def squeezed(target: Path, method: str, **options: Any) -> Engine:
         "draft": {"draft_model": target},
         "off": {},
     }
-    return quick_engine(
+    return make_fast_engine(
         target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **methods[method], **options
     )
 
@@ -56,7 +56,7 @@ def test_interrupted_texts(
 ) -> None:
     engine = squeezed(target, method, slots=5, lag=lag, cache_pages=PAGES, prefix_sharing=sharing)
     runs = run_all(engine, PROMPTS, PARAMS)
-    assert_same(runs, alone)
+    assert_same_runs(runs, alone)
     interrupted = [run.metrics.preemptions for run in runs]
     assert sum(interrupted) >= 2 and interrupted[0] == 0, interrupted
     for run in runs:  # what was written again is not counted again
@@ -149,4 +149,4 @@ def test_a_pool_too_small_for_one_request_is_refused(target: Path) -> None:
     with pytest.raises(
         UsageError, match="4 cache pages hold 256 positions, but the context is 320"
     ):
-        quick_engine(target, ctx=CTX, cache_pages=4)
+        make_fast_engine(target, ctx=CTX, cache_pages=4)

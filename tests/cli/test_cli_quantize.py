@@ -21,7 +21,7 @@ from spd.formats.mtp import read_head_folder, verifier_hash
 from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
-from tests.helpers import cut_when_read, edit_weights
+from tests.helpers import edit_weights, truncate_on_open
 from tests.recipes.mtp_folders import PREFIX, write_deepseek
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -202,7 +202,7 @@ def test_nothing_is_overwritten_by_accident(
 
 def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch) -> None:
     edit_weights(original, lambda tensors: tensors.update({"model.norm.weight": torch.ones(10**6)}))
-    cut_when_read(monkeypatch, original / "model.safetensors")
+    truncate_on_open(monkeypatch, original / "model.safetensors")
     cut = pytest.raises(CheckpointError, match="was truncated while it was read")
     with Checkpoint.open(original) as checkpoint, cut:
         verifier_hash(checkpoint)

@@ -7,7 +7,7 @@ import pytest
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_options, run_work, story
-from tests.helpers import outputs
+from tests.helpers import collect_outputs
 
 PENALTIES = SamplingParams(
     max_tokens=24,
@@ -36,7 +36,7 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
         assert count == len(shapes) == (2 if method == "off" else 4)
         for some, eager in zip((work, work[:1]), told, strict=True):
             runs = run_work(engine, some)
-            assert outputs(runs) == outputs(eager) and story(runs) == story(eager)
+            assert collect_outputs(runs) == collect_outputs(eager) and story(runs) == story(eager)
         assert set(captured.captured) == shapes, "something was captured in the midst of requests"
 
 

@@ -11,7 +11,13 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
 from tests.gpu import gpu_helpers as lane
-from tests.helpers import local_queue, next_turn, outputs, random_prompts, run_requests
+from tests.helpers import (
+    collect_outputs,
+    get_local_queue,
+    make_next_turn,
+    random_prompts,
+    run_requests,
+)
 from tests.kernels import test_kernels_recurrent as recurrent
 from tests.kernels.forms import Form
 from tests.kernels.test_kernels_recurrent import Shape
@@ -48,7 +54,7 @@ def test_pages_that_run_short(hybrid: Path) -> None:
     told = []
     for options in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
         with lane.gpu_engine(hybrid, **OPTIONS, **options) as engine:
-            told.append(outputs(lane.run_work(engine, long, 1)))
+            told.append(collect_outputs(lane.run_work(engine, long, 1)))
     assert told[0] == told[1]
 
 
@@ -65,11 +71,11 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
             with lane.gpu_engine(hybrid, **options) as engine:
                 prompt = random_prompts(1, length, 256, seed=length)[0]
                 first = run_requests(engine, [Request("first", prompt, params)])[0]
-                turn = next_turn(prompt, first.tokens, params)
+                turn = make_next_turn(prompt, first.tokens, params)
                 later = run_requests(engine, [turn, Request("again", prompt, params)])
                 cached = [run.metrics.cached_tokens for run in later]
                 assert cached == ([length + 19, length - 1] if sharing else [0, 0])
-                places = local_queue(engine).states.places if sharing else {}
+                places = get_local_queue(engine).states.places if sharing else {}
                 assert all(part.is_pinned() for parts in places.values() for part in parts)
                 told.append([first.output, *(run.output for run in later)])
         assert told[0] == told[1]

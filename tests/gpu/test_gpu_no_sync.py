@@ -13,7 +13,7 @@ from spd.formats.demo import demo_folder
 from spd.runtime import Request, SamplingParams
 from spd.runtime.round import transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_options, run_work, story
-from tests.helpers import outputs, replace_transfers
+from tests.helpers import collect_outputs, replace_transfers
 
 WARM = 12
 WATCHED = 80
@@ -100,4 +100,6 @@ def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> No
         replace_transfers(monkeypatch, late)
         for lag in (0, 2):
             delayed = run_work(engine, work, lag)
-            assert outputs(delayed) == outputs(reference) and story(delayed) == story(reference)
+            assert collect_outputs(delayed) == collect_outputs(reference) and story(
+                delayed
+            ) == story(reference)

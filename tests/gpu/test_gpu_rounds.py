@@ -15,7 +15,14 @@ import pytest
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, SamplingParams
 from tests.gpu import gpu_helpers as lane
-from tests.helpers import Damped, Run, accepted, drafted, outputs, random_prompts
+from tests.helpers import (
+    DampedLayers,
+    Run,
+    collect_outputs,
+    count_accepted,
+    count_drafted,
+    random_prompts,
+)
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -53,7 +60,10 @@ class Model:
                 assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
                 for lag in (0, 1, 2) if graphs or times > 1 else (0, 2):
                     runs = lane.run_work(engine, self.work * times, lag)
-                    assert outputs(runs) == outputs(self.plain * times), (graphs, lag)
+                    assert collect_outputs(runs) == collect_outputs(self.plain * times), (
+                        graphs,
+                        lag,
+                    )
                     for run, other in zip(runs, self.plain * times, strict=True):
                         assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
                     told = told or lane.story(runs)
@@ -61,7 +71,7 @@ class Model:
                 captured = engine.round_queue.captured
                 assert not graphs or (captured is not None and captured.captured)
         if k and method not in LOOKED_UP.get(self.name, ()):
-            assert 0 < accepted(runs) < drafted(runs), "the comparison saw nothing"
+            assert 0 < count_accepted(runs) < count_drafted(runs), "the comparison saw nothing"
         return runs
 
 
@@ -82,7 +92,7 @@ def make_model(name: str, place: Path) -> Model:
         prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
     elif name == "float32":
         options |= {"dtype": "float32", "ctx": 256}
-        tiny = {**VARIANTS["qwen3"], "residual_gain": Damped(loud=2), "seed": 3}
+        tiny = {**VARIANTS["qwen3"], "residual_gain": DampedLayers(full_layers=2), "seed": 3}
         folder, draft = (write_tiny(place / f"{n} layers", **{**tiny, "layers": n}) for n in (4, 2))
         prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
     work = lane.every_kind(prompts, lane.likely_stop(folder, prompts[2], **options), 40)
@@ -114,7 +124,9 @@ def test_the_work_sees_something(models: dict[str, Model]) -> None:
     plain = models["bfloat16"].plain
     assert {run.finish_reason for run in plain} >= {"stop", "length"}
     assert len({tuple(run.tokens) for run in plain}) == len(plain)
-    assert len({str(outputs(models[name].plain)) for name in ("bfloat16", "int8", "fp8")}) == 3
+    assert (
+        len({str(collect_outputs(models[name].plain)) for name in ("bfloat16", "int8", "fp8")}) == 3
+    )
 
 
 @pytest.mark.parametrize(("name", "method", "k"), ALONE)
@@ -142,7 +154,7 @@ def test_lengths_that_change(models: dict[str, Model]) -> None:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
             engine.draft_length.choose = lengths.__next__  # type: ignore[method-assign]
             runs = lane.run_work(engine, model.work[:2], lag)
-        assert outputs(runs) == outputs(model.plain[:2]), (graphs, lag)
+        assert collect_outputs(runs) == collect_outputs(model.plain[:2]), (graphs, lag)
         told.append(lane.story(runs))
     assert told[0] == told[1]
 
@@ -159,5 +171,5 @@ def test_a_shared_prefix() -> None:
             shared = [lane.run_work(engine, work, 1)[0] for work in works]
         with lane.gpu_engine(demo_folder(), dtype="bfloat16", **options) as engine:
             fresh = [lane.run_work(engine, work, 1)[0] for work in works]
-        assert outputs(shared) == outputs(fresh)
+        assert collect_outputs(shared) == collect_outputs(fresh)
         assert [run.metrics.cached_tokens > 0 for run in shared] == [False, True, True, True]

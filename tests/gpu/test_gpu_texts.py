@@ -10,7 +10,7 @@ from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_options, run_work
-from tests.helpers import outputs, run_one
+from tests.helpers import collect_outputs, run_one
 
 PROMPT = "def read_lines(path):"
 
@@ -78,4 +78,4 @@ def test_memory_that_runs_out_is_a_refusal_and_not_the_end() -> None:
         assert not engine.has_work
         again = run_work(engine, work, 1)
     with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, graphs=False) as engine:
-        assert outputs(run_work(engine, work, 0)) == outputs(again)
+        assert collect_outputs(run_work(engine, work, 0)) == collect_outputs(again)

@@ -14,7 +14,7 @@ from spd.kernels.attention import attention_chunks
 from spd.kernels.attention import paged_attention as plain
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.launch import Device, power_of_two
-from tests.helpers import few_programs
+from tests.helpers import limit_programs
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import COMPILED, ROUNDED, Form, thinned
 
@@ -260,7 +260,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**sizes, "COMBINED_CHUNKS": (4, 4), "PLANNED_CHUNKS": 4}.items():
         monkeypatch.setattr(twin, name, value)
         monkeypatch.setattr(attention_chunks, name, value, raising=False)
-    few_programs(monkeypatch, 2)
+    limit_programs(monkeypatch, 2)
 
 
 alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)

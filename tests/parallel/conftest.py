@@ -7,7 +7,7 @@ import pytest
 from spd.runtime.ranks import communicator, leader
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
-from tests.known_trials import tried_together
+from tests.known_trials import probe_on_all_ranks
 from tests.parallel.thread_ranks import ThreadLeader
 
 
@@ -15,5 +15,5 @@ from tests.parallel.thread_ranks import ThreadLeader
 def threads(monkeypatch: Patch) -> None:
     """Engines run their ranks as threads; one that is left alone by a failure gives up in minutes."""
     monkeypatch.setattr(leader, "Leader", ThreadLeader)
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_on_all_ranks)
     monkeypatch.setattr(communicator, "EXCHANGE_TIMEOUT", timedelta(minutes=5))

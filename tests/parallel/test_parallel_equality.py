@@ -18,13 +18,13 @@ from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
 from tests import helpers
 from tests.helpers import (
-    Damped,
+    DampedLayers,
     Run,
     Tiny,
-    drafts,
+    collect_drafts,
+    collect_outputs,
     edit_weights,
-    outputs,
-    quick_engine,
+    make_fast_engine,
     random_prompts,
 )
 from tests.recipes.packed_twin import write_twin
@@ -38,7 +38,7 @@ PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(2, 20, 256, seed=1)]
 SHORT = SamplingParams(max_tokens=9, ignore_eos=True)
 PARAMS = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0.0, 0.8, 0.0, 1.2))]
 NGRAM = {"spec": "ngram", "ngram_min": 1, "draft_max": 4}
-damped = Damped(loud=2)
+damped = DampedLayers(full_layers=2)
 EVERY_PARAMETER = [
     SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=14, seed=1),
     SamplingParams(repetition_penalty=1.4, max_tokens=14, logprobs=3),
@@ -78,9 +78,9 @@ def family(name: str, tiny: Tiny, folder: Path) -> Path:
 )
 def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
     folder = family(name, tiny, tmp_path)
-    speculated = texts(quick_engine(folder, slots=2, tp=ranks, **NGRAM))
-    assert outputs(speculated) == outputs(texts(quick_engine(folder, slots=2)))
-    assert helpers.drafted(speculated)
+    speculated = texts(make_fast_engine(folder, slots=2, tp=ranks, **NGRAM))
+    assert collect_outputs(speculated) == collect_outputs(texts(make_fast_engine(folder, slots=2)))
+    assert helpers.count_drafted(speculated)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
@@ -88,10 +88,12 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     """Each rank rounds its part of a row as one rank rounds the row: the text is the same."""
     folder = tiny(name)
     options = {"slots": 2, "quantize": "int8"}
-    plain = outputs(texts(quick_engine(folder, **options)))
-    assert outputs(texts(quick_engine(folder, tp=4, **options))) == plain
+    plain = collect_outputs(texts(make_fast_engine(folder, **options)))
+    assert collect_outputs(texts(make_fast_engine(folder, tp=4, **options))) == plain
     short = {**options, "tp": 2, "dtype": "bfloat16"}
-    one, other = (outputs(texts(quick_engine(folder, **short, **spec))) for spec in ({}, NGRAM))
+    one, other = (
+        collect_outputs(texts(make_fast_engine(folder, **short, **spec))) for spec in ({}, NGRAM)
+    )
     assert one == other
 
 
@@ -124,21 +126,25 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
         target = write_tiny_mtp(
             tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft
         )
-    plain = outputs(texts(quick_engine(target, slots=2)))
-    alone = texts(quick_engine(target, **options))
-    assert outputs(alone) == plain
-    assert EAGLES.get(method, {}).get("kind") == "random" or helpers.accepted(alone)
+    plain = collect_outputs(texts(make_fast_engine(target, slots=2)))
+    alone = texts(make_fast_engine(target, **options))
+    assert collect_outputs(alone) == plain
+    assert EAGLES.get(method, {}).get("kind") == "random" or helpers.count_accepted(alone)
     for group in (1, 2, 4)[: ranks // 2 + 1]:
-        runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **options))
-        assert (outputs(runs), drafts(runs)) == (plain, drafts(alone)), group
+        runs = texts(make_fast_engine(target, tp=ranks, draft_tp=group, **options))
+        assert (collect_outputs(runs), collect_drafts(runs)) == (plain, collect_drafts(alone)), (
+            group
+        )
 
 
 def test_every_parameter(tiny: Tiny) -> None:
     """Draws that need whole logits, beside a neighbour whose draw does not."""
     folder = tiny("gqa4")
-    whole = texts(quick_engine(folder, slots=2), EVERY_PARAMETER)
-    parts = texts(quick_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER)
-    assert outputs(parts) == outputs(whole)
+    whole = texts(make_fast_engine(folder, slots=2), EVERY_PARAMETER)
+    parts = texts(
+        make_fast_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER
+    )
+    assert collect_outputs(parts) == collect_outputs(whole)
     for one, other in zip(parts, whole, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
@@ -147,8 +153,10 @@ def test_every_parameter(tiny: Tiny) -> None:
 def test_the_other_rules(rule: str, tiny: Tiny) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     options = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
-    one = texts(quick_engine(target, **options))
-    assert outputs(texts(quick_engine(target, tp=2, draft_tp=1, **options))) == outputs(one)
+    one = texts(make_fast_engine(target, **options))
+    assert collect_outputs(
+        texts(make_fast_engine(target, tp=2, draft_tp=1, **options))
+    ) == collect_outputs(one)
 
 
 def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> None:
@@ -157,8 +165,8 @@ def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> No
     half = VARIANTS["llama2"].get("vocab", 320) // 2
     shutil.copytree(tiny("llama2"), folder)
     edit_weights(folder, lambda t: t["lm_head.weight"][half:].copy_(t["lm_head.weight"][:half]))
-    one, two = (texts(quick_engine(folder, tp=ranks)) for ranks in (1, 2))
-    assert outputs(one) == outputs(two)
+    one, two = (texts(make_fast_engine(folder, tp=ranks)) for ranks in (1, 2))
+    assert collect_outputs(one) == collect_outputs(two)
     assert all(token < half for run in two[::2] for token in run.tokens), (
         "greedy takes the first of twins"
     )
@@ -201,7 +209,7 @@ def test_sizes_that_are_refused(
     tp: int, draft_tp: Any, options: Any, said: str, fix: str, tiny: Tiny
 ) -> None:
     with pytest.raises(IncompatibleError if "not divide" in said else UsageError) as caught:
-        quick_engine(
+        make_fast_engine(
             **{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **options}
         )
     assert said in caught.value.message and fix in caught.value.fix

@@ -9,8 +9,16 @@ import pytest
 
 from spd.errors import IncompatibleError
 from spd.runtime import SamplingParams
-from tests.helpers import Damped, Run, drafts, make_engine, outputs, random_prompts, run_all
-from tests.pairs import MTP_OF
+from tests.helpers import (
+    DampedLayers,
+    Run,
+    collect_drafts,
+    collect_outputs,
+    make_engine,
+    random_prompts,
+    run_all,
+)
+from tests.pairs import MTP_FAMILIES
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_assistant import write_assistant
@@ -29,8 +37,8 @@ HEADS = {
     "qwen3_moe": "mtp",
 }  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
 loud, silent = (
-    Damped(loud=1),
-    Damped(loud=1, soft=0.0),
+    DampedLayers(full_layers=1),
+    DampedLayers(full_layers=1, damped_gain=0.0),
 )  # Such drafts often agree with a `loud` target.
 WHOLE = (
     "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
@@ -75,8 +83,8 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     rounded = dict[Path, Any]()
     for target, options in drafters(name, folder):
         if target not in plain:
-            plain[target] = outputs(runs_of(target))
-            rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
+            plain[target] = collect_outputs(runs_of(target))
+            rounded[target] = collect_outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
         neural = options["spec"] in ("draft", "mtp", "eagle3")
         accepted = None
         for group in groups if neural else [1]:
@@ -84,14 +92,14 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
                 continue
             sizes = {"draft_tp": group} if neural else {}
             runs = runs_of(target, tp=ranks, **sizes, **options)
-            assert outputs(runs) == plain[target], (options, group)
-            accepted = accepted or drafts(runs)
-            assert drafts(runs) == accepted, (options, group)
+            assert collect_outputs(runs) == plain[target], (options, group)
+            accepted = accepted or collect_drafts(runs)
+            assert collect_drafts(runs) == accepted, (options, group)
         if neural and options["spec"] != "eagle3":  # whose random head is hardly ever right
             counts = [count for run in runs for _, count in run.drafts]
             assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
         if options["spec"] != "off":
-            there = outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **options))
+            there = collect_outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **options))
             assert there == rounded[target], (options, "bfloat16")
 
 
@@ -111,8 +119,8 @@ def test_an_assistant_s_ranks_are_its_target_s(
     }
     alone = runs_of(target, **options)
     runs = runs_of(target, tp=2, lag=1, **options)
-    assert outputs(runs) == outputs(runs_of(target, kernels="auto"))
-    assert drafts(runs) == drafts(alone)
+    assert collect_outputs(runs) == collect_outputs(runs_of(target, kernels="auto"))
+    assert collect_drafts(runs) == collect_drafts(alone)
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
         make_engine(target, tp=2, draft_tp=1, **options)
 
@@ -120,7 +128,7 @@ def test_an_assistant_s_ranks_are_its_target_s(
 def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
     """Experts in MXFP4 are; one group of recurrent heads by two and six heads by four are not."""
     folder = write_mxfp4(tmp_path / "mxfp4", layers=2)
-    assert outputs(runs_of(folder, tp=2)) == outputs(runs_of(folder))
+    assert collect_outputs(runs_of(folder, tp=2)) == collect_outputs(runs_of(folder))
     for name, ranks in ((WHOLE, 2), ("step3", 4)):
         with pytest.raises(IncompatibleError, match=f"--tp {ranks} does not divide"):
             make_engine(written(tmp_path / name, name), tp=ranks)
@@ -128,15 +136,15 @@ def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
-    "name", ["step3", "nemotron_h", *sorted(MTP_OF.keys() - {"step3", "nemotron_h"})]
+    "name", ["step3", "nemotron_h", *sorted(MTP_FAMILIES.keys() - {"step3", "nemotron_h"})]
 )
 def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> None:
-    folder = write_tiny_mtp(tmp_path, kind="copy", **MTP_OF[name])
+    folder = write_tiny_mtp(tmp_path, kind="copy", **MTP_FAMILIES[name])
     options: dict[str, Any] = {"spec": "mtp", "draft_max": 3}
     alone = runs_of(folder, **options)
     runs = runs_of(folder, tp=2, lag=1, **options)
-    assert outputs(runs) == outputs(alone) == outputs(runs_of(folder))
-    assert drafts(runs) == drafts(alone)
+    assert collect_outputs(runs) == collect_outputs(alone) == collect_outputs(runs_of(folder))
+    assert collect_drafts(runs) == collect_drafts(alone)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spd.runtime import SamplingParams
-from tests.helpers import assert_same, drafted, quick_engine, random_prompts, run_all
+from tests.helpers import assert_same_runs, count_drafted, make_fast_engine, random_prompts, run_all
 from tests.kernels.forms import needs_compiled
 from tests.recipes.tiny_gguf import write_tiny_gguf
 
@@ -21,7 +21,9 @@ def test_speculation_on_two_ranks_changes_no_token(tmp_path: Path, kind: str) ->
     file = write_tiny_gguf(tmp_path / "a.gguf", {"attn_v.weight": "Q8_0", "": kind}, inner=1024)
     draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
     how: dict[str, Any] = {"kernels": "native", "dtype": "bfloat16", "tp": 2}
-    plain = run_all(quick_engine(file, **how), PROMPTS, PARAMS)
-    spoken = run_all(quick_engine(file, spec="draft", draft_model=draft, **how), PROMPTS, PARAMS)
-    assert_same(spoken, plain)
-    assert drafted(spoken) > 0
+    plain = run_all(make_fast_engine(file, **how), PROMPTS, PARAMS)
+    spoken = run_all(
+        make_fast_engine(file, spec="draft", draft_model=draft, **how), PROMPTS, PARAMS
+    )
+    assert_same_runs(spoken, plain)
+    assert count_drafted(spoken) > 0

@@ -17,10 +17,10 @@ from spd.runtime.models.weights import ModelLayout
 from tests import helpers
 from tests.helpers import (
     Run,
-    accepted,
-    drafts,
+    collect_drafts,
+    collect_outputs,
+    count_accepted,
     make_engine,
-    outputs,
     random_prompts,
     run_all,
     run_requests,
@@ -61,23 +61,28 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
     told = [replace(each, logprobs=0) for each in SEEDED]
     folder = agreeing
     alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, 2))
-    assert outputs(divided) == outputs(alone)
+    assert collect_outputs(divided) == collect_outputs(alone)
     for one, other in zip(alone, divided, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
     options: dict[str, Any] = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **options)
-    assert outputs(expected) == outputs(alone) and accepted(expected)
+    assert collect_outputs(expected) == collect_outputs(alone) and count_accepted(expected)
     for group in (1, 2):
         runs = runs_of(folder, tp=2, draft_tp=group, **options)
-        assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(expected)), group
+        assert (collect_outputs(runs), collect_drafts(runs)) == (
+            collect_outputs(alone),
+            collect_drafts(expected),
+        ), group
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
 def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
     write_sparse(tmp_path, name)
-    alone = outputs(runs_of(tmp_path, kernels="auto"))
+    alone = collect_outputs(runs_of(tmp_path, kernels="auto"))
     assert (
-        outputs(runs_of(tmp_path, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3))
+        collect_outputs(
+            runs_of(tmp_path, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3)
+        )
         == alone
     )
 
@@ -93,10 +98,13 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
         "draft_max": 3,
     }
     alone = runs_of(agreeing, **options)
-    assert accepted(alone)
+    assert count_accepted(alone)
     for group in (1, 2):
         runs = runs_of(agreeing, tp=2, draft_tp=group, **options)
-        assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(alone)), group
+        assert (collect_outputs(runs), collect_drafts(runs)) == (
+            collect_outputs(alone),
+            collect_drafts(alone),
+        ), group
 
 
 @pytest.mark.covers(1)
@@ -106,11 +114,11 @@ def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) ->
     if form == "native" and unavailable_reason() is not None:
         pytest.skip("no C kernels here")
     asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
-    plain = outputs(runs_of(agreeing, **asked))
+    plain = collect_outputs(runs_of(agreeing, **asked))
     first, late = (runs_of(agreeing, spec=method, draft_max=4, lag=lag, **asked) for lag in (0, 1))
-    assert outputs(first) == outputs(late) == plain
-    assert drafts(first) == drafts(late), "the host's lag changes no draft"
-    assert method == "ngram" or accepted(first)
+    assert collect_outputs(first) == collect_outputs(late) == plain
+    assert collect_drafts(first) == collect_drafts(late), "the host's lag changes no draft"
+    assert method == "ngram" or count_accepted(first)
 
 
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
@@ -124,7 +132,7 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     cached = list[int]()
     for engine in made:
         runs = run_all(engine, [prompt], [params])
-        turn = helpers.next_turn(prompt, runs[0].tokens, params)
+        turn = helpers.make_next_turn(prompt, runs[0].tokens, params)
         runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(
             engine, [turn]
         )
@@ -137,7 +145,7 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
 def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
     """Where every rank takes the first one's part of a tensor."""
     folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
-    said = outputs(runs_of(folder, kernels="auto"))
+    said = collect_outputs(runs_of(folder, kernels="auto"))
     honest = weights.parts_of
     for name in SPLIT:
 
@@ -148,7 +156,7 @@ def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights, "parts_of", parts)
-            assert outputs(runs_of(folder, kernels="auto", tp=2)) != said, name
+            assert collect_outputs(runs_of(folder, kernels="auto", tp=2)) != said, name
 
 
 def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:

@@ -22,19 +22,19 @@ from spd.runtime.ranks.leader import LeadingQueue
 from spd.runtime.round.model_runner import bucket_for
 from tests import helpers
 from tests.helpers import (
-    INTERPRETED,
+    INTERPRETER_MARKS,
     Patch,
     Prompt,
     Tiny,
-    drafts,
+    collect_drafts,
+    collect_outputs,
     make_engine,
-    outputs,
     random_prompts,
     run_all,
 )
 from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
-damped = helpers.Damped(loud=2)
+damped = helpers.DampedLayers(full_layers=2)
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
@@ -47,12 +47,12 @@ def test_tokens_traffic_and_sockets(
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     options: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
-    plain = outputs(run_all(make_engine(target), PROMPTS, PARAMS))
+    plain = collect_outputs(run_all(make_engine(target), PROMPTS, PARAMS))
     before_all = listening([])
     traffic = count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **options)
     with nothing_is_left(engine):
-        assert outputs(run_all(engine, PROMPTS, PARAMS)) == plain
+        assert collect_outputs(run_all(engine, PROMPTS, PARAMS)) == plain
         before = traffic(engine)
         rounds = engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
@@ -145,18 +145,18 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@INTERPRETED[0]
-@INTERPRETED[1]
+@INTERPRETER_MARKS[0]
+@INTERPRETER_MARKS[1]
 def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
     """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
     prompts: list[Prompt] = [(5, 6, 5, 6, 5, 6)]
     params = [SamplingParams(max_tokens=3, ignore_eos=True)]
     target = tiny("qwen3")
-    plain = outputs(run_all(make_engine(target), prompts, params))
+    plain = collect_outputs(run_all(make_engine(target), prompts, params))
     for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 2}):
         engine = make_engine(target, tp=2, kernels="triton", ctx=64, **spec)
         with nothing_is_left(engine):
-            assert outputs(run_all(engine, prompts, params)) == plain, spec
+            assert collect_outputs(run_all(engine, prompts, params)) == plain, spec
             engine.close()
 
 
@@ -173,15 +173,15 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
         SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)
     ]
     options: dict[str, Any] = {"ctx": 31, "slots": 2}
-    plain = outputs(run_all(make_engine(target, **options), prompts, params))
+    plain = collect_outputs(run_all(make_engine(target, **options), prompts, params))
     options |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
     for group in (1, 2, 4, 8):
         engine = make_engine(target, tp=8, draft_tp=group, **options)
         with nothing_is_left(engine):
             runs = run_all(engine, prompts, params)
-            expected = expected or drafts(runs)
-            assert (outputs(runs), drafts(runs)) == (plain, expected), group
-            assert helpers.accepted(runs)
+            expected = expected or collect_drafts(runs)
+            assert (collect_outputs(runs), collect_drafts(runs)) == (plain, expected), group
+            assert helpers.count_accepted(runs)
             records = [record for run in runs for record in run.rounds if record.draft_forwards]
             each = median(record.ms["draft"] / record.draft_forwards for record in records)
             print(f"draft TP {group}: {each:.2f} ms a draft token")

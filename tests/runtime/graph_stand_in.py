@@ -23,7 +23,7 @@ from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
-from tests.helpers import local_queue, with_operations
+from tests.helpers import get_local_queue, replace_operations
 
 
 def tensors_in(
@@ -73,7 +73,7 @@ class Tape:
     def wrap(self, kernels: Kernels) -> Kernels:
         """The operations, each saying with what it was called."""
         every = {name: self._proxy(name, getattr(kernels, name)) for name in OPERATION_NAMES}
-        return with_operations(kernels, **every)
+        return replace_operations(kernels, **every)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
@@ -127,7 +127,7 @@ class StandIn(CapturedRounds):
     """Captures by running once and noting everything; replays by running again and comparing."""
 
     def __init__(self, engine: Engine, tape: Tape) -> None:
-        queue = local_queue(engine)
+        queue = get_local_queue(engine)
         super().__init__(queue.round, capture=self.capture_by_watching)
         self.parts = (vars(queue.round), queue.states)
         self.tape = tape

@@ -30,7 +30,7 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
-from tests.helpers import with_operations
+from tests.helpers import replace_operations
 from tests.runtime import target_law
 from tests.runtime.target_law import (
     DRAFT_LAWS,
@@ -181,7 +181,7 @@ class Enumeration:
         state.page_table.copy_(1 + shuffled.view(slots, pages))
         self.script = script or Script()
         self.runner = RememberingRunner(state, table, self.script, case.head)
-        kernels = with_operations(load_kernels("torch"), sample_rows=self.script.sample_rows)
+        kernels = replace_operations(load_kernels("torch"), sample_rows=self.script.sample_rows)
         self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
         self.sampler.admit(0, params, torch.tensor(PROMPT))
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):

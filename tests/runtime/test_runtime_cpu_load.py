@@ -16,7 +16,7 @@ from spd.kernels.native.build import unavailable_reason
 from spd.runtime.plan import plan
 from spd.runtime.round import cpu_load
 from spd.runtime.round.cpu_load import AdaptiveThreads, busy_seconds
-from tests.helpers import local_queue
+from tests.helpers import get_local_queue
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 
@@ -94,7 +94,7 @@ def test_a_changing_number_changes_no_text(
         with monkeypatch.context() as patch:
             patch.setattr(AdaptiveThreads, "follow", follow if changing else lambda self: None)
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **options))
-            assert local_queue(engine).threads._counts == (1, 2)
+            assert get_local_queue(engine).threads._counts == (1, 2)
             params = [
                 SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(8)
             ]
@@ -122,7 +122,7 @@ def test_short_contexts_open(ctx: int) -> None:
 def test_other_threads_stay(threads: None, options: dict[str, Any]) -> None:
     """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""
     engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **options))
-    assert local_queue(engine).threads._counts == (2,) and not engine.plan.threads_follow
+    assert get_local_queue(engine).threads._counts == (2,) and not engine.plan.threads_follow
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from spd.runtime.engine import draft_length as rules
 from spd.runtime.engine.draft_length import ENOUGH, PATIENCE, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
-from tests.helpers import local_queue, make_engine, random_prompts, run_all
+from tests.helpers import get_local_queue, make_engine, random_prompts, run_all
 
 
 def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
@@ -327,7 +327,7 @@ def test_the_demo_copies() -> None:
     )
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
     engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
-    assert local_queue(engine).proposer.samples_drafts
+    assert get_local_queue(engine).proposer.samples_drafts
     run = run_all(engine, [prompt], [params])[0]
     drafts = engine.plan.shape.model_drafts
     assert run.output == plain.output

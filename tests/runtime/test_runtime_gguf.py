@@ -19,9 +19,9 @@ from spd.runtime.load.gguf_weights import read_values
 from spd.runtime.models.gguf_forms import FORMS
 from tests.formats.formats_helpers import LLAMA
 from tests.helpers import (
-    assert_same,
-    drafted,
-    logits_of,
+    assert_same_runs,
+    compute_logits,
+    count_drafted,
     make_engine,
     random_prompts,
     run_all,
@@ -59,8 +59,8 @@ def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> No
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
     folder = as_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
-    found = logits_of(make_engine(file, kernels="torch"), prompt)
-    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
+    found = compute_logits(make_engine(file, kernels="torch"), prompt)
+    expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
     assert torch.equal(found, expected)
     assert 0.1 < found.std() < 30
 
@@ -74,8 +74,8 @@ def test_packed_types_run_as_their_values(tmp_path: Path, kind: str) -> None:
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     engine = make_engine(file, kernels="native", dtype="float32")
     assert engine.plan.weights == FORMS[kind].kind
-    found = logits_of(engine, prompt)
-    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
+    found = compute_logits(engine, prompt)
+    expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -87,8 +87,8 @@ def test_a_file_of_several_types_is_kept_packed(tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     engine = make_engine(file, kernels="native", dtype="float32")
-    expected = logits_of(make_engine(folder, kernels="torch"), prompt)
-    torch.testing.assert_close(logits_of(engine, prompt), expected, rtol=1e-3, atol=1e-3)
+    expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
+    torch.testing.assert_close(compute_logits(engine, prompt), expected, rtol=1e-3, atol=1e-3)
     assert engine.info.plan["weight_bytes"] < 1.1 * file.stat().st_size
 
 
@@ -110,8 +110,8 @@ def test_speculation_changes_no_token(tmp_path: Path, kind: str, kernels: str) -
     spoken = run_all(
         make_engine(file, spec="draft", draft_model=draft, draft_max=4, **how), prompts, PARAMS
     )
-    assert_same(spoken, plain)
-    assert drafted(spoken) > 0
+    assert_same_runs(spoken, plain)
+    assert count_drafted(spoken) > 0
 
 
 def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
     prompts = random_prompts(2, 20, 300, seed=4)
     plain = run_all(make_engine(target), prompts, PARAMS)
     spoken = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
-    assert_same(spoken, plain)
-    assert drafted(spoken) > 0
+    assert_same_runs(spoken, plain)
+    assert count_drafted(spoken) > 0
 
 
 def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ def test_values_are_rounded_once_to_the_run_s_dtype(tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     narrow = [
-        logits_of(make_engine(path, dtype="bfloat16", kernels="torch"), prompt)
+        compute_logits(make_engine(path, dtype="bfloat16", kernels="torch"), prompt)
         for path in (file, folder)
     ]
     assert torch.equal(*narrow)

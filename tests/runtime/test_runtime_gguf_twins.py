@@ -21,7 +21,7 @@ from spd.formats.names import HEAD
 from spd.runtime import SamplingParams
 from spd.runtime.load.gguf_weights import read_values
 from tests.gguf_twins import OPTIONS, TWINS, convert, llama_cpp
-from tests.helpers import drafts, logits_of, make_engine, random_prompts, run_all
+from tests.helpers import collect_drafts, compute_logits, make_engine, random_prompts, run_all
 from tests.recipes.tiny_assistant import write_assistant
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
@@ -74,7 +74,7 @@ def test_a_converted_file_is_the_folder(source: Path, tmp_path: Path, name: str)
     prompts = random_prompts(2, 90, 256, seed=len(name))
     params = [SamplingParams(max_tokens=40, ignore_eos=True)] * 2
     engines = [make_engine(path, ctx=256) for path in (folder, file)]
-    logits = [logits_of(engine, prompts[0]) for engine in engines]
+    logits = [compute_logits(engine, prompts[0]) for engine in engines]
     assert (logits[0] - logits[1]).abs().max() < CLOSE
     texts = [[run.tokens for run in run_all(each, prompts, params)] for each in engines]
     assert texts[0] == texts[1]
@@ -83,8 +83,8 @@ def test_a_converted_file_is_the_folder(source: Path, tmp_path: Path, name: str)
     heads = [make_engine(path, ctx=256, spec="mtp", draft_max=3) for path in (folder, file)]
     runs = [run_all(engine, prompts, params) for engine in heads]
     assert [run.tokens for run in runs[1]] == texts[1]
-    assert drafts(runs[0]) == drafts(runs[1])
-    assert any(accepted for run in drafts(runs[1]) for _, accepted in run)
+    assert collect_drafts(runs[0]) == collect_drafts(runs[1])
+    assert any(accepted for run in collect_drafts(runs[1]) for _, accepted in run)
 
 
 @pytest.mark.parametrize("name", ["qwen35_mtp", "glm4_moe_mtp", "nemotron_h_latent_mtp"])
@@ -104,7 +104,7 @@ def test_a_head_in_a_file_of_its_own_drafts(source: Path, tmp_path: Path, name: 
     ]
     for runs in found:
         assert [run.tokens for run in runs] == [run.tokens for run in own]
-        assert drafts(runs) == drafts(own)
+        assert collect_drafts(runs) == collect_drafts(own)
 
 
 def test_an_assistant_in_a_file_drafts(source: Path, tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_an_assistant_in_a_file_drafts(source: Path, tmp_path: Path) -> None:
     ):
         runs = run_all(engine, prompts, params)
         assert [run.tokens for run in runs] == [run.tokens for run in wanted]
-        assert drafts(runs) == drafts(wanted)
-        assert any(found for run in drafts(runs) for found, _ in run)
+        assert collect_drafts(runs) == collect_drafts(wanted)
+        assert any(found for run in collect_drafts(runs) for found, _ in run)
 
 
 @pytest.mark.parametrize("name", ["llama2", "biases", "qwen2"])

@@ -21,12 +21,12 @@ from spd.runtime.models.expert_steps import SeparateSum
 from spd.runtime.models.moe import MoeMlp
 from tests import helpers
 from tests.helpers import (
+    assert_matches_transformers,
     make_engine,
     random_prompts,
     read_model_config,
     run_all,
     run_one,
-    speaks_as,
 )
 from tests.recipes.tiny import LLAMA, VARIANTS, write_json
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense, write_mxfp4
@@ -107,7 +107,7 @@ def test_logits_and_text_equal_transformers(
     reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
-    run = speaks_as(reference, engine, prompt)
+    run = assert_matches_transformers(reference, engine, prompt)
     assert max(run.tokens) < engine.usable_vocab
     if own:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -150,7 +150,9 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         stopping, dtype=torch.float32
     ).eval()
-    wanted = speaks_as(reference, make_engine(stopping), prompt, 24, ends=True).tokens
+    wanted = assert_matches_transformers(
+        reference, make_engine(stopping), prompt, 24, may_end_early=True
+    ).tokens
     for options in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
         run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **options)
         assert run.tokens == wanted and run.finish_reason == "stop" and run.tokens[-1] == end
@@ -179,7 +181,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, SeparateSum)
     assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)
     assert engine.plan.shape.form.words == "e2m1"
-    run = speaks_as(reference, engine, prompt, 24)
+    run = assert_matches_transformers(reference, engine, prompt, 24)
     engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=3)
     (drafted,) = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True)])
     assert drafted.tokens == run.tokens and drafted.metrics.draft_n_accepted > 8
@@ -188,7 +190,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
 def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
     """Too few pages for all: a request that waits is replayed, window and all."""
     shape: dict[str, Any] = {
-        "residual_gain": helpers.Damped(loud=2),
+        "residual_gain": helpers.DampedLayers(full_layers=2),
         "seed": 3,
         "max_positions": 1024,
     }

@@ -30,7 +30,7 @@ from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampling_params import SamplingSteps
-from tests.helpers import local_queue, quick_engine, random_prompts, run_requests
+from tests.helpers import get_local_queue, make_fast_engine, random_prompts, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
 from tests.runtime.target_law import number_of
@@ -119,12 +119,14 @@ def test_texts_match(
     ruled = "verify" in options
     model = tiny("qwen3", layers=1, seed=4) if ruled else target
     options = options if options is NGRAM else {**options, "draft_model": model}
-    plain = run_requests(quick_engine(target, **(options if ruled else {})), asked)
+    plain = run_requests(make_fast_engine(target, **(options if ruled else {})), asked)
     for kind, run in zip(TEXTS, plain, strict=False):
         assert run.finish_reason in ("stop", "length")
         assert run.finish_reason == "length" or fits(kind, run.text), run.text
     assert sum(run.finish_reason == "stop" for run in plain) >= 2
-    made = [run_requests(quick_engine(target, slots=4, lag=lag, **options), asked) for lag in lags]
+    made = [
+        run_requests(make_fast_engine(target, slots=4, lag=lag, **options), asked) for lag in lags
+    ]
     for runs in made:
         assert [run.output for run in runs] == [run.output for run in plain]
         # Waiting for masks costs no draft: what is verified is the same at every lag.
@@ -134,7 +136,7 @@ def test_texts_match(
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
-    engine = quick_engine(target, slots=2, lag=2)
+    engine = make_fast_engine(target, slots=2, lag=2)
     device = engine.round_queue
     launch = engine.round_queue.launch
     rounds = list[list[bool]]()
@@ -212,7 +214,7 @@ def free_rows(rows: int) -> torch.Tensor:
 def thinking(target: Path) -> tuple[list[int], int, int]:
     """(tokens, position, id) of a token that a plain run says for the first time somewhere inside."""
     plain = run_requests(
-        quick_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))]
+        make_fast_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))]
     )[0]
     seen = plain.tokens
     at = next(i for i in range(6, 30) if seen[i] not in seen[:i] and i % 5 in (2, 3))
@@ -240,8 +242,8 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
     runs = []
     for options in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
-        engine = quick_engine(target, **options)
-        lengths = lengths_at_masks(local_queue(engine))
+        engine = make_fast_engine(target, **options)
+        lengths = lengths_at_masks(get_local_queue(engine))
         runs += run_requests(engine, [request])
         assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
@@ -269,7 +271,7 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
         (replace(late, optional=True), last, ("stop", None)),
     ]
     for spec in ({"lag": 2}, NGRAM):
-        engine = quick_engine(target, **spec)
+        engine = make_fast_engine(target, **spec)
         for grammar, options, ended in cases:
             prompt = PROMPTS[grammar.after is not None]
             (done,) = engine.generate(
@@ -281,7 +283,7 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = [requests(1.0)[0], requests(1.0)[3]]
-    whole, alone = run_requests(quick_engine(target), asked)
+    whole, alone = run_requests(make_fast_engine(target), asked)
     honest = Grammar._write
     left = [3]
 
@@ -292,7 +294,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
             row.zero_()
 
     monkeypatch.setattr(Grammar, "_write", write)
-    engine = quick_engine(target, slots=2, lag=2)
+    engine = make_fast_engine(target, slots=2, lag=2)
     done = engine.generate(asked)
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
@@ -304,13 +306,15 @@ def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
     """Those that begin behind a token, too."""
     asked = [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests(1.0)]
     free = run_requests(
-        quick_engine(target, ctx=192), [replace(one, grammar=None) for one in asked]
+        make_fast_engine(target, ctx=192), [replace(one, grammar=None) for one in asked]
     )
     for one, run in zip([*asked], free, strict=True):
         behind = one.grammar and replace(one.grammar, after=run.tokens[4], optional=True)
         asked.append(replace(one, id=f"again {one.id}", grammar=behind))
-    alone = [run.output for run in run_requests(quick_engine(target, ctx=192), asked)]
-    engine = quick_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
+    alone = [run.output for run in run_requests(make_fast_engine(target, ctx=192), asked)]
+    engine = make_fast_engine(
+        target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1
+    )
     runs = run_requests(engine, asked)
     assert [run.output for run in runs] == alone
     assert sum(run.metrics.preemptions for run in runs) > 1
@@ -361,7 +365,7 @@ BAD = [
 def test_what_cannot_be_read_is_refused_at_admission(
     target: Path, kind: Any, text: str, why: str
 ) -> None:
-    engine = quick_engine(target)
+    engine = make_fast_engine(target)
     flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
     with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarSpec(kind, text)))
@@ -445,7 +449,7 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
     }
     asked = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
     asked[-1] = replace(asked[-1], grammar=GrammarSpec("regex", "[ab]{6}", after=END))
-    runs = run_requests(quick_engine(target), asked)
+    runs = run_requests(make_fast_engine(target), asked)
     plain = {request.id: run for request, run in zip(asked, runs, strict=True)}
     said = plain["free"].tokens
     assert END not in said, "else another seed"
@@ -460,7 +464,7 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2},
     )
     for options in methods:
-        found = run_requests(quick_engine(target, slots=6, **options), asked)
+        found = run_requests(make_fast_engine(target, slots=6, **options), asked)
         assert [run.output for run in found] == [run.output for run in runs], options
 
 
@@ -580,7 +584,7 @@ def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
     ]
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
     for options in ({}, {"lag": 2}, drafts, drafts | {"lag": 2}, NGRAM):
-        engine = quick_engine(target, slots=3, **options)
+        engine = make_fast_engine(target, slots=3, **options)
         within, behind, out = run_requests(engine, asked)
         assert within.tokens == seen, options
         assert behind.tokens == out.tokens and out.tokens[: at + 1] == seen[: at + 1]

@@ -29,10 +29,10 @@ from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RING_DEPTH, RoundState, narrow_to_slots
 from tests import helpers
 from tests.helpers import (
-    INTERPRETED,
-    Damped,
+    INTERPRETER_MARKS,
+    DampedLayers,
     Run,
-    local_queue,
+    get_local_queue,
     make_engine,
     random_prompts,
     run_all,
@@ -61,7 +61,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
             patch.setattr(assembly, "load_kernels", lambda *args: tape.wrap(load_kernels(*args)))
             engine = two_slots(model, **options)
         stand_in = StandIn(engine, tape)
-        local_queue(engine).captured = stand_in
+        get_local_queue(engine).captured = stand_in
         return engine, stand_in
 
     yield make
@@ -76,14 +76,16 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
     return watch
 
 
-damped = Damped(loud=1)
+damped = DampedLayers(full_layers=1)
 
 
 def asked(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
     """A target, and options for k drafts of a method; `block` is a draft model's under that rule."""
     pair = pairs.get(method.replace("block", "draft"))
     more = {"verify": "block"} if method.startswith("block") else {}
-    return pair.model, pair.speculation | more | ({} if method == "off" else {"draft_max": k})
+    return pair.model, pair.speculation_options | more | (
+        {} if method == "off" else {"draft_max": k}
+    )
 
 
 PROMPTS = [*random_prompts(4, 12, 256), *random_prompts(3, 70, 256, seed=1)]
@@ -187,7 +189,7 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     assert len(engine.scheduler.in_flight) == 2
     before = {path: tensor.clone() for path, tensor in tensors_in(engine.round_queue)}
     views = captured.views
-    state = local_queue(engine).state
+    state = get_local_queue(engine).state
     row = int(state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
@@ -261,7 +263,7 @@ def test_planted_faults_are_seen(pairs: Pairs, watched: Watched, words: str) -> 
             engine.step()
 
 
-@INTERPRETED[0]
+@INTERPRETER_MARKS[0]
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_in_the_form_that_is_captured(
     tiny: Shelf,
@@ -272,7 +274,7 @@ def test_in_the_form_that_is_captured(
 ) -> None:
     """Triton's kernels in its interpreter, as torch's: the host's bounds stay those of the capture."""
     pytest.importorskip("triton")
-    helpers.few_programs(monkeypatch)
+    helpers.limit_programs(monkeypatch)
     shape: dict[str, Any] = {
         "hidden": 32,
         "intermediate": 32,
@@ -309,7 +311,7 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
     target, options = asked(pairs, "ngram")
     engine = two_slots(target, **options)
-    round_ = local_queue(engine).round
+    round_ = get_local_queue(engine).round
     honest = round_._commit
     state = round_.state
     round_._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
@@ -435,7 +437,7 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     target, options = asked(pairs, "ngram")
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
     engine = make_engine(target, slots=2, **options)
-    queue = local_queue(engine)
+    queue = get_local_queue(engine)
     state = queue.state
     captured = CapturedRounds(queue.round, failing_after(2))
     queue.captured = captured
@@ -504,7 +506,7 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, me
     target, options = asked(pairs, method)
     engine = make_engine(target, **options, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
-    whole = local_queue(engine).round
+    whole = get_local_queue(engine).round
     part = narrow_to_slots(whole, 4)
     kept, held = ({path: t for path, t in tensors_in(each) if t.numel()} for each in (whole, part))
     assert held.keys() == kept.keys() and len(held) > 30

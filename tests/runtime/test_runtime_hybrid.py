@@ -25,10 +25,10 @@ from spd.runtime.round.snapshot_store import SnapshotStore
 from tests import helpers
 from tests.helpers import (
     Run,
-    assert_same,
-    local_queue,
+    assert_same_runs,
+    get_local_queue,
     make_engine,
-    next_turn,
+    make_next_turn,
     random_prompts,
     run_all,
     run_requests,
@@ -98,7 +98,9 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     assert ModelFolder(tmp_path).config == ModelFolder(folder).config
     engine = make_engine(hybrid(**SHAPES[shape], wrapped=wrapped), dtype="float32", kernels=kernels)
     # The chunks of both add up in other orders.
-    helpers.speaks_as(model, engine, random_prompts(1, 90, 256, seed=4)[0], 24, close=5e-4)
+    helpers.assert_matches_transformers(
+        model, engine, random_prompts(1, 90, 256, seed=4)[0], 24, tolerance=5e-4
+    )
 
 
 SPARSE = {
@@ -160,7 +162,7 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
     model = write_sparse(tmp_path, name)
     if stored == "packed":
         helpers.edit_weights(tmp_path, pack)
-    helpers.speaks_as(
+    helpers.assert_matches_transformers(
         model, make_engine(tmp_path, kernels="torch"), random_prompts(1, 70, 300, seed=4)[0], 24
     )
 
@@ -236,8 +238,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
             SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))
         ]
         runs = run_all(engine, PROMPTS, params)
-        assert helpers.drafted(runs) == sum(run.metrics.draft_n_accepted for run in runs)
-        assert helpers.drafted(runs) > 50 or "adaptive" in options
+        assert helpers.count_drafted(runs) == sum(run.metrics.draft_n_accepted for run in runs)
+        assert helpers.count_drafted(runs) > 50 or "adaptive" in options
 
 
 # -- checkpoints: a hit is a miss, bit for bit and draft for draft, wherever it stands ----------------
@@ -251,7 +253,9 @@ Spans = tuple[tuple[str, int], ...]
 
 def engine_of(pairs: Pairs, form: str, method: str, **options: Any) -> Engine:
     pair = pairs.get(f"hybrid/{method}")
-    return make_engine(pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation, **options})
+    return make_engine(
+        pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation_options, **options}
+    )
 
 
 def sharing(pairs: Pairs, form: str, method: str, **options: Any) -> list[Engine]:
@@ -262,14 +266,14 @@ def sharing(pairs: Pairs, form: str, method: str, **options: Any) -> list[Engine
 
 
 def same(found: list[Run], fresh: list[Run]) -> None:
-    assert_same(found, fresh)
+    assert_same_runs(found, fresh)
     assert [run.drafts for run in found] == [run.drafts for run in fresh]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
 
 
 def poison(engine: Engine) -> None:
     """Leave no numbers in any slot of an idle engine: nothing of a former owner may be read."""
-    proposer = local_queue(engine).proposer
+    proposer = get_local_queue(engine).proposer
     for runner in (engine.round_queue.runner, *getattr(proposer, "runners", ())):
         for layer, paged in zip(runner.cache.layers, runner.cache.paged, strict=True):
             for pool in () if paged else layer.pools:
@@ -288,7 +292,7 @@ def hits(
         found, fresh = ([run_all(engine, [prompt], [params])[0]] for engine in made)
         again = Request("x", prompt, params)
         longer = (("prompt", length), ("prompt", 3))
-        turn = next_turn(prompt, found[0].tokens, params, (7, 8))
+        turn = make_next_turn(prompt, found[0].tokens, params, (7, 8))
         for request in (again, turn, again, Request("x", (*prompt, 3, 4, 5), params, longer)):
             for engine, runs in zip(made, (found, fresh), strict=True):
                 poison(engine)
@@ -337,7 +341,7 @@ def test_a_chat_writes_what_is_new_and_no_more(
     same(runs[-1:], run_requests(unshared, [request]))
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     assert [run.metrics.cached_tokens for run in runs] == held[:-1]
-    store = local_queue(engine).states
+    store = get_local_queue(engine).states
     plan = engine.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
@@ -350,7 +354,7 @@ def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.Mon
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
     engine = engine_of(pairs, "torch", "off")
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    store = local_queue(engine).states
+    store = get_local_queue(engine).states
     where = set[int]()
     assert (
         engine.plan.shape.checkpoints == 5
@@ -406,7 +410,7 @@ def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.Mo
 
 
 def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs: Pairs) -> None:
-    options = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation, "draft_max": 3}
+    options = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation_options, "draft_max": 3}
     made = [
         make_engine(pairs.get("off").model, **options, prefix_sharing=each)
         for each in (True, False)
@@ -452,7 +456,7 @@ def test_preempted_texts_go_on(
         pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **options
     )
     runs = run_all(engine, prompts, params)
-    assert_same(runs, fresh)
+    assert_same_runs(runs, fresh)
     assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
     assert all(start > 60 for start in starts)
     check_pages(engine.scheduler)
@@ -482,7 +486,7 @@ def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, end
                 made[0].step()
                 assert got == whole.tokens[: len(got)]
                 reply = got
-            turn = next_turn(prompt, reply, replace(params, max_tokens=9, logprobs=0), (7, 8))
+            turn = make_next_turn(prompt, reply, replace(params, max_tokens=9, logprobs=0), (7, 8))
             found, fresh = (run_requests(engine, [turn])[0] for engine in made)
             same([found], [fresh])
             assert found.metrics.cached_tokens >= len(prompt) - 1

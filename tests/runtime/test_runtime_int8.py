@@ -23,7 +23,7 @@ from spd.runtime import EngineConfig, make_plan
 from spd.runtime.load.packed_weights import unpack
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
-from tests.helpers import edit_config, edit_weights, logits_of, make_engine, refused_weights
+from tests.helpers import compute_logits, edit_config, edit_weights, make_engine, read_weights_error
 from tests.recipes.packed_twin import write_twin, write_twins
 
 
@@ -79,7 +79,7 @@ def demo_logits(folder: Path, **options: Any) -> torch.Tensor:
     """Float32 logits [T, V] of a text by the demo in a folder, each row less its mean."""
     engine = make_engine(folder, ctx=512, **options)
     ids = engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n")
-    logits = logits_of(engine, ids, 0)
+    logits = compute_logits(engine, ids, 0)
     return logits - logits.mean(-1, keepdim=True)
 
 
@@ -163,7 +163,7 @@ def test_every_matrix_bit_for_bit(twin: Path) -> None:
 def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
     gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale" for e in (3, 4))
     edit_weights(twin, lambda t: t.pop(f"{gone}_inv"))
-    said = refused_weights(
+    said = read_weights_error(
         twin, lambda t: t.update({f"{short}_inv": t[f"{short}_inv"][:, :-1].clone()})
     )
     assert (
@@ -176,10 +176,10 @@ def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
 def test_fp8_where_it_is_not_expected(twin: Path) -> None:
     """In a vector, and without a word in the configuration."""
     name = "model.layers.0.input_layernorm.weight"
-    said = refused_weights(twin, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    said = read_weights_error(twin, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
     assert f"'{name}' in model.safetensors: dtype F8_E4M3 is not supported" in said
     edit_config(twin, lambda config: config.pop("quantization_config"))
-    said = refused_weights(twin, lambda t: t.update({name: t[name].float()}))
+    said = read_weights_error(twin, lambda t: t.update({name: t[name].float()}))
     assert "dtype F8_E4M3 is not supported" in said
 
 

@@ -30,7 +30,7 @@ from tests.helpers import (
     edit_weights,
     make_engine,
     read_model_config,
-    refused_weights,
+    read_weights_error,
     run_one,
 )
 from tests.recipes.packed_twin import write_twin
@@ -49,7 +49,7 @@ def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
     edit_config(copied, lambda c: c.update(vocab_size=200, eos_token_id=1, bos_token_id=None))
     (copied / "generation_config.json").unlink()
     both = ("model.embed_tokens.weight", "lm_head.weight")
-    said = refused_weights(
+    said = read_weights_error(
         copied, lambda w: w.update({name: w[name][:200].clone() for name in both})
     )
     assert "tokenizer.json" in said
@@ -102,7 +102,7 @@ def test_faults_of_blocks_in_one_message(copied: Path) -> None:
     ]
     edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in gone])
     odd = {"model.layers.1.self_attn.kv_b_proj.weight": torch.zeros(64, 31)}
-    said = refused_weights(copied, lambda weights: weights.update(odd))
+    said = read_weights_error(copied, lambda weights: weights.update(odd))
     assert "5 missing, 1 of another shape" in said
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
 
@@ -124,7 +124,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(
     else:
         shutil.copytree(tiny("sharded" if way == "sharded" else "qwen3", dtype="bfloat16"), victim)
     file = max(victim.glob("*.safetensors"))
-    helpers.cut_when_read(monkeypatch, file)
+    helpers.truncate_on_open(monkeypatch, file)
     with pytest.raises(
         CheckpointError, match=r"truncated while it was read|changed while in use"
     ) as caught:
@@ -138,7 +138,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(
 
 def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
     gone = "model.layers.1.mlp.experts.down_proj_scales"
-    said = refused_weights(write_mxfp4(tmp_path), lambda tensors: tensors.pop(gone))
+    said = read_weights_error(write_mxfp4(tmp_path), lambda tensors: tensors.pop(gone))
     assert "layers.1.mlp.experts.0.down_proj.weight_scale" in said
 
 

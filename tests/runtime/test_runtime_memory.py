@@ -44,9 +44,9 @@ from spd.runtime.round.round import Round
 from tests.helpers import (
     Patch,
     Tiny,
-    local_queue,
+    collect_outputs,
+    get_local_queue,
     make_engine,
-    outputs,
     random_prompts,
     read_model_config,
     run_all,
@@ -131,7 +131,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
         tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500
     )
     runner = engine.round_queue.runner
-    proposer = local_queue(engine).proposer
+    proposer = get_local_queue(engine).proposer
     assert isinstance(proposer, DraftModelProposer)
     caches = [runner.cache, proposer.runners[0].cache]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
@@ -155,7 +155,7 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
             target, tmp_path / "head", hidden_size=96, norm_before_fc=True
         )
     engine = make_engine(target, **options)
-    proposer = local_queue(engine).proposer
+    proposer = get_local_queue(engine).proposer
     plan = engine.plan
     assert isinstance(proposer, HeadProposer)
     caches = [runner.cache for runner in (engine.round_queue.runner, *proposer.runners)]
@@ -354,7 +354,7 @@ def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
 
 def test_no_memory_while_capturing(tiny: Tiny) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
-    queue = local_queue(engine)
+    queue = get_local_queue(engine)
     queue.captured = CapturedRounds(queue.round, Mock(side_effect=NO_MEMORY[0]))
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
     with pytest.raises(ResourceError, match="out of memory on cpu while running"):
@@ -388,7 +388,9 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
 def assert_still_right(engine: Engine, folder: Path, **options: Any) -> None:
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
     fresh = make_engine(folder, **options)
-    assert outputs(run_all(engine, PROMPTS, params)) == outputs(run_all(fresh, PROMPTS, params))
+    assert collect_outputs(run_all(engine, PROMPTS, params)) == collect_outputs(
+        run_all(fresh, PROMPTS, params)
+    )
     assert not engine.has_work
 
 

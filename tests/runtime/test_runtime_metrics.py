@@ -10,7 +10,7 @@ from spd.kernels.round.commit import FAILED, GOING_ON, read_emission
 from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.engine import REASONS
 from spd.runtime.engine.sequence import Detokenizer, Sequence
-from tests.helpers import Patch, Tiny, logits_of, make_engine, random_prompts, run_all
+from tests.helpers import Patch, Tiny, compute_logits, make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
 PROMPTS = random_prompts(5, 20, 256)
@@ -100,7 +100,7 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(
     kinds = [drafted for one in done for drafted in one.drafted]
     assert any(kinds) and not all(kinds)
     for prompt, one in zip(PROMPTS, done, strict=True):
-        scores = logits_of(engine, (*prompt, *one.token_ids), 0).log_softmax(-1)
+        scores = compute_logits(engine, (*prompt, *one.token_ids), 0).log_softmax(-1)
         for i, entry in enumerate(one.logprobs):
             row = scores[len(prompt) - 1 + i]
             assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-5

@@ -15,12 +15,12 @@ from tests.helpers import (
     Patch,
     Run,
     Tiny,
-    local_queue,
+    get_local_queue,
     make_engine,
-    quick_engine,
+    make_fast_engine,
     random_prompts,
+    replace_operations,
     run_all,
-    with_operations,
 )
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, PlainMtp
@@ -142,7 +142,7 @@ def shifted(engine: Engine, monkeypatch: Patch) -> None:
             positions = batch.positions + (batch.states.depth > 1)
             return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
 
-        module.kernels = with_operations(module.kernels, head_input=later)
+        module.kernels = replace_operations(module.kernels, head_input=later)
 
 
 def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
@@ -162,7 +162,7 @@ def stale(engine: Engine, monkeypatch: Patch) -> None:
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:
-    proposer = local_queue(engine).proposer
+    proposer = get_local_queue(engine).proposer
     assert isinstance(proposer, HeadProposer) and isinstance(
         engine.round_queue.runner.model, Decoder
     )
@@ -179,10 +179,10 @@ FAULTS = {
 
 def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **options: Any) -> Texts:
     """Texts of an engine whose head has a fault; they are those without a drafter."""
-    engine = quick_engine(target, draft_max=2, **options)
+    engine = make_fast_engine(target, draft_max=2, **options)
     fault(engine, monkeypatch)
     runs = texts(engine, 16)
-    plain = texts(quick_engine(target), 16)
+    plain = texts(make_fast_engine(target), 16)
     assert [run.output for _, run in runs] == [run.output for _, run in plain], (
         "a drafter changed text"
     )

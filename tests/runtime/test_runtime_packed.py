@@ -21,11 +21,11 @@ from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
 from tests.helpers import (
     Tiny,
-    accepted,
+    count_accepted,
     edit_config,
     make_engine,
     random_prompts,
-    refused_weights,
+    read_weights_error,
     run_all,
 )
 from tests.kernels.forms import needs_compiled
@@ -76,7 +76,7 @@ def spoken(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> li
         SamplingParams(max_tokens=count, temperature=0.8, seed=1),
     ]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **options})
-    return helpers.outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
+    return helpers.collect_outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
 
 
 def speaks_as_its_copy(folder: Path, way: str, to: Path) -> None:
@@ -160,7 +160,7 @@ def test_wrong_tensors(
         if change is not None:
             tensors[UP + last] = change(tensor)
 
-    said = refused_weights(write_twins(tiny("qwen3", **SIZES), tmp_path, way)[0], spoil)
+    said = read_weights_error(write_twins(tiny("qwen3", **SIZES), tmp_path, way)[0], spoil)
     assert words in said and UP in said
 
 
@@ -168,16 +168,16 @@ def test_schemes_that_do_not_fit_what_is_stored(tiny: Tiny, tmp_path: Path) -> N
     """Zero points beside symmetric weights, codes without a scheme, and groups that do not divide."""
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "w4", "w4-32")
     zeros = {UP + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)}
-    said = refused_weights(twin, lambda tensors: tensors.update(zeros))
+    said = read_weights_error(twin, lambda tensors: tensors.update(zeros))
     assert "calls the weights symmetric" in said and "model.safetensors" in said
     own = {"targets": ["re:.*o_proj"]}
     edit_config(
         twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own)
     )
-    assert "holds codes, but quantization_config has no scheme for it" in refused_weights(twin)
+    assert "holds codes, but quantization_config has no scheme for it" in read_weights_error(twin)
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "gptq", "gptq")
     edit_config(twin, lambda config: config["quantization_config"].update(group_size=48))
-    said = refused_weights(twin)
+    said = read_weights_error(twin)
     assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
 
 
@@ -227,11 +227,11 @@ def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path:
     speak_alike(tiny("qwen3", **SIZES), way, tmp_path, "native")
 
 
-@helpers.INTERPRETED[0]
-@helpers.INTERPRETED[1]
+@helpers.INTERPRETER_MARKS[0]
+@helpers.INTERPRETER_MARKS[1]
 @pytest.mark.parametrize("way", ["w4--1-zeros", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_triton_kernels_speak_alike(way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
-    helpers.few_programs(monkeypatch)
+    helpers.limit_programs(monkeypatch)
     family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
     speak_alike(folder, way, tmp_path, "triton", 2, 64)
@@ -253,10 +253,10 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     work = random_prompts(3, 30, 256), params
     options = {"kernels": "native", "dtype": "float32"}
     off = run_all(make_engine(twin, spec="off", **options), *work)
-    options |= helpers.PROPOSERS["mtp"]
+    options |= helpers.PROPOSER_OPTIONS["mtp"]
     runs, same = (run_all(make_engine(each, **options), *work) for each in (twin, plain))
-    helpers.assert_same(runs, off)
-    assert accepted(runs) == accepted(same)
+    helpers.assert_same_runs(runs, off)
+    assert count_accepted(runs) == count_accepted(same)
 
 
 def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -272,11 +272,11 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
     engines = (
-        make_engine(twin, **more, **helpers.PROPOSERS["mtp"]) for more in ({}, {"mtp": head})
+        make_engine(twin, **more, **helpers.PROPOSER_OPTIONS["mtp"]) for more in ({}, {"mtp": head})
     )
     own, apart = (run_all(engine, *work) for engine in engines)
-    helpers.assert_same(apart, own)
-    assert accepted(apart) == accepted(own)
+    helpers.assert_same_runs(apart, own)
+    assert count_accepted(apart) == count_accepted(own)
 
 
 @pytest.mark.oracle

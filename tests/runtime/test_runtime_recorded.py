@@ -8,9 +8,9 @@ import pytest
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round import graphs
 from spd.runtime.round.graphs import RecordedRounds
-from tests.helpers import Patch, assert_same, drafts, random_prompts, run_all
+from tests.helpers import Patch, assert_same_runs, collect_drafts, random_prompts, run_all
 from tests.kernels.forms import needs_compiled
-from tests.pairs import EAGLES, HEADS, Pair, Pairs
+from tests.pairs import EAGLE3_HEADS, MTP_HEADS, Pair, Pairs
 from tests.test_invisible import METHODS, OF_FAMILIES, RECURRENT
 
 pytestmark = needs_compiled
@@ -27,17 +27,17 @@ def recorded(engine: Engine) -> RecordedRounds:
 def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
     ours = run_all(engine, *work)
     theirs = run_all(written, *work)
-    assert_same(ours, theirs)
-    assert drafts(ours) == drafts(theirs)
+    assert_same_runs(ours, theirs)
+    assert collect_drafts(ours) == collect_drafts(theirs)
 
 
 def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
     given = {"slots": 2, "dtype": dtype, **options}
-    return pair.engine(3, **given), pair.engine(3, graphs=False, **given)
+    return pair.make_engine(3, **given), pair.make_engine(3, graphs=False, **given)
 
 
 @pytest.mark.covers(1)
-@pytest.mark.parametrize("name", [*METHODS, *HEADS, *EAGLES, *RECURRENT, *OF_FAMILIES])
+@pytest.mark.parametrize("name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *RECURRENT, *OF_FAMILIES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_s_rounds_can_be_recorded(pairs: Pairs, name: str, dtype: str) -> None:
     engine, written = both(pairs.get(name), dtype)
@@ -78,12 +78,12 @@ def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_RECORDED", 1)
     pair = pairs.get("draft")
-    engine = pair.changing(graphs=None)
-    written = pair.changing(graphs=False)
+    engine = pair.make_varying_engine(graphs=None)
+    written = pair.make_varying_engine(graphs=False)
     assert_same_rounds(engine, written, PROMPTS[:1], [replace(NOISY, max_tokens=60, seed=5)])
     rounds = recorded(engine)
     assert len(rounds.captured) == 1 and len(rounds.met) > 2
-    engine = pairs.get("ngram").engine(3)
+    engine = pairs.get("ngram").make_engine(3)
     run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=1)])
     assert len(recorded(engine).met) == 1 and not recorded(engine).captured
-    assert pairs.get("ngram").engine(3, kernels="torch").round_queue.captured is None
+    assert pairs.get("ngram").make_engine(3, kernels="torch").round_queue.captured is None

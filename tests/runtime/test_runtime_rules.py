@@ -12,15 +12,15 @@ from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.sampler import Sampler
 from tests import helpers
 from tests.helpers import (
-    Damped,
+    DampedLayers,
     Patch,
     Run,
     Tiny,
-    accepted,
-    drafts,
-    local_queue,
+    collect_drafts,
+    collect_outputs,
+    count_accepted,
+    get_local_queue,
     make_engine,
-    outputs,
     run_all,
 )
 from tests.runtime import seeded_faults as fault
@@ -29,7 +29,7 @@ RULES = ["rejection", "block"]
 PROMPTS = helpers.random_prompts(4, 16, 256)
 by_rule = pytest.mark.parametrize("rule", RULES)
 Methods = dict[str, dict[str, Any]]
-damped = Damped(loud=1)
+damped = DampedLayers(full_layers=1)
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9},
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
@@ -97,12 +97,14 @@ def test_greedy_texts_are_the_plain_ones(
     greedy = SamplingParams(max_tokens=24, repetition_penalty=1.1)
     plain = run_all(make_engine(target), PROMPTS, [greedy] * 4)
     alone = run_all(engine_of(target, rule, **methods[method]), PROMPTS, [greedy] * 4)
-    assert outputs(alone) == outputs(plain)
+    assert collect_outputs(alone) == collect_outputs(plain)
     drawing = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
     asked = [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
     beside = run_all(engine_of(target, rule, **methods[method]), *asked)[2:]
-    assert outputs(beside) == outputs(plain[:2]) and drafts(beside) == drafts(alone[:2])
-    assert accepted(alone)
+    assert collect_outputs(beside) == collect_outputs(plain[:2]) and collect_drafts(
+        beside
+    ) == collect_drafts(alone[:2])
+    assert count_accepted(alone)
 
 
 @by_rule
@@ -142,7 +144,7 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     ]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
-    queue = local_queue(engine)
+    queue = get_local_queue(engine)
     assert isinstance(queue.proposer, DraftModelProposer)
     runner = queue.runner if who == "runner" else queue.proposer.runners[0]
     honest = runner.logits

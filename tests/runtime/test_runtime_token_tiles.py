@@ -27,10 +27,10 @@ from spd.runtime.load.token_tiles import (
 )
 from tests import helpers
 from tests.helpers import (
-    INTERPRETED,
+    INTERPRETER_MARKS,
     Patch,
     Tiny,
-    few_programs,
+    limit_programs,
     make_engine,
     random_prompts,
     run_all,
@@ -74,12 +74,12 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
             last.view(-1)[-1].add_(off)
             return found
 
-        return helpers.with_operations(plain, **{operation: lying})
+        return helpers.replace_operations(plain, **{operation: lying})
 
     assert widest_exact_tiles(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
 
 
-@INTERPRETED[0]
+@INTERPRETER_MARKS[0]
 def test_the_kernels_keep_every_bit() -> None:
     assert widest_exact_tiles(partial(load_kernels, "triton", None), CPU, ("float16",), SMALL) == {
         "float16": 64
@@ -127,10 +127,10 @@ def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: Patch) -> None:
     assert widest_tiles("cpu", lambda: tmp_path)[0] == {} and set(ANSWER) == set(KINDS)
 
 
-@INTERPRETED[0]
+@INTERPRETER_MARKS[0]
 def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> None:
     """One text with narrow tiles and with wide ones, which the interpreter stands in for a GPU to have."""
-    few_programs(monkeypatch)
+    limit_programs(monkeypatch)
     params = [SamplingParams(max_tokens=2, seed=3)]
     runs = []
     for widest in ({}, {"float16": 64}):

@@ -14,13 +14,13 @@ from spd.runtime import SamplingParams
 from spd.runtime.plan import memory
 from tests import helpers
 from tests.helpers import (
-    INTERPRETED,
+    INTERPRETER_MARKS,
     Patch,
     Tiny,
-    accepted,
-    drafted,
-    drafts,
-    outputs,
+    collect_drafts,
+    collect_outputs,
+    count_accepted,
+    count_drafted,
     random_prompts,
 )
 from tests.recipes.packed_twin import write_twin
@@ -34,7 +34,7 @@ from tests.runtime.host_watch import HostWatch
 
 Methods = dict[str, dict[str, Any]]
 pytest.importorskip("triton")
-pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
+pytestmark = [*INTERPRETER_MARKS, pytest.mark.usefixtures("untried")]
 SHAPE: dict[str, Any] = {
     "hidden": 64,
     "heads": 4,
@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
     "intermediate": 48,
 }
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
-damped = helpers.Damped(loud=1, soft=0.15)
+damped = helpers.DampedLayers(full_layers=1, damped_gain=0.15)
 # Tests of this file and kernels, in this process.
 RAN = set[str]()
 LAUNCHED = set[tuple[str, str]]()
@@ -96,7 +96,7 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(InterpretedFunction, "run", run)
     small = {name: facts._replace(chunk=16) for name, facts in CAPABILITIES.items()}
     monkeypatch.setattr(memory, "CAPABILITIES", small)
-    helpers.few_programs(monkeypatch)
+    helpers.limit_programs(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,9 @@ def both(
     options = {"ctx": 128, "device": "cpu", **options}
     engines = (helpers.make_engine(target, kernels=form, **options) for form in ("torch", "triton"))
     first, second = (helpers.run_all(engine, prompts, params) for engine in engines)
-    assert outputs(second) == outputs(first) and drafts(second) == drafts(first)
+    assert collect_outputs(second) == collect_outputs(first) and collect_drafts(
+        second
+    ) == collect_drafts(first)
     return first, second
 
 
@@ -133,7 +135,7 @@ def test_every_method(
     first, _ = both(target, PROMPT * 2, greedy_and_drawn(count), slots=2, **methods[method])
     assert all(len(run.tokens) == count for run in first) and first[0].tokens != first[1].tokens
     assert no_host_reads.rounds > 1
-    assert method != "draft" or 0 < accepted(first) < drafted(first)
+    assert method != "draft" or 0 < count_accepted(first) < count_drafted(first)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_rules_that_test_a_draft(
     target: Path, methods: Methods, method: str, rule: str, count: int
 ) -> None:
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
-    assert drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
+    assert count_drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
 
 
 def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
@@ -245,7 +247,9 @@ def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     prompt = [(random_prompts(1, length, 97, seed=length)[0] * 2)[3 : length + 3]]
     params = [SamplingParams(max_tokens=count, temperature=0.8, seed=3, ignore_eos=True)]
     first, _ = both(target, prompt, params, draft_max=2, **options)
-    assert drafted(first) and (options["spec"] != "draft" or accepted(first) == drafted(first))
+    assert count_drafted(first) and (
+        options["spec"] != "draft" or count_accepted(first) == count_drafted(first)
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_an_eagle3_head(
     options = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
     first, _ = both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **options)
     assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
-    assert accepted(first) < drafted(first) and (accepted(first) or ids == "few")
+    assert count_accepted(first) < count_drafted(first) and (count_accepted(first) or ids == "few")
 
 
 def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -> None:
@@ -284,7 +288,9 @@ def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -
 
     monkeypatch.setattr(ngram_lookup_triton, "ONE_PROGRAM", 0)
     monkeypatch.setattr(ngram_lookup_triton, "BLOCK", 4)
-    assert drafted(both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0])
+    assert count_drafted(
+        both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0]
+    )
 
 
 def kernels_of_triton() -> set[tuple[str, str]]:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import make_engine, random_prompts, read_model_config, speaks_as
+from tests.helpers import (
+    assert_matches_transformers,
+    make_engine,
+    random_prompts,
+    read_model_config,
+)
 from tests.recipes.tiny import write_json, write_tokenizer
 
 SMALL = {
@@ -178,5 +183,7 @@ def test_text_of_a_saved_wrapper(tmp_path: Path, name: str, config: dict[str, An
         shaken(reference)
         reference.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, 320, 512)
-    speaks_as(reference, make_engine(tmp_path), random_prompts(1, 90, 250, seed=3)[0])
+    assert_matches_transformers(
+        reference, make_engine(tmp_path), random_prompts(1, 90, 250, seed=3)[0]
+    )
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]

@@ -27,7 +27,7 @@ from spd.runtime.lab.replay import make_requests, replay_requests
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 from spd.runtime.round.sampling_params import SamplingParams
-from tests.helpers import Damped, Patch, Tiny, random_prompts
+from tests.helpers import DampedLayers, Patch, Tiny, random_prompts
 from tests.runtime.measuring.measuring_helpers import PLAIN
 from tests.runtime.seeded_faults import first_is_free, kv_one_off, verify
 
@@ -250,7 +250,9 @@ QUESTIONS = [EncodedPrompt(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumera
 @pytest.fixture(scope="module")
 def pair(tiny: Tiny) -> Pair:
     """Plain decoding, and a draft model that is often right, at fixed k."""
-    target, draft = (tiny("qwen3", layers=n, residual_gain=Damped(loud=2), seed=3) for n in (4, 2))
+    target, draft = (
+        tiny("qwen3", layers=n, residual_gain=DampedLayers(full_layers=2), seed=3) for n in (4, 2)
+    )
     plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
     return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
 
