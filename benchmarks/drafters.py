@@ -7,7 +7,7 @@ from typing import Any
 
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import mtp_source
+from spd.formats.mtp import find_mtp_source
 
 
 def model_folder(name: str) -> Path:
@@ -18,7 +18,7 @@ def model_folder(name: str) -> Path:
 def drafters(model: Path) -> dict[str, dict[str, Any]]:
     """Return the options of an `EngineConfig` by method, the learned ones first."""
     found: dict[str, dict[str, Any]] = {}
-    if mtp_source(ModelFolder(model)) is not None:
+    if find_mtp_source(ModelFolder(model)) is not None:
         found["mtp"] = {"spec": "mtp"}
     if (model / "eagle3").is_dir():
         found["eagle3"] = {"spec": "eagle3", "draft_model": model / "eagle3"}

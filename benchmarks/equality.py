@@ -114,7 +114,7 @@ def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
     for spec in ("mtp", "draft"):
         options: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
         with contextlib.suppress(SpdError):
-            choose_drafter(EngineConfig(model=folder, **options), ModelFolder.of(folder))
+            choose_drafter(EngineConfig(model=folder, **options), ModelFolder.from_path(folder))
             found += [options, {**options, "spec": f"{spec}+ngram", "ngram_min": 2}]
     return found
 

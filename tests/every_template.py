@@ -17,7 +17,7 @@ from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser, Piece
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
-from spd.formats.thinking import past_turn
+from spd.formats.thinking import make_past_turn
 from spd.runtime.engine.json_schema import JsonObject
 from spd.server.chat_completions import CHAT_FIELDS
 
@@ -93,7 +93,7 @@ def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list
     """
     found: list[str] = []
     parts = [
-        {**one, **past_turn(one["reasoning_content"], one["content"], template)}
+        {**one, **make_past_turn(one["reasoning_content"], one["content"], template)}
         if "reasoning_content" in one
         else one
         for one in messages

@@ -11,7 +11,7 @@ import pytest
 
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
-from spd.formats.mtp import head_config
+from spd.formats.mtp import make_head_config
 from spd.formats.mtp_layout import FAMILIES as LAYOUTS
 from spd.runtime.models import FAMILIES
 from tests.recipes.mtp_folders import write_deepseek
@@ -74,7 +74,7 @@ def test_it_opens_with_the_two_commands_and_is_short() -> None:
 
 
 def test_they_count_the_demos_parameters_as_inspect_does() -> None:
-    tensors = ModelFolder.named("demo").checkpoint.tensors.values()
+    tensors = ModelFolder.resolve("demo").checkpoint.tensors.values()
     stored = sum(prod(meta.shape) for meta in tensors)
     assert f"parameters {stored:,} " in README
     for page in (README, GUIDES[0].read_text("utf-8")):
@@ -118,7 +118,7 @@ def test_every_command_in_the_demo_as_it_stands_there(tmp_path: Path) -> None:
 
 
 def test_layouts_and_keys_are_all_there() -> None:
-    config = head_config({"architectures": ["X"]}, "x", "y", 1, quantized=False)
+    config = make_head_config({"architectures": ["X"]}, "x", "y", 1, quantized=False)
     keys = config["speculators_config"]
     said = [f"`{key}" for key in config] + [f"speculators_config.{key}" for key in keys]
     said += [f"verifier.{key}`" for key in keys["verifier"]] + [

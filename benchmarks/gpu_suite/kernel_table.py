@@ -39,7 +39,7 @@ from benchmarks.gpu_suite.round_cases import (
 )
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES, Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
-from spd.formats.hub import own_cache
+from spd.formats.hub import spd_cache_folder
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
@@ -127,7 +127,7 @@ def eight_over_one(rows: Rows) -> dict[str, list[float]]:
 
 def _kernels() -> Kernels:
     """As an engine here has them."""
-    return load_kernels("triton", None, widest_tiles("cuda", own_cache)[0])
+    return load_kernels("triton", None, widest_tiles("cuda", spd_cache_folder)[0])
 
 
 def run_token_tiles() -> dict[str, Any]:

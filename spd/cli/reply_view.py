@@ -22,7 +22,7 @@ from spd.conversation.notes import loop_note
 from spd.conversation.thinking import UNANSWERED, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompleteError, SpdError
-from spd.formats.thinking import KNOWN, ThinkingMarks
+from spd.formats.thinking import KNOWN_MARKS, ThinkingMarks
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, Request, RequestOutput
@@ -146,7 +146,7 @@ class Delivery:
     engine: EngineClient
     request: Request
     inside: bool | None
-    marks: ThinkingMarks = KNOWN
+    marks: ThinkingMarks = KNOWN_MARKS
     reply: RequestOutput = field(default_factory=RequestOutput)
 
     def __post_init__(self) -> None:
@@ -255,7 +255,7 @@ def reply_fields(
     engine: EngineClient,
     request: Request,
     inside: bool | None,
-    marks: ThinkingMarks = KNOWN,
+    marks: ThinkingMarks = KNOWN_MARKS,
 ) -> dict[str, Any]:
     """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
     reasoning, text = split_thinking(reply.text, inside, marks)

@@ -75,7 +75,7 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     """Read the small files of the model, and check everything that concerns no prompt."""
     from spd.formats.folder import ModelFolder
 
-    folder = folder or ModelFolder.named(options.model)
+    folder = folder or ModelFolder.resolve(options.model)
     config = engine_config(options, folder)
     vocabulary = open_vocabulary(options.model, folder)
     grammar = None
@@ -104,7 +104,7 @@ def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineC
     if heads := {name: given for name, given in heads.items() if given is not None}:
         from spd.formats.folder import ModelFolder
 
-        heads = {name: ModelFolder.named(given) for name, given in heads.items()}
+        heads = {name: ModelFolder.resolve(given) for name, given in heads.items()}
     return EngineConfig(
         model=folder,
         **heads,

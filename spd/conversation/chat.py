@@ -119,7 +119,7 @@ def stream_chat(
             raise UsageError(f"{name} is no option of a chat", fix=[known])
     if isinstance(model, Engine):
         return ChatStream(model, messages, options, closes=False)
-    folder = ModelFolder.named(os.fspath(model))
+    folder = ModelFolder.resolve(os.fspath(model))
     engine = Engine(EngineConfig(model=folder, slots=1))
     try:
         return ChatStream(engine, messages, options, closes=True)
@@ -150,12 +150,12 @@ class ChatStream(Iterator[ChatDelta]):
         except FieldError as error:
             raise UsageError(error.message) from None
         variables: dict[str, Any] = {}
-        if choice is not None and template.takes_tools:
+        if choice is not None and template.supports_tools:
             variables["tools"] = tools
         if "think" in options:
             variables[SWITCH] = options["think"]
         ordered = with_system_first(check_messages([*messages], "messages"))
-        ordered = in_template_order(ordered, template.for_tools)
+        ordered = in_template_order(ordered, template.tools_template)
         prompt = Prompt(messages=tuple(ordered), variables=variables)
         prepared, notes = _prepare(engine, settings, prompt, choice)
         self._engine = engine
@@ -217,7 +217,7 @@ class ChatStream(Iterator[ChatDelta]):
 
 def _settings(engine: Engine, options: ChatOptions) -> Settings:
     """Return the settings of one reply. Raises UsageError for a parameter that is refused."""
-    folder = ModelFolder.of(engine.config.model)
+    folder = ModelFolder.from_path(engine.config.model)
     names = {field.name for field in dataclasses.fields(SamplingOptions)}
     values: dict[str, Any] = {name: one for name, one in options.items() if name in names}
     schema = options.get("schema")

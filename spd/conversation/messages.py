@@ -15,7 +15,7 @@ from typing import Any
 from spd.conversation.channels import CHANNEL
 from spd.errors import CheckpointError, UsageError
 from spd.formats.json_file import parse_json
-from spd.formats.thinking import past_turn
+from spd.formats.thinking import make_past_turn
 
 Message = Mapping[str, Any]
 ROLES = {
@@ -66,7 +66,7 @@ def for_template(message: Message, template: str) -> dict[str, Any]:
     if (thought := changed.get("reasoning_content")) is not None:
         content = changed.get("content")
         if thought and (content is None or isinstance(content, str)):
-            changed.update(past_turn(thought, content or "", template))
+            changed.update(make_past_turn(thought, content or "", template))
         else:
             changed["thinking"] = thought
         if CHANNEL in template and calls and changed["content"]:

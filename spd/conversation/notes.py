@@ -40,7 +40,7 @@ def notes_before(
 def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
     """Return a note where a chat template cannot be asked for thinking or for none, and is asked."""
     template = vocabulary.template
-    if think in ("on", "off") and template is not None and template.switch is None:
+    if think in ("on", "off") and template is not None and template.thinking_switch is None:
         return f"this chat template has no {SWITCH}: thinking cannot be switched on or off"
     return None
 

@@ -11,7 +11,12 @@ from spd.conversation.fill_in import fill_in_form, fill_in_ids
 from spd.conversation.messages import for_template
 from spd.conversation.vocabulary import Vocabulary, check_ids
 from spd.errors import IncompatibleError, UsageError
-from spd.formats.thinking import SWITCHES, continues_thinking, mark_tokens, opens_thinking
+from spd.formats.thinking import (
+    THINKING_SWITCHES,
+    continues_thinking,
+    find_mark_tokens,
+    opens_thinking,
+)
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
@@ -35,7 +40,7 @@ class Prompt:
     """Whether the reply continues the last message, which the assistant has begun."""
 
 
-SWITCH = SWITCHES[0]
+SWITCH = THINKING_SWITCHES[0]
 """The variable that switches thinking, whatever name the template has for it."""
 
 
@@ -53,7 +58,7 @@ def encode_prompt(asked: Prompt, vocabulary: Vocabulary, context: int) -> list[i
     messages = _templated(asked, template)
     variables = asked.variables or {}
     chat = render_chat(tokenizer, template, messages, continues=asked.continues, **variables)
-    text = tokenizer.bounded(chat.marked, context)
+    text = tokenizer.limit_length(chat.marked, context)
     return encode_rendered(tokenizer, RenderedChat(text, chat.mark))
 
 
@@ -63,7 +68,7 @@ def _encode_raw(text: str, suffix: str | None, vocabulary: Vocabulary, context: 
     suffix: what is to follow the reply. Raises IncompatibleError where the vocabulary has no tokens for it.
     """
     tokenizer = vocabulary.need_tokenizer()
-    text = tokenizer.bounded(text, context)
+    text = tokenizer.limit_length(text, context)
     if suffix is None:
         ids = tokenizer.encode(text, parse_special=True, add_special=True)
         return ids or [_first_token(vocabulary)]
@@ -71,14 +76,14 @@ def _encode_raw(text: str, suffix: str | None, vocabulary: Vocabulary, context: 
     if form is None:
         words = f"the vocabulary of {vocabulary.name} has no tokens for filling in before a suffix"
         raise IncompatibleError(words, code="no_fill_in")
-    behind = tokenizer.bounded(suffix, context)
+    behind = tokenizer.limit_length(suffix, context)
     texts = (tokenizer.encode(one, parse_special=True) for one in (text, behind))
     return fill_in_ids(tokenizer, form, *texts)
 
 
 def _templated(asked: Prompt, template: ChatTemplate) -> list[dict[str, Any]]:
     """Return the messages with their calls and their thinking in the form that the template reads."""
-    source = template.tool_use or template.default
+    source = template.separate_tools_template or template.default
     return [for_template(message, source) for message in asked.messages]
 
 
@@ -109,7 +114,7 @@ def leaves_thinking_open(prompt: Prompt, ids: Sequence[int], vocabulary: Vocabul
 
 def _last_turn(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return what a prompt holds behind its last special token that marks no thinking."""
-    marks = {tokenizer.token_to_id(mark) for mark in mark_tokens(tokenizer.special_tokens)}
+    marks = {tokenizer.token_to_id(mark) for mark in find_mark_tokens(tokenizer.special_tokens)}
     ends = tokenizer.special_ids - marks
     turn = takewhile(lambda token: token not in ends, reversed(ids))
     return tokenizer.decode([*turn][::-1], skip_special=False)

@@ -13,7 +13,7 @@ from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.conversation.tools.call_forms import FALLBACK_FORM, MARKS
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser, Piece
-from spd.formats.thinking import KNOWN, ThinkingMarks
+from spd.formats.thinking import KNOWN_MARKS, ThinkingMarks
 from spd.runtime.engine.request import TokenLogprob
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ReplyBuilder:
         tools: Tools | None,
         tokenizer: Tokenizer,
         *,
-        marks: ThinkingMarks = KNOWN,
+        marks: ThinkingMarks = KNOWN_MARKS,
         notes: Sequence[str] = (),
     ) -> None:
         """notes: what is said of how the reply was made."""

@@ -10,10 +10,10 @@ from spd.conversation.channels import BEGINNING
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import IncompatibleError
 from spd.formats.thinking import (
-    KNOWN,
+    KNOWN_MARKS,
     ThinkingMarks,
-    past_turn,
-    reads_thoughts,
+    make_past_turn,
+    separates_thinking,
 )
 from spd.runtime.engine.request import ThinkingBudget
 
@@ -33,7 +33,7 @@ class ThinkingCounter:
         self,
         inside: bool | None,
         token_bytes: Callable[[int], bytes],
-        marks: ThinkingMarks = KNOWN,
+        marks: ThinkingMarks = KNOWN_MARKS,
     ) -> None:
         self._splitter = ThinkingSplitter(inside, marks)
         self._token_bytes = token_bytes
@@ -94,10 +94,12 @@ def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, An
     template = vocabulary.need_template().default
     marks = vocabulary.marks
     thought, answer = split_thinking(reply, inside, marks)
-    is_apart = marks.thinking[0].are_tokens or BEGINNING.match(reply) or reads_thoughts(template)
+    is_apart = (
+        marks.thinking[0].are_tokens or BEGINNING.match(reply) or separates_thinking(template)
+    )
     if thought is None or not is_apart:
         return {"role": "assistant", "content": reply}
-    return {"role": "assistant", **past_turn(thought, answer, template)}
+    return {"role": "assistant", **make_past_turn(thought, answer, template)}
 
 
 def thinking_budget(

@@ -46,7 +46,7 @@ def grammar_after_thinking(
         return dataclasses.replace(grammar, after=tokens[1]), True
     if closes_thinking(prompt, vocabulary.marks):
         return grammar, False
-    if template.switch is None:
+    if template.thinking_switch is None:
         may_think = pair.opening in template.default or pair.closing in template.default
     else:
         switched = (asked.variables or {}).get(SWITCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from spd.conversation import channels
-from spd.formats.thinking import KNOWN, MarkPair, ThinkingMarks
+from spd.formats.thinking import KNOWN_MARKS, MarkPair, ThinkingMarks
 from spd.runtime.engine.request import partial_match_length
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class ThinkingSplitter:
     Muse-Glimmer, of which some are thinking, have headers. Line breaks next to a mark are dropped.
     """
 
-    def __init__(self, inside: bool | None, marks: ThinkingMarks = KNOWN) -> None:
+    def __init__(self, inside: bool | None, marks: ThinkingMarks = KNOWN_MARKS) -> None:
         self.part: Literal["beginning", "header", "thinking", "answer"]
         self.part = "answer" if inside is None else "beginning"
         self._inside = bool(inside)
@@ -165,7 +165,7 @@ class ThinkingSplitter:
 
 
 def split_thinking(
-    text: str, inside: bool | None = False, marks: ThinkingMarks = KNOWN
+    text: str, inside: bool | None = False, marks: ThinkingMarks = KNOWN_MARKS
 ) -> tuple[str | None, str]:
     """The thinking of a whole reply, None where it has none, and its answer; `inside` as above."""
     parts = ThinkingSplitter(inside, marks).feed(text, final=True)

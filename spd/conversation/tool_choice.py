@@ -81,7 +81,7 @@ def read_tools(
     choice, named = _read_choice(choice, functions)
     if choice == "none" or not functions:
         return None
-    if choice == "auto" and not template.takes_tools:
+    if choice == "auto" and not template.supports_tools:
         why = (
             "this model's chat template has no place for tools, so the model cannot be told of them"
         )

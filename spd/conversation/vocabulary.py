@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
 from spd.formats.thinking import (
-    KNOWN,
+    KNOWN_MARKS,
     ThinkingMarks,
-    thinking_marks,
+    find_thinking_marks,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Vocabulary:
         """Return the marks of the model's thinking."""
         template = "" if self.template is None else self.template.default
         if self.tokenizer is None:
-            return KNOWN
-        return thinking_marks(
+            return KNOWN_MARKS
+        return find_thinking_marks(
             template, self.tokenizer.added_tokens, self.tokenizer.special_tokens.keys()
         )
 

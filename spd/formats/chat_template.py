@@ -24,7 +24,7 @@ from typing import Any
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.json_file import Fields, display_text, list_folder, one_line, read_text
-from spd.formats.thinking import SWITCHES, switch_of, switch_value
+from spd.formats.thinking import THINKING_SWITCHES, find_thinking_switch, switch_value
 from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
@@ -43,7 +43,7 @@ class ChatTemplate:
         self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]
     ) -> None:
         self.default = templates["default"]
-        self.tool_use = templates.get("tool_use")
+        self.separate_tools_template = templates.get("tool_use")
         self._where = where
         self._special_tokens = special_tokens
         self._process = TemplateProcess()
@@ -56,9 +56,9 @@ class ChatTemplate:
         """
         names = list_folder(folder)
         config = config or read_tokenizer_config(folder)
-        special: dict[str, Any] = {**config.roles, **config.named}
-        if config.additional:
-            special["additional_special_tokens"] = list(config.additional)
+        special: dict[str, Any] = {**config.roles, **config.named_tokens}
+        if config.additional_tokens:
+            special["additional_special_tokens"] = list(config.additional_tokens)
         where = str(folder)
         templates: dict[str, str] = {}
         if "chat_template.jinja" in names:
@@ -83,26 +83,28 @@ class ChatTemplate:
         return cls(where, templates, special)
 
     @property
-    def for_tools(self) -> str:
+    def tools_template(self) -> str:
         """The text that is rendered where tools are given."""
-        return self.tool_use or self.default
+        return self.separate_tools_template or self.default
 
     @property
-    def takes_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """True if the template has a place for tools."""
-        return "tools" in self.for_tools
+        return "tools" in self.tools_template
 
     @cached_property
-    def switch(self) -> str | None:
+    def thinking_switch(self) -> str | None:
         """The variable that switches thinking; None where the template reads none."""
-        return switch_of(self.default) or switch_of(self.tool_use or "")
+        return find_thinking_switch(self.default) or find_thinking_switch(
+            self.separate_tools_template or ""
+        )
 
     @cached_property
     def thinks_by_default(self) -> bool:
         """True if a prompt whose variables do not mention thinking asks for it."""
         probe = [{"role": "user", "content": "Hi"}]
         with suppress(IncompatibleError, CheckpointError):
-            return self.render(probe) != self.render(probe, **{SWITCHES[0]: False})
+            return self.render(probe) != self.render(probe, **{THINKING_SWITCHES[0]: False})
         return True
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -113,11 +115,11 @@ class ChatTemplate:
         Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it is
         faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
         """
-        tool_use = self.tool_use if variables.get("tools") is not None else None
+        tool_use = self.separate_tools_template if variables.get("tools") is not None else None
         known = {"messages": list(messages), "add_generation_prompt": True}
-        thinks = variables.get(SWITCHES[0])
-        if isinstance(thinks, bool) and self.switch not in (None, *variables):
-            variables[str(self.switch)] = switch_value(str(self.switch), thinks)
+        thinks = variables.get(THINKING_SWITCHES[0])
+        if isinstance(thinks, bool) and self.thinking_switch not in (None, *variables):
+            variables[str(self.thinking_switch)] = switch_value(str(self.thinking_switch), thinks)
         values = {**self._special_tokens, **known, "tools": None, "documents": None, **variables}
         reply = self._process.render(tool_use or self.default, values)
         if "text" in reply:
@@ -160,7 +162,7 @@ class RenderedChat:
     def text(self) -> str:
         return self.marked.replace(self.mark, "") if self.mark else self.marked
 
-    def after(self, beginning: str) -> RenderedChat | None:
+    def suffix_after(self, beginning: str) -> RenderedChat | None:
         """What follows a beginning of the text; None where the text begins otherwise."""
         if not self.text.startswith(beginning):
             return None
@@ -185,7 +187,11 @@ def render_chat(
     special = _special_pattern(tokenizer)
     values: list[Any] = [list(messages), variables]
     # A mark inside keeps a string from being the special token through whatever the template does.
-    used = {*_as_json(values, ensure_ascii=False), *template.default, *(template.tool_use or "")}
+    used = {
+        *_as_json(values, ensure_ascii=False),
+        *template.default,
+        *(template.separate_tools_template or ""),
+    }
     unused = (chr(code) for code in _MARKS if chr(code) not in used)
     mark = next(unused, None)
     end = next(unused, None)
@@ -243,7 +249,7 @@ def _replaced(value: Any, change: Any) -> Any:
     return [_replaced(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
-def isolated(program: str) -> list[str]:
+def isolated_command(program: str) -> list[str]:
     """The command that runs Python code with this process's imports, but with none from the working folder.
 
     -I keeps that folder and PYTHON* variables out. Where spd itself lies in the working folder it stays.
@@ -292,7 +298,7 @@ class TemplateProcess:
         pipe = subprocess.PIPE
         try:  # in a session of its own: Ctrl-C in the terminal is not for the worker
             self._process = process = subprocess.Popen(
-                isolated(code),
+                isolated_command(code),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.DEVNULL,

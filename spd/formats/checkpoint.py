@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError
-from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
+from spd.formats.hub import PICKLE_SUFFIXES, incomplete_error, not_a_model_error
 from spd.formats.json_file import (
     Fields,
     FileIdentity,
@@ -281,10 +281,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if missing := [shard for shard in shards if shard not in names]:
                 words = f"{len(missing)} of {len(shards)} shards are missing: "
                 words += ", ".join(abbreviate(missing))
-                raise incomplete(folder, f"{INDEX_FILE}: {words}")
+                raise incomplete_error(folder, f"{INDEX_FILE}: {words}")
             known = set(weight_map.values())
         else:
-            raise not_a_model(folder) or incomplete(
+            raise not_a_model_error(folder) or incomplete_error(
                 folder, f"there is no {WEIGHTS_FILE} and no {INDEX_FILE}"
             )
         for name in names:

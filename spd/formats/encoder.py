@@ -79,7 +79,7 @@ class Encoder:
         return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {why}")
 
 
-def ids_of(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
+def encode_ids(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
     """Return the ids of a text, without what a post-processor adds."""
     library.encode_special_tokens = not parse_special
     # Of the encoding calls only this one lets go of the interpreter.

@@ -39,11 +39,11 @@ class ModelFolder(os.PathLike[str]):
     path: Path
 
     @classmethod
-    def of(cls, folder: Path | ModelFolder) -> ModelFolder:
+    def from_path(cls, folder: Path | ModelFolder) -> ModelFolder:
         return folder if isinstance(folder, ModelFolder) else cls(folder)
 
     @classmethod
-    def named(cls, reference: str) -> ModelFolder:
+    def resolve(cls, reference: str) -> ModelFolder:
         """What a person's words mean; see `resolve_model`."""
         return cls(resolve_model(reference))
 

@@ -27,12 +27,12 @@ from spd.formats.stores import (
     OLLAMA,
     Store,
     StoredModel,
+    current_snapshot,
     has_safetensors,
-    in_hub_cache,
-    in_llama_cpp,
-    in_lm_studio,
-    in_ollama,
-    used_snapshot,
+    iterate_hub_cache,
+    iterate_llama_cpp,
+    iterate_lm_studio,
+    iterate_ollama,
 )
 
 ADAPTER = "adapter_config.json"
@@ -65,13 +65,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()
 
 
-def own_cache() -> Path:
+def spd_cache_folder() -> Path:
     """Where spd keeps what it can make again: never below the working folder, as kernels kept there run."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
-def stores() -> list[Store]:
+def model_stores() -> list[Store]:
     """Return where programs keep models on this machine, the hub's cache first."""
     home = Path("~").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
@@ -84,10 +84,10 @@ def stores() -> list[Store]:
     variable = os.environ.get("OLLAMA_MODELS")
     roots = (variable,) if variable else _OLLAMA_FOLDERS
     return [
-        Store(HUB, cache_folder(), in_hub_cache),
-        Store(LLAMA_CPP, llama_cpp, in_llama_cpp),
-        *(Store(LM_STUDIO, root, in_lm_studio) for root in dict.fromkeys(lm_studio)),
-        *(Store(OLLAMA, Path(root).expanduser(), in_ollama) for root in roots),
+        Store(HUB, cache_folder(), iterate_hub_cache),
+        Store(LLAMA_CPP, llama_cpp, iterate_llama_cpp),
+        *(Store(LM_STUDIO, root, iterate_lm_studio) for root in dict.fromkeys(lm_studio)),
+        *(Store(OLLAMA, Path(root).expanduser(), iterate_ollama) for root in roots),
     ]
 
 
@@ -107,7 +107,7 @@ def resolve_model(reference: str) -> Path:
         return _model_at(path)
     if _REPOSITORY.fullmatch(reference):
         return _named_model(reference)
-    if _TAGGED.fullmatch(reference) and (stored := stored_model(reference)):
+    if _TAGGED.fullmatch(reference) and (stored := find_stored_model(reference)):
         return stored.path
     if address := _ADDRESS.fullmatch(reference):
         name = address[1] + (
@@ -126,28 +126,31 @@ def _model_at(path: Path) -> Path:
         return path
     if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
         raise NotFoundError(f"{path}: there is no such folder")
-    if not (path / CONFIG_FILE).exists() and (wrong := not_a_model(path)):
+    if not (path / CONFIG_FILE).exists() and (wrong := not_a_model_error(path)):
         raise wrong
     return path
 
 
 def _named_model(name: str) -> Path:
     """Return the model of a repository's name: a folder in the hub's cache, else what a store has of it."""
-    snapshot = used_snapshot(cached_folder(name))
+    snapshot = current_snapshot(cached_folder(name))
     if snapshot is None or not has_safetensors(snapshot):
         check_repository_name(name)
-        if stored := stored_model(name):
+        if stored := find_stored_model(name):
             return stored.path
     return _cached_snapshot(name)
 
 
-def stored_model(reference: str) -> StoredModel | None:
+def find_stored_model(reference: str) -> StoredModel | None:
     """Return the model that a name means in the stores; None for none.
 
     Raises UsageError where it means several, CheckpointError where it is one that cannot be opened.
     """
     answering = [
-        model for store in stores() for model in store.models() if model.answers(reference)
+        model
+        for store in model_stores()
+        for model in store.models()
+        if model.is_named_by(reference)
     ]
     lowered = reference.casefold()
     exact = [model for model in answering if model.name.casefold() == lowered]
@@ -176,19 +179,19 @@ def _not_stored(reference: str, name: str) -> NotFoundError:
 
 def list_models() -> list[StoredModel]:
     """Return every model in the stores of this machine, the hub's cache first."""
-    stored = [model for store in stores() for model in store.models()]
+    stored = [model for store in model_stores() for model in store.models()]
     as_gguf = {alias for model in stored if model.store == HUB for alias in model.aliases}
     folders: list[StoredModel] = []
     for name in list_cached_models():
-        snapshot = used_snapshot(cached_folder(name))
+        snapshot = current_snapshot(cached_folder(name))
         if name not in as_gguf or (snapshot is not None and has_safetensors(snapshot)):
             folders.append(StoredModel(name, HUB, snapshot or cached_folder(name), 0))
     return [*folders, *stored]
 
 
-def not_a_model(path: Path) -> SpdError | None:
+def not_a_model_error(path: Path) -> SpdError | None:
     """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
-    called = cached_name(path) or str(path)
+    called = model_name_of_snapshot(path) or str(path)
     names = list_folder(path) if path.is_dir() else []
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
         why = f"{called}: holds GGUF files, one of which is to be named: {', '.join(abbreviate(ggufs, 3))}"
@@ -211,15 +214,15 @@ def not_a_model(path: Path) -> SpdError | None:
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
     if not inside or CONFIG_FILE in names:
         return None
-    fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
+    fix = [f"-m {model_name_of_snapshot(config.parent) or config.parent}" for config in inside]
     return CheckpointError(
         f"{path}: is no model folder, but holds {len(inside)}", fix=abbreviate(fix, 3)
     )
 
 
-def incomplete(folder: Path, what: str) -> SpdError:
+def incomplete_error(folder: Path, what: str) -> SpdError:
     """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
-    if (name := cached_name(folder)) is None:
+    if (name := model_name_of_snapshot(folder)) is None:
         return CheckpointError(f"{folder}: {what}")
     pull = [f"spd pull {name} --revision {folder.name}"]
     return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=pull)
@@ -272,7 +275,7 @@ def cached_folder(name: str) -> Path:
     return cache_folder() / f"models--{name.replace('/', '--')}"
 
 
-def cached_name(snapshot: Path) -> str | None:
+def model_name_of_snapshot(snapshot: Path) -> str | None:
     """The model of which a folder is a snapshot in the hub's cache."""
     found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$", str(snapshot))
     return found[1].replace("--", "/", 1) if found else None
@@ -281,16 +284,16 @@ def cached_name(snapshot: Path) -> str | None:
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
     snapshots = cache_folder().glob("models--*/snapshots/*")
-    return sorted({name for each in snapshots if (name := cached_name(each))})
+    return sorted({name for each in snapshots if (name := model_name_of_snapshot(each))})
 
 
-def assistant_of(folder: Path) -> Path | None:
+def find_assistant(folder: Path) -> Path | None:
     """Where the drafter published for a model is: NAME-assistant, beside its folder or in the cache."""
     beside = folder.parent / f"{folder.name}-assistant"
     if (beside / CONFIG_FILE).is_file():
         return beside
     with suppress(SpdError):
-        if name := cached_name(folder):
+        if name := model_name_of_snapshot(folder):
             return _cached_snapshot(f"{name}-assistant")
     return None
 
@@ -331,5 +334,5 @@ def _cached_snapshot(name: str) -> Path:
         )
     snapshot = folder / "snapshots" / commit
     if not (snapshot / CONFIG_FILE).is_file():
-        raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")
+        raise not_a_model_error(snapshot) or incomplete_error(snapshot, "there is no config.json")
     return snapshot

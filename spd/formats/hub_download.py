@@ -74,7 +74,7 @@ class RemoteModel:
     gguf: FileSet | None = None  # what was chosen of a repository of GGUF files
 
 
-def look_up(
+def look_up_model(
     name: str, revision: str | None = None, tag: str | None = None, free: int = 0
 ) -> RemoteModel:
     """Look up what the hub has of a model, and what is to come; fetches the index of the shards at most.

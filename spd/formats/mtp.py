@@ -19,7 +19,7 @@ from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
 from spd.formats.folder import ModelFolder
 from spd.formats.json_file import Fields, display_text
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
-from spd.formats.mtp_layout import MtpLayout, find_mtp, is_mtp_tensor
+from spd.formats.mtp_layout import MtpLayout, find_mtp_layout, is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 
 MODEL_TYPE = "mtp"
@@ -43,7 +43,7 @@ class MtpSource:
     verifier_sha256: str = ""
 
 
-def declared_modules(fields: Fields) -> int:
+def declared_module_count(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
     found = fields.with_values({**(nested if isinstance(nested, dict) else {}), **fields.values})
@@ -52,7 +52,7 @@ def declared_modules(fields: Fields) -> int:
     )
 
 
-def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
+def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     """The refusal of a checkpoint that has no MTP head, or lost the one that its configuration names."""
     reason = [
         f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
@@ -71,7 +71,7 @@ def verifier_hash(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(f"{meta.dtype} {list(meta.shape)} ".encode() + data).hexdigest()
 
 
-def head_config(
+def make_head_config(
     verifier_config: Mapping[str, Any], verifier: str, sha256: str, modules: int, *, quantized: bool
 ) -> dict[str, Any]:
     """The `config.json` of a head folder; verifier_config is the target's, as read from its file."""
@@ -112,7 +112,7 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
         raise CheckpointError(why, fix=fix)
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
-    layout = find_mtp(config.architecture, folder.checkpoint.tensors, config.num_layers)
+    layout = find_mtp_layout(config.architecture, folder.checkpoint.tensors, config.num_layers)
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
@@ -136,18 +136,18 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
         ("vocabulary size", fields.get("vocab_size"), config.vocab_size),
         ("layers", fields.get("num_hidden_layers"), config.num_layers),
     ]
-    require_equal("MTP", pairs, file.path, target.path, "--mtp")
+    require_equal_properties("MTP", pairs, file.path, target.path, "--mtp")
     checkpoint = file.checkpoint
-    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp(file.path, config.num_layers, declared_modules(fields))
+        raise no_mtp_error(file.path, config.num_layers, declared_module_count(fields))
     known = FINAL_NORM in checkpoint.tensors and target.gguf is not None
     return MtpSource(
         file, layout, config, file.path.name, verifier_hash(checkpoint) if known else ""
     )
 
 
-def mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSource | None:
+def find_mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSource | None:
     """Return the MTP head to use with a target; None without one.
 
     head: a head folder made for the target, or a GGUF file with a head; None: the target's own. Raises
@@ -158,22 +158,24 @@ def mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSourc
         return read_head_file(head, target)
     if head is not None:
         source = read_head_folder(head)
-        check_fits(source, config, target.path)
+        check_head_fits(source, config, target.path)
         return source
-    layout = find_mtp(config.architecture, target.checkpoint.tensors, config.num_layers)
+    layout = find_mtp_layout(config.architecture, target.checkpoint.tensors, config.num_layers)
     return None if layout is None else MtpSource(target, layout, config)
 
 
-def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
+def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
     words = ("architecture", "hidden size", "vocabulary size", "layers")
     facts = (
         (c.architecture, c.hidden_size, c.vocab_size, c.num_layers) for c in (head.config, target)
     )
-    require_equal("MTP", zip(words, *facts, strict=True), head.folder.path, folder, "--mtp")
+    require_equal_properties(
+        "MTP", zip(words, *facts, strict=True), head.folder.path, folder, "--mtp"
+    )
 
 
-def require_equal(
+def require_equal_properties(
     kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
 ) -> None:
     """Raise IncompatibleError where a head was made for another target: (words, its fact, the target's)."""
@@ -193,10 +195,10 @@ class HeadPlan:
     checkpoint: Checkpoint
     head: MtpSource  # where it stands
     tensors: tuple[TensorMeta, ...]
-    copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
+    table_copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
     """The head's own tables, each with the target's, if at hand, that it may equal and is left out for."""
-    ignored: tuple[str, ...]  # of no use
-    declared: int  # see `declared_modules`
+    unused_tensors: tuple[str, ...]  # of no use
+    declared_modules: int  # see `declared_modules`
 
     @property
     def quantized(self) -> bool:
@@ -223,19 +225,21 @@ def plan_head(
 
     beside = partial(is_mtp_tensor, num_layers=config.num_layers)
     checkpoint = Checkpoint.open(source.path, wanted, beside)
-    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+        raise no_mtp_error(source.path, config.num_layers, declared_module_count(source.fields))
     head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
     needed = check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
-    copies = layout.family.tables.items()
+    copies = layout.family.private_tables.items()
     tables = {
-        layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)
+        layout.tensor_name(name, m): equals[key]
+        for key, name in copies
+        for m in range(layout.modules)
     }
-    owned = {name: meta for name, meta in checkpoint.tensors.items() if layout.owns(meta.name)}
+    owned = {name: meta for name, meta in checkpoint.tensors.items() if layout.contains(meta.name)}
     kept = [meta for name, meta in owned.items() if name in needed]
     return HeadPlan(
         checkpoint,
@@ -243,12 +247,12 @@ def plan_head(
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for name, meta in owned.items() if name not in needed),
-        declared_modules(source.fields),
+        declared_module_count(source.fields),
     )
 
 
-def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
+def find_differing_copies(plan: HeadPlan) -> list[TensorMeta]:
     """The head's own tables that are not the target's bit for bit; reads both to the end."""
-    known = ((copy, table.name) for copy, table in plan.copies if table is not None)
+    known = ((copy, table.name) for copy, table in plan.table_copies if table is not None)
     held = plan.checkpoint
     return [copy for copy, table in known if not held.tensors_equal(copy.name, held, table)]

@@ -1,15 +1,15 @@
-"""MTP heads: which tensors a family's multi-token-prediction modules are made of.
+"""MTP heads: the tensors of the multi-token-prediction modules of each family.
 
-A module m holds, for each slot t (the position of token t), the pair (token t, state at slot t - 1) and
-predicts token t + 1. Its state stream is made of stream m: stream 0 is the target's hidden states after
-the final norm, stream m + 1 what module m puts out. One decoder layer lies between:
+A module m reads, for each slot t (the position of token t), the pair (token t, state at slot t - 1) and
+predicts token t + 1. Its states are those of stream m: stream 0 is the target's hidden states after the
+final norm, stream m + 1 is the output of module m. One decoder layer lies between:
 
     x = projection([norm(embedding of token t) ; norm(state at t - 1)])      either may come first
     y = layer(x)                     as the target's last layer; rotary position t - 1 - m
-    logits = head(final norm(y))     what goes on is y before that norm, or after it
+    logits = head(final norm(y))     the output stream is y before that norm, or after it
 
-Heads are found by the names of their tensors: configurations of quantized copies often say otherwise.
-Nothing is ever made up: a head is complete, or it is refused with the names of what is missing.
+Heads are found by the names of their tensors: the number in the configuration of a quantized copy is often
+wrong. No tensor is made up: a head is complete, or it is refused with the names of the missing ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from spd.formats.model_config import MAX_LAYERS
 
@@ -29,64 +28,115 @@ class MtpFamily:
 
     name: str
     architectures: tuple[str, ...]
-    layer: str  # what stands before the decoder layer's own names
-    glue: Mapping[str, str] = field(hash=False)
-    """`token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and `final_norm`, without which
-    the head reads the layer's output as it is."""
-    tables: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """The head's own copies of `embedding` and `head`, where the family writes them."""
-    hidden_first: bool = False  # in the projection's columns; else the embedding comes first
-    masks_first: bool = True  # the embedding is zero where the rotary position is 0
-    recycles_normed: bool = True  # what goes on: after the final norm, or before it
-    centred_norms: bool = False  # scales are stored as their distance from 1
-    like_layer: int = -1  # which of the target's layers a module's layer is like
-    slides: bool = False  # of those that slide, with a dense MLP, whatever the target's have there
+    layer_prefix: str
+    """The beginning of the names of a module's decoder layer."""
+    module_tensors: Mapping[str, str] = field(hash=False)
+    """Names of `token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and `final_norm`;
+    a family without the last has heads that read the layer's output without a norm."""
+    private_tables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Names of the head's copies of `embedding` and `head`, where the family writes them."""
+    hidden_first: bool = False
+    """The projection's first columns are the state's, else the embedding's."""
+    masks_first_embedding: bool = True
+    """The embedding is zero where the rotary position is 0."""
+    feeds_back_normed: bool = True
+    """The state for the next module is taken after the final norm, else before it."""
+    zero_centered_norms: bool = False
+    """The scales of norms are stored as their distance from 1."""
+    template_layer: int = -1
+    """The index of the target's layer that a module's layer is like."""
+    uses_sliding_window: bool = False
+    """A module's layer is one of the target's with a sliding window, and its MLP is dense, whatever the
+    MLP of the target's layers is."""
 
     @property
-    def numbers_layers(self) -> bool:
-        """Whether modules are numbered on from the target's layers."""
-        return "{l}" in self.layer
+    def continues_layer_numbers(self) -> bool:
+        """True if the numbers of modules go on from those of the target's layers."""
+        return "{l}" in self.layer_prefix
 
 
-def _family(name: str, of: str, layer: str, glue: str, prefix: str = "", **own: Any) -> MtpFamily:
-    """A family of classes, without ForCausalLM; prefix: of the glue's names, where it is not the layer's."""
-    classes = tuple(f"{each}ForCausalLM" for each in of.split())
-    names = (f"{prefix or layer}{each}.weight" for each in glue.split())
-    keys = ("token_norm", "state_norm", "projection", "final_norm")
-    return MtpFamily(name, classes, layer, dict(zip(keys, names, strict=False)), **own)
+_MODULE_TENSORS = ("token_norm", "state_norm", "projection", "final_norm")
 
 
-_NEXT = "model.layers.{l}."
+def _name_tensors(prefix: str, stems: str) -> dict[str, str]:
+    """Return the names of a module's norms and projection by their roles, in the roles' order."""
+    names = (f"{prefix}{stem}.weight" for stem in stems.split())
+    return dict(zip(_MODULE_TENSORS, names, strict=False))
+
+
+def _name_classes(names: str) -> tuple[str, ...]:
+    """Return architectures from their names without ForCausalLM."""
+    return tuple(f"{name}ForCausalLM" for name in names.split())
+
+
+_NEXT_LAYER = "model.layers.{l}."
 _NORMS = "enorm hnorm eh_proj "
-_COPIES = {"embedding": f"{_NEXT}embed_tokens.weight", "head": f"{_NEXT}shared_head.head.weight"}
-_deepseek = partial(_family, layer=_NEXT, glue=_NORMS + "shared_head.norm", tables=_COPIES)
-_OUTPUT = {"head": f"{_NEXT}transformer.shared_head.output.weight"}
-_step3 = partial(_family, layer=_NEXT, glue=_NORMS + "transformer.shared_head.norm", tables=_OUTPUT)
-_MIMO = "token_layernorm hidden_layernorm input_proj final_layernorm"
-_ernie = partial(
-    _family, glue="mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}", prefix="model."
+_deepseek = partial(
+    MtpFamily,
+    layer_prefix=_NEXT_LAYER,
+    module_tensors=_name_tensors(_NEXT_LAYER, _NORMS + "shared_head.norm"),
+    private_tables={
+        "embedding": f"{_NEXT_LAYER}embed_tokens.weight",
+        "head": f"{_NEXT_LAYER}shared_head.head.weight",
+    },
 )
-_NUMBERED = "mtp.layers.{i}."
-_OUTER = "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"
-_mtp = partial(_family, layer=_NUMBERED, glue=_OUTER, prefix="mtp.", masks_first=False)
-_ends = partial(_family, glue=_NORMS + "final_layernorm", masks_first=False)
+_MIMO_LAYER = "model.mtp_layers.{i}."
+_MIMO_TENSORS = "token_layernorm hidden_layernorm input_proj final_layernorm"
+_MIMO_V2_LAYER = "model.mtp.layers.{i}."
+_ERNIE_TENSORS = "mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}"
+_NUMBERED_LAYER = "mtp.layers.{i}."
+_mtp = partial(
+    MtpFamily,
+    layer_prefix=_NUMBERED_LAYER,
+    module_tensors=_name_tensors("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
+    masks_first_embedding=False,
+)
 
 FAMILIES = (
-    _deepseek("deepseek", "DeepseekV3"),
-    _deepseek("glm4", "Glm4Moe Glm4MoeLite", recycles_normed=False),
-    _family("mimo", "MiMo", "model.mtp_layers.{i}.", _MIMO, hidden_first=True),
-    _ends("mimo_v2", "MiMoV2Flash", "model.mtp.layers.{i}.", slides=True),
-    _step3("step3", "Step3p5", masks_first=False, centred_norms=True, slides=True),
-    _ernie(
-        "ernie",
-        "Ernie4_5_Moe Ernie4_5_",
-        "model.mtp_block.{i}.",
-        recycles_normed=False,
-        like_layer=0,
+    _deepseek("deepseek", _name_classes("DeepseekV3")),
+    _deepseek("glm4", _name_classes("Glm4Moe Glm4MoeLite"), feeds_back_normed=False),
+    MtpFamily(
+        "mimo",
+        _name_classes("MiMo"),
+        _MIMO_LAYER,
+        _name_tensors(_MIMO_LAYER, _MIMO_TENSORS),
+        hidden_first=True,
     ),
-    _mtp("mtp", ""),
-    _mtp("qwen3_next", "Qwen3Next Qwen3_5 Qwen3_5Moe", centred_norms=True),
-    _ends("nemotron_h", "NemotronH", _NUMBERED),
+    MtpFamily(
+        "mimo_v2",
+        _name_classes("MiMoV2Flash"),
+        _MIMO_V2_LAYER,
+        _name_tensors(_MIMO_V2_LAYER, _NORMS + "final_layernorm"),
+        masks_first_embedding=False,
+        uses_sliding_window=True,
+    ),
+    MtpFamily(
+        "step3",
+        _name_classes("Step3p5"),
+        _NEXT_LAYER,
+        _name_tensors(_NEXT_LAYER, _NORMS + "transformer.shared_head.norm"),
+        private_tables={"head": f"{_NEXT_LAYER}transformer.shared_head.output.weight"},
+        masks_first_embedding=False,
+        zero_centered_norms=True,
+        uses_sliding_window=True,
+    ),
+    MtpFamily(
+        "ernie",
+        _name_classes("Ernie4_5_Moe Ernie4_5_"),
+        "model.mtp_block.{i}.",
+        _name_tensors("model.", _ERNIE_TENSORS),
+        feeds_back_normed=False,
+        template_layer=0,
+    ),
+    _mtp("mtp", ()),
+    _mtp("qwen3_next", _name_classes("Qwen3Next Qwen3_5 Qwen3_5Moe"), zero_centered_norms=True),
+    MtpFamily(
+        "nemotron_h",
+        _name_classes("NemotronH"),
+        _NUMBERED_LAYER,
+        _name_tensors(_NUMBERED_LAYER, _NORMS + "final_layernorm"),
+        masks_first_embedding=False,
+    ),
 )
 """Families that write the same names differ in conventions: the target's architecture decides among them,
 and the first one stands for architectures that none lists. Source: the published checkpoints' indices and
@@ -98,50 +148,62 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """An MTP head as it stands in one checkpoint: its family, how many modules, and where they begin."""
+    """An MTP head as it is stored in one checkpoint."""
 
     family: MtpFamily
     modules: int
-    first_layer: int  # the {l} of module 0; of use where the family numbers layers
+    first_layer: int
+    """The {l} of module 0; unused where the family does not continue the target's layer numbers."""
 
-    def named(self, template: str, module: int) -> str:
+    def tensor_name(self, template: str, module: int) -> str:
+        """Return the name of a module's tensor."""
         return template.format(i=module, l=self.first_layer + module)
 
     def layer_prefix(self, module: int) -> str:
-        """What stands before the names of a module's decoder layer."""
-        return self.named(self.family.layer, module)
+        """Return the beginning of the names of a module's decoder layer."""
+        return self.tensor_name(self.family.layer_prefix, module)
 
-    def owns(self, name: str) -> bool:
-        """Whether a tensor lies inside this head, known or not."""
-        if self.family.numbers_layers:
+    def contains(self, name: str) -> bool:
+        """True if a tensor lies inside this head, whether a module reads it or not."""
+        if self.family.continues_layer_numbers:
             return is_mtp_tensor(name, self.first_layer)
         return _MODULE.match(name) is not None
 
-    def words(self) -> str:
-        modules = f"{self.modules} module" + ("s" if self.modules > 1 else "")
+    @property
+    def description(self) -> str:
+        """The family, the number of modules and their place, for people."""
+        plural = "s" if self.modules > 1 else ""
+        modules = f"{self.modules} module{plural}"
         return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*"
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Whether a tensor beside a target's `num_layers` layers belongs to an MTP head."""
+    """True if a tensor belongs to an MTP head of a target with `num_layers` layers."""
     layer = _LAYER.match(name)
     return int(layer[1]) >= num_layers if layer else _MODULE.match(name) is not None
 
 
-def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
-    """The MTP head among tensors beside a target's `num_layers`, complete or not; None: no trace of one."""
-    own = [family for family in FAMILIES if architecture in family.architectures]
-    by_names: dict[str, MtpFamily] = {}
-    for family in (*own, *FAMILIES):
-        by_names.setdefault(family.glue["projection"], family)
-    for family in by_names.values():
-        stems = (*family.glue.values(), family.layer)
-        pattern = re.compile(
-            "|".join(re.sub(r"\\\{[il]\\\}", r"([0-9]{1,9})", re.escape(stem)) for stem in stems)
-        )
+def find_mtp_layout(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
+    """Find the MTP head, complete or not, among the names of a checkpoint's tensors; None without one.
+
+    num_layers: of the target.
+    """
+    of_architecture = [family for family in FAMILIES if architecture in family.architectures]
+    by_projection: dict[str, MtpFamily] = {}
+    for family in (*of_architecture, *FAMILIES):
+        by_projection.setdefault(family.module_tensors["projection"], family)
+    for family in by_projection.values():
+        pattern = _name_pattern((*family.module_tensors.values(), family.layer_prefix))
         matches = [match for name in names if (match := pattern.match(name))]
         numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
-        first = num_layers if family.numbers_layers else 0
-        if found := {number for number in numbers if first <= number < MAX_LAYERS}:
-            return MtpLayout(family, max(found) - first + 1, first)
+        first = num_layers if family.continues_layer_numbers else 0
+        modules = {number for number in numbers if first <= number < MAX_LAYERS}
+        if modules:
+            return MtpLayout(family, max(modules) - first + 1, first)
     return None
+
+
+def _name_pattern(templates: Collection[str]) -> re.Pattern[str]:
+    """Return the pattern of names that begin as a template; its groups are the numbers in them."""
+    escaped = (re.escape(template) for template in templates)
+    return re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"([0-9]{1,9})", stem) for stem in escaped))

@@ -15,7 +15,7 @@ from pathlib import Path
 from spd.errors import CheckpointError
 from spd.formats.chat_template import MORE_TEMPLATES
 from spd.formats.files import FILE_LIMIT
-from spd.formats.hub import cached_name
+from spd.formats.hub import model_name_of_snapshot
 from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
 
 ENDINGS = (".json", ".jinja", ".txt", ".model")
@@ -77,7 +77,7 @@ def _candidates(folder: Path, without: Sequence[str]) -> Iterator[Path]:
 def _root(folder: Path) -> Path:
     """Return what links may lead into: the folder, or for a snapshot of the hub's cache its repository."""
     real = Path(os.path.realpath(folder))
-    return real.parent.parent if cached_name(real) is not None else real
+    return real.parent.parent if model_name_of_snapshot(real) is not None else real
 
 
 def _copyable(path: Path, root: Path, left: int) -> Path:

@@ -53,13 +53,13 @@ class StoredModel:
     fault: str = ""
     """Why it cannot be opened."""
 
-    def answers(self, reference: str) -> bool:
+    def is_named_by(self, reference: str) -> bool:
         """True if a person's words mean this model."""
         lowered = reference.casefold()
         return any(name.casefold() == lowered for name in (self.name, *self.aliases))
 
     @property
-    def removal(self) -> str:
+    def removal_command(self) -> str:
         """Return how its store's own program removes it."""
         subject = self.name if self.store == OLLAMA else str(self.path)
         return _REMOVED_BY[self.store].format(subject)
@@ -71,26 +71,26 @@ class Store:
 
     name: str
     root: Path
-    read: Callable[[Path], Iterator[StoredModel]]
+    iterate: Callable[[Path], Iterator[StoredModel]]
 
     def models(self) -> list[StoredModel]:
         """Return what it holds, by name; nothing where it cannot be read."""
         models: list[StoredModel] = []
         with suppress(OSError):
-            models = [model for model in self.read(self.root) if len(model.name) <= MAX_NAME]
+            models = [model for model in self.iterate(self.root) if len(model.name) <= MAX_NAME]
         return sorted(models, key=lambda model: model.name)
 
 
-def in_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
+def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
     """Yield the GGUF models of a cache in the layout of huggingface_hub, of which llama.cpp has one, too."""
     for folder in islice(sorted(root.glob("models--*")), MAX_ENTRIES):
-        snapshot = used_snapshot(folder)
+        snapshot = current_snapshot(folder)
         if snapshot is not None:
             name = folder.name.removeprefix("models--").replace("--", "/", 1)
             yield from _of_sets(name, store, snapshot, _sizes(snapshot))
 
 
-def in_lm_studio(root: Path) -> Iterator[StoredModel]:
+def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
     """Yield the models of LM Studio: PUBLISHER/NAME, a folder that holds GGUF files or safetensors."""
     for folder in islice(sorted(root.glob("*/*")), MAX_ENTRIES):
         if not folder.is_dir():
@@ -102,9 +102,9 @@ def in_lm_studio(root: Path) -> Iterator[StoredModel]:
             yield StoredModel(name, LM_STUDIO, folder, total)
 
 
-def in_llama_cpp(root: Path) -> Iterator[StoredModel]:
+def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
     """Yield what llama.cpp downloaded: into one folder, and lately in the layout of the hub's cache."""
-    yield from in_hub_cache(root, LLAMA_CPP)
+    yield from iterate_hub_cache(root, LLAMA_CPP)
     sizes = _sizes(root, depth=1)
     called: dict[str, str] = {}
     for path in islice(sorted(root.glob("manifest=*.json")), MAX_ENTRIES):
@@ -120,7 +120,7 @@ def in_llama_cpp(root: Path) -> Iterator[StoredModel]:
         yield StoredModel(name, LLAMA_CPP, root / first, file_set.nbytes, aliases)
 
 
-def in_ollama(root: Path) -> Iterator[StoredModel]:
+def iterate_ollama(root: Path) -> Iterator[StoredModel]:
     """Yield the models of Ollama: a manifest a tag, which names a blob that is a GGUF file."""
     manifests = root / "manifests"
     for path in islice(sorted(manifests.glob("*/*/*/*")), MAX_ENTRIES):
@@ -129,7 +129,7 @@ def in_ollama(root: Path) -> Iterator[StoredModel]:
             yield _ollama_model(root, path, parts)
 
 
-def used_snapshot(folder: Path) -> Path | None:
+def current_snapshot(folder: Path) -> Path | None:
     """Return the snapshot of a model's folder in the hub's cache that is used; None without one.
 
     That of `main`, else the only one.

@@ -43,7 +43,7 @@ class ThinkingMarks:
     answer: tuple[MarkPair, ...] = ()
 
 
-USUAL = MarkPair("<think>", "</think>")
+DEFAULT_MARKS = MarkPair("<think>", "</think>")
 """Known to so many models that it counts even where neither template nor vocabulary mentions it."""
 GEMMA = MarkPair("<|channel>", "<channel|>", label="thought", are_tokens=True)
 _NAMED = (
@@ -57,9 +57,9 @@ _ANSWERS = (
     MarkPair("<answer>", "</answer>"),  # Hunyuan
     MarkPair("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
-KNOWN = ThinkingMarks(
+KNOWN_MARKS = ThinkingMarks(
     (
-        USUAL,
+        DEFAULT_MARKS,
         GEMMA,
         MarkPair("[THINK]", "[/THINK]", are_tokens=True),  # Magistral, Ministral 3 Reasoning
         MarkPair("<seed:think>", "</seed:think>", are_tokens=True),  # Seed-OSS
@@ -80,7 +80,7 @@ def _pairs_by_form(text: str) -> Iterator[tuple[int, str, str]]:
                 yield match.start(), opening, closing
 
 
-def mark_tokens(names: Collection[str]) -> frozenset[str]:
+def find_mark_tokens(names: Collection[str]) -> frozenset[str]:
     """Return those tokens of a vocabulary, given by their names, that mark thinking."""
     pairs = [(opening, closing) for _, opening, closing in _pairs_by_form(" ".join(names))]
     pairs.append((GEMMA.opening, GEMMA.closing))
@@ -88,7 +88,7 @@ def mark_tokens(names: Collection[str]) -> frozenset[str]:
     return frozenset(mark for pair in whole for mark in pair)
 
 
-def thinking_marks(
+def find_thinking_marks(
     template: str, names: Collection[str], special: Collection[str]
 ) -> ThinkingMarks:
     """Return the marks of a model by its chat template and the names of its added tokens.
@@ -110,7 +110,9 @@ def thinking_marks(
     named = [pair for pair in _NAMED if pair.opening in template or pair.opening in names]
     pairs = [*(pair_of(one.opening, one.closing, one.label) for one in named), *found.values()]
     unnamed = (
-        pair for pair in (USUAL, GEMMA) if pair.opening not in {one.opening for one in pairs}
+        pair
+        for pair in (DEFAULT_MARKS, GEMMA)
+        if pair.opening not in {one.opening for one in pairs}
     )
     pairs += [pair_of(one.opening, one.closing, one.label) for one in unnamed]
     pairs.sort(key=lambda pair: pair.opening not in template and pair.closing not in template)
@@ -129,13 +131,13 @@ _FIELD = re.compile(
 _CHUNKS = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
 
 
-def reads_thoughts(template: str) -> bool:
+def separates_thinking(template: str) -> bool:
     """True if a chat template takes the thinking of a past turn apart from its text."""
     code = (match[1] for match in _CODE.finditer(template) if match[1])
     return _CHUNKS.search(template) is not None or any(map(_FIELD.search, code))
 
 
-def past_turn(thought: str, text: str, template: str) -> dict[str, object]:
+def make_past_turn(thought: str, text: str, template: str) -> dict[str, object]:
     """Return the fields of a past turn of the model, with its thinking as the template reads it."""
     if _CHUNKS.search(template) and not _FIELD.search(template):
         thoughts = [{"type": "thinking", "thinking": thought}] if thought else []
@@ -144,7 +146,7 @@ def past_turn(thought: str, text: str, template: str) -> dict[str, object]:
     return {"content": text, "reasoning_content": thought, "thinking": thought}
 
 
-SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning", "thinking_mode")
+THINKING_SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning", "thinking_mode")
 """Variables by which chat templates are told to think, the usual name first."""
 _OFF_AND_ON: dict[str, tuple[object, object]] = {
     "thinking_budget": (0, -1),
@@ -153,10 +155,10 @@ _OFF_AND_ON: dict[str, tuple[object, object]] = {
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
-def switch_of(template: str) -> str | None:
+def find_thinking_switch(template: str) -> str | None:
     """Return the variable that switches thinking in a chat template; None where it reads none."""
     code = [_STRING.sub("''", match[1]) for match in _CODE.finditer(template) if match[1]]
-    return next((name for name in SWITCHES if _is_read(name, code)), None)
+    return next((name for name in THINKING_SWITCHES if _is_read(name, code)), None)
 
 
 def _is_read(name: str, code: Collection[str]) -> bool:

@@ -26,11 +26,11 @@ from typing import Any
 import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
-from spd.formats.encoder import Encode, Encoder, ids_of
+from spd.formats.encoder import Encode, Encoder, encode_ids
 from spd.formats.files import FILE_LIMIT
 from spd.formats.json_file import display_text, one_line, parse_json, read_text
 from spd.formats.names import TOKENIZER_FILE
-from spd.formats.thinking import mark_tokens
+from spd.formats.thinking import find_mark_tokens
 from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
 
 _CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
@@ -62,11 +62,11 @@ class Tokenizer:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
-        self._encoder = Encoder(encode or partial(ids_of, library), where)
+        self._encoder = Encoder(encode or partial(encode_ids, library), where)
         self._declared = _contents(config)
         _add_declared(library, config, where)
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        named = [name for name in config.special if self.token_to_id(name) is not None]
+        named = [name for name in config.special_tokens if self.token_to_id(name) is not None]
         _make_special(library, named)
         added = library.get_added_tokens_decoder()
         special = (
@@ -89,7 +89,7 @@ class Tokenizer:
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
         told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
-        told |= mark_tokens(self.special_tokens)
+        told |= find_mark_tokens(self.special_tokens)
         silent = {i for name, i in self.special_tokens.items() if name not in told}
         self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
         """The exact bytes that a token stands for, a leading space included; none for ids without a token and
@@ -103,9 +103,9 @@ class Tokenizer:
         config = config or read_tokenizer_config(folder)
         path = folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
-        declared = sum(len(token.content) for token in config.declared.values())
+        declared = sum(len(token.content) for token in config.added_tokens.values())
         highest = check_content(str(path), parse_json(text, str(path)), declared)
-        with calling(str(path)):
+        with convert_library_errors(str(path)):
             library = tokenizers.Tokenizer.from_str(text)
             # Truncation would cut prompts in silence, padding would lengthen them.
             library.no_truncation()
@@ -114,7 +114,7 @@ class Tokenizer:
         tokenizer.digest = hashlib.sha256(text.encode()).digest()
         return tokenizer
 
-    def is_of(self, folder: Path) -> bool:
+    def is_same_file(self, folder: Path) -> bool:
         """True if a folder holds the very file that this one was opened from, and adds the same tokens."""
         path = folder / TOKENIZER_FILE
         if not path.is_file():
@@ -137,7 +137,7 @@ class Tokenizer:
             raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
-    def bounded(self, text: str, context: int, *, cut: bool = False) -> str:
+    def limit_length(self, text: str, context: int, *, cut: bool = False) -> str:
         """A text that may fit a context of so many tokens; with `cut` the end of one that cannot.
 
         Such a text has more characters than as many of the longest tokens. Else raises IncompatibleError.
@@ -161,7 +161,7 @@ class Tokenizer:
         raw = b"".join(self._token(i).encode() if i in names else self.token_bytes(i) for i in ids)
         return raw.decode("utf-8", "replace").removeprefix(" " if self._strips else "")
 
-    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
+    def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
         """The exact bytes of tokens of the vocabulary, one after the other; see `token_bytes`."""
         return b"".join(map(self.token_bytes, token_ids))
 
@@ -184,14 +184,17 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
-        with self._lock, calling(f"{self._where}: cannot encode this text", IncompatibleError):
+        with (
+            self._lock,
+            convert_library_errors(f"{self._where}: cannot encode this text", IncompatibleError),
+        ):
             return self._encoder.encode(text, parse_special)
 
     def _read_surroundings(
         self, config: TokenizerConfig
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text, corrected by what the config says."""
-        with calling(f"{self._where}: cannot encode a letter"):
+        with convert_library_errors(f"{self._where}: cannot encode a letter"):
             whole = self._library.encode("a")
         if not all(self._token(token_id) for token_id in whole.ids):
             raise CheckpointError(
@@ -223,7 +226,7 @@ class Tokenizer:
 
 def _contents(config: TokenizerConfig) -> dict[int, str]:
     """Return the texts of the added tokens of other files by their ids."""
-    return {number: token.content for number, token in config.declared.items()}
+    return {number: token.content for number, token in config.added_tokens.items()}
 
 
 _Flags = tuple[bool, bool, bool, bool, bool]
@@ -242,15 +245,15 @@ def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where:
     has_flags = config.fields is not None and "added_tokens_decoder" in config.fields
     missing = [
         token
-        for token in config.declared.values()
+        for token in config.added_tokens.values()
         if token.content not in known
         or (has_flags and _flags(token) != _flags(known[token.content]))
     ]
     if not missing:
         return
-    with calling(f"{where}: added tokens"):
+    with convert_library_errors(f"{where}: added tokens"):
         library.add_tokens(missing)
-    for number, token in config.declared.items():
+    for number, token in config.added_tokens.items():
         actual = library.token_to_id(token.content)
         if actual != number and token.content not in known:
             words = "%s: token %s has id %s there, as in transformers; another file says %s"
@@ -395,7 +398,7 @@ def _growth(step: Any) -> float:
 
 
 @contextmanager
-def calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
+def convert_library_errors(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
     """Make what the library raises inside the block a refusal of one line that begins with `where`."""
     try:
         yield

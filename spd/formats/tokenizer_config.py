@@ -36,19 +36,19 @@ class TokenizerConfig:
     """Special tokens by role, further ones, and what is put around a text (`None`: not said)."""
 
     roles: Mapping[str, str]
-    additional: tuple[str, ...]
+    additional_tokens: tuple[str, ...]
     add_bos: bool | None
     add_eos: bool | None
     fields: Fields | None  # all of `tokenizer_config.json`
-    named: Mapping[str, str] = field(default_factory=dict)
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens under other names than roles, such as `eot_token`."""
-    declared: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
+    added_tokens: Mapping[int, tokenizers.AddedToken] = field(default_factory=dict)
     """Added tokens by the ids that files beside `tokenizer.json` give them, ascending."""
 
     @property
-    def special(self) -> tuple[str, ...]:
+    def special_tokens(self) -> tuple[str, ...]:
         """Every token that is called special."""
-        return (*self.roles.values(), *self.named.values(), *self.additional)
+        return (*self.roles.values(), *self.named_tokens.values(), *self.additional_tokens)
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
@@ -80,10 +80,10 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         named,
     )
     if config.fields is not None and "added_tokens_decoder" in config.fields:
-        return replace(config, declared=_declared_tokens(config.fields))
+        return replace(config, added_tokens=_declared_tokens(config.fields))
     if ADDED_NAME in names:
-        listed = _listed_tokens(Fields.read(folder / ADDED_NAME), frozenset(config.special))
-        return replace(config, declared=listed)
+        listed = _listed_tokens(Fields.read(folder / ADDED_NAME), frozenset(config.special_tokens))
+        return replace(config, added_tokens=listed)
     return config
 
 

@@ -144,11 +144,11 @@ def chat_generation(chat: ChatRequest, settings: Settings) -> Generation:
     template = vocabulary.need_template()
     variables = _template_variables(chat, template)
     tools = _tools(chat, template, vocabulary)
-    if tools is not None and template.takes_tools:
+    if tools is not None and template.supports_tools:
         variables["tools"] = [without_strict(tool) for tool in chat.tools]
     if not chat.messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
-    messages = in_template_order(with_system_first(chat.messages), template.for_tools)
+    messages = in_template_order(with_system_first(chat.messages), template.tools_template)
     continues = _continues(chat, messages[-1], tools)
     params = sampling_params(chat.sampling, settings, chat.logprobs)
     prompt = Prompt(messages=tuple(messages), variables=variables, continues=continues)
@@ -238,7 +238,7 @@ def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, 
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
     variables: dict[str, Any] = {}
     effort = chat.reasoning_effort
-    if effort is not None and template.switch is not None:
+    if effort is not None and template.thinking_switch is not None:
         variables[SWITCH] = effort not in ("none", "minimal")
     if effort is not None and "reasoning_effort" in template.default:
         variables["reasoning_effort"] = EFFORTS.get(effort, effort)

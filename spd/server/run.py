@@ -95,7 +95,7 @@ def run(
         template = settings.vocabulary.template
         if (
             template is not None
-            and template.takes_tools
+            and template.supports_tools
             and checked_form(template) is FALLBACK_FORM
         ):
             say(f"note: {UNKNOWN_FORM}")

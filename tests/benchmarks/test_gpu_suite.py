@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spd.formats.mtp import mtp_source
+from spd.formats.mtp import find_mtp_source
 
 pytest.importorskip("triton")
 
@@ -231,7 +231,7 @@ def test_a_hollow_checkpoint_has_its_mtp_head(
     model: sparse_models.Published, tmp_path: Path
 ) -> None:
     folder = ModelFolder(sparse_models.write_hollow(model, tmp_path))
-    source = mtp_source(folder)
+    source = find_mtp_source(folder)
     assert source is not None
     assert source.layout.modules == model.modules == 1
     assert check_source(source, folder.checkpoint).keys() <= folder.checkpoint.tensors.keys()

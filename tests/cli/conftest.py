@@ -173,7 +173,7 @@ class FakeEngine:
             script.on_load(progress)
         self.plan = FakePlan(script.ctx or config.ctx or 128, config=config)
         self.info = EngineInfo.from_json(self.plan.as_dict())
-        self.tokenizer = ModelFolder.of(config.model).tokenizer if script.tokenizer else None
+        self.tokenizer = ModelFolder.from_path(config.model).tokenizer if script.tokenizer else None
         self.has_tokenizer = self.tokenizer is not None
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None

@@ -36,7 +36,7 @@ def read(model: Path, loaded: Any) -> ChatTools:
     (file := model / "tools.json").write_text(
         loaded if isinstance(loaded, str) else json.dumps(loaded)
     )
-    return ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
+    return ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -48,7 +48,9 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, notes: list) -> None:
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
     edit(model / "tokenizer_config.json", chat_template=TEMPLATE.replace("<tool_call>", mark))
-    assert ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model))).notes == notes
+    assert (
+        ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model))).notes == notes
+    )
 
 
 WRONG = [
@@ -78,7 +80,7 @@ def test_a_model_without_tools_and_a_pipe_are_refused(
 ) -> None:
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
     with pytest.raises(IncompatibleError, match="no place for tools"):
-        ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
+        ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
     ran = spd_run("chat", model, "--tools", file, stdin=b"Hi\n")
     refused(ran, 2, "standard input or error is not a terminal")
     assert not script.engines

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.formats.demo import demo_eagle3_folder
-from spd.formats.mtp import head_config
+from spd.formats.mtp import make_head_config
 from tests.cli.conftest import write_model
 from tests.recipes.mtp_folders import Entry, write_hollow
 from tests.recipes.published_hybrids import Release, config_of, mtp_tensors, text_tensors
@@ -87,7 +87,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("lfs", "pickle", half, begun, parts, "parent/one", "parent/two", "deep/org/name"):
         config = write_model(tmp_path / name, max_position_embeddings=2048) / "config.json"
     (tmp_path / begun / "tokenizer.json").unlink()
-    head = head_config(json.loads(config.read_text()), "x", "", 1, quantized=False)
+    head = make_head_config(json.loads(config.read_text()), "x", "", 1, quantized=False)
     base = json.dumps({"base_model_name_or_path": "org/base"})
     (tmp_path / cached("empty")).mkdir(parents=True)
     for file, text in {

@@ -20,7 +20,7 @@ from spd.formats.chat_template import (
     ChatTemplate,
     TemplateProcess,
     encode_rendered,
-    isolated,
+    isolated_command,
     render_chat,
 )
 from spd.formats.template_worker import TemplateEnvironment, render
@@ -231,7 +231,7 @@ def test_a_worker_that_cannot_start_is_no_fault_of_the_template(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(chat_template, "isolated", lambda program: ended)
+    monkeypatch.setattr(chat_template, "isolated_command", lambda program: ended)
     with refused(EngineError, "ended with status 3", exit_code=9):
         TemplateProcess().render("", {})
 
@@ -277,7 +277,7 @@ def test_a_child_imports_what_this_process_does(tmp_path: Path, monkeypatch) -> 
     for folder, searched in ((tmp_path, [str(tmp_path), "kept", str(kept)]), (home, [str(kept)])):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", ["", *searched, *paths])
-        command = isolated("import json, only_there, signal, spd.formats.template_worker")
+        command = isolated_command("import json, only_there, signal, spd.formats.template_worker")
         assert subprocess.run(command, capture_output=True, check=True).stdout == b""
 
 

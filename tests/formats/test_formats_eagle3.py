@@ -102,7 +102,7 @@ def test_layers_that_are_read(
 ) -> None:
     """At the top the layers passed; inside eagle_config the one whose output it is."""
     found = facts(tmp_path, config)
-    assert found.listed_layers == layers and found.num_aux == len(layers or (1, 2, 3))
+    assert found.configured_layers == layers and found.num_aux_layers == len(layers or (1, 2, 3))
     assert found.aux_layers(36) == (layers or (2, 18, 33))
 
 

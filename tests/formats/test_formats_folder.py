@@ -99,7 +99,7 @@ def test_copies_go_by_the_path_alone(tmp_path: Path) -> None:
     assert folder.config and "config" in vars(folder)
     copy = pickle.loads(pickle.dumps(folder))
     assert copy == folder and hash(copy) == hash(folder) and vars(copy) == {"path": tmp_path}
-    assert os.fspath(copy) == str(copy) == str(tmp_path) and ModelFolder.of(copy) is copy
+    assert os.fspath(copy) == str(copy) == str(tmp_path) and ModelFolder.from_path(copy) is copy
     # Of another type: a path is no folder.
     assert folder != tmp_path  # type: ignore[comparison-overlap]
 

@@ -62,9 +62,9 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.cache_folder() == Path("/home/me/.cache/huggingface/hub")
     for relative in ("", "cache", "./cache", "~/cache"):  # what is kept there is run
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
-        assert hub.own_cache() == Path("/home/me/.cache/spd")
+        assert hub.spd_cache_folder() == Path("/home/me/.cache/spd")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert hub.own_cache() == Path("/xdg/spd")
+    assert hub.spd_cache_folder() == Path("/xdg/spd")
     assert hub.cache_folder() == Path("/xdg/huggingface/hub")
     monkeypatch.setenv("HF_HOME", "~/hf")
     assert hub.cache_folder() == Path("/home/me/hf/hub")

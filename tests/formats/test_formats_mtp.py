@@ -16,7 +16,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.json_file import Fields
 from spd.formats.model_config import model_config_of
 from spd.formats.mtp import MtpSource, read_head_folder
-from spd.formats.mtp_layout import FAMILIES, find_mtp, is_mtp_tensor
+from spd.formats.mtp_layout import FAMILIES, find_mtp_layout, is_mtp_tensor
 from spd.runtime.models.mtp_weights import check_source, module_layer
 from tests.formats.formats_helpers import QWEN3, refused, write_json
 from tests.helpers import read_model_config
@@ -58,25 +58,25 @@ def checkpoint_of(folder: Path, shapes: dict, dtype: Any = torch.bfloat16) -> Ch
 
 def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     names = {"model.norm.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"}
-    assert find_mtp("DeepseekV3ForCausalLM", names, LAYERS) is None
-    found = find_mtp("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
+    assert find_mtp_layout("DeepseekV3ForCausalLM", names, LAYERS) is None
+    found = find_mtp_layout("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
     assert found is not None and (found.family.name, found.modules) == ("deepseek", 1)
-    assert found.words() == "deepseek layout, 1 module at model.layers.2.*"
+    assert found.description == "deepseek layout, 1 module at model.layers.2.*"
     for architecture, name, normed in (
         ("Glm4MoeForCausalLM", "glm4", False),
         ("AnotherForCausalLM", "deepseek", True),
     ):
-        other = find_mtp(architecture, set(deepseek(modules=3)), LAYERS)
+        other = find_mtp_layout(architecture, set(deepseek(modules=3)), LAYERS)
         assert other is not None and (other.family.name, other.modules) == (name, 3)
-        assert other.family.recycles_normed is normed
+        assert other.family.feeds_back_normed is normed
     for family in FAMILIES:
         architecture = family.architectures[0] if family.architectures else "X"
-        layer = LAYERS if family.numbers_layers else 0
+        layer = LAYERS if family.continues_layer_numbers else 0
         names = {
-            family.glue["projection"].format(i=0, l=layer),
-            f"{family.layer}x".format(i=1, l=layer + 1),
+            family.module_tensors["projection"].format(i=0, l=layer),
+            f"{family.layer_prefix}x".format(i=1, l=layer + 1),
         }
-        found = find_mtp(architecture, names, LAYERS)
+        found = find_mtp_layout(architecture, names, LAYERS)
         assert found is not None and found.family is family and found.modules == 2, family.name
 
 
@@ -97,7 +97,7 @@ def test_which_tensors_are_a_head_s() -> None:
 
 def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> None:
     whole = deepseek(modules=2, copies=True)
-    layout = find_mtp("DeepseekV3ForCausalLM", set(whole), LAYERS)
+    layout = find_mtp_layout("DeepseekV3ForCausalLM", set(whole), LAYERS)
     assert layout is not None
     target = read_head_folder(ModelFolder(head_folder(tmp_path / "target"))).config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
@@ -108,7 +108,7 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
         assert set(check_source(source, checkpoint)) == set(whole)
     for name in deepseek(modules=2):
         partial = {key: shape for key, shape in whole.items() if key != name}
-        found = find_mtp("DeepseekV3ForCausalLM", set(partial), LAYERS)
+        found = find_mtp_layout("DeepseekV3ForCausalLM", set(partial), LAYERS)
         assert found == layout
         with checkpoint_of(tmp_path / name, partial) as checkpoint:
             with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
@@ -133,8 +133,8 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
         ({**QWEN3, "text_config": {"mtp_num_hidden_layers": 2}}, 2),
     ):
         write_json(tmp_path, "config.json", config)
-        assert mtp.declared_modules(ModelFolder(tmp_path).fields) == count
-    refusal = mtp.no_mtp(tmp_path, 61, 1)
+        assert mtp.declared_module_count(ModelFolder(tmp_path).fields) == count
+    refusal = mtp.no_mtp_error(tmp_path, 61, 1)
     assert isinstance(refusal, IncompatibleError) and refusal.exit_code == 4
     assert "model.layers.61.eh_proj.weight" in refusal.reason[0]
     assert "config.json speaks of 1" in refusal.reason[1]
@@ -144,7 +144,7 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
 def head_folder(folder: Path, first: int = LAYERS, **changes: Any) -> Path:
     """A head of one module, numbered from layer `first` on."""
     checkpoint_of(folder, deepseek(first)).close()
-    config = mtp.head_config(TARGET, "org/model", "f" * 64, 1, quantized=False)
+    config = mtp.make_head_config(TARGET, "org/model", "f" * 64, 1, quantized=False)
     write_json(folder, "config.json", {**config, **changes})
     return folder
 
@@ -170,10 +170,10 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     head = read_head_folder(ModelFolder(head_folder(tmp_path / "head")))
     target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     write_json(tmp_path, "config.json", target)
-    mtp.check_fits(head, read_model_config(tmp_path), tmp_path)
+    mtp.check_head_fits(head, read_model_config(tmp_path), tmp_path)
     write_json(tmp_path, "config.json", {**target, "vocab_size": 2 * VOCAB, "num_hidden_layers": 5})
     with pytest.raises(IncompatibleError) as caught:
-        mtp.check_fits(head, read_model_config(tmp_path), tmp_path)
+        mtp.check_head_fits(head, read_model_config(tmp_path), tmp_path)
     assert caught.value.exit_code == 4
     assert "vocabulary size: head 32, target 64" in caught.value.reason[0]
     assert "layers: head 2, target 5" in caught.value.reason[1]

@@ -12,7 +12,7 @@ import pytest
 from spd.errors import CheckpointError, NotFoundError, UsageError
 from spd.formats import hub
 from spd.formats.gguf.file_sets import choose, choose_one, file_sets, find_drafter
-from spd.formats.hub import list_models, resolve_model, stored_model
+from spd.formats.hub import find_stored_model, list_models, resolve_model
 from spd.formats.stores import HUB, LLAMA_CPP, LM_STUDIO, OLLAMA, Store, StoredModel
 
 COMMIT = "c" * 40
@@ -272,7 +272,7 @@ def test_a_name_that_no_store_has_is_met_with_a_near_one(home: Path) -> None:
     with pytest.raises(NotFoundError, match=r"did you mean org/M:Q4_K_M\?") as missing:
         resolve_model("org/M:Q4_K_S")
     assert missing.value.fix == ("-m org/M:Q4_K_M", "spd pull org/M:Q4_K_S", "spd ls")
-    assert stored_model("org/N") is None
+    assert find_stored_model("org/N") is None
 
 
 def test_folders_that_cannot_be_read_are_empty(home: Path) -> None:

@@ -10,12 +10,12 @@ from spd.formats.chat_template import ChatTemplate
 from spd.formats.thinking import (
     GEMMA,
     MarkPair,
-    mark_tokens,
-    past_turn,
-    reads_thoughts,
-    switch_of,
+    find_mark_tokens,
+    find_thinking_marks,
+    find_thinking_switch,
+    make_past_turn,
+    separates_thinking,
     switch_value,
-    thinking_marks,
 )
 
 PAIRS = (
@@ -37,33 +37,33 @@ def test_a_pair_is_found_in_the_template_or_the_vocabulary(opening: str, closing
     words = MarkPair(opening, closing)
     tokens = MarkPair(opening, closing, are_tokens=True)
     for template in (f"a {opening} b", f"{{{{ x.split('{closing}') }}}}"):
-        assert thinking_marks(template, (), ()).thinking[0] == words, (
+        assert find_thinking_marks(template, (), ()).thinking[0] == words, (
             "one mark in a template says it"
         )
-        assert thinking_marks(template, others, others).thinking[0] == words
+        assert find_thinking_marks(template, others, others).thinking[0] == words
     names = (*others, opening, closing)
-    assert thinking_marks("", names, others).thinking[0] == words
-    assert thinking_marks("", names, names).thinking[0] == tokens
-    assert mark_tokens(names) == {opening, closing}
-    assert mark_tokens(names[:-1]) == set(), "half a pair marks nothing"
+    assert find_thinking_marks("", names, others).thinking[0] == words
+    assert find_thinking_marks("", names, names).thinking[0] == tokens
+    assert find_mark_tokens(names) == {opening, closing}
+    assert find_mark_tokens(names[:-1]) == set(), "half a pair marks nothing"
     if opening != "<think>":
-        alone = thinking_marks("", names[:-1], names).thinking
+        alone = find_thinking_marks("", names[:-1], names).thinking
         assert [one.opening for one in alone] == ["<think>", "<|channel>"]
 
 
 def test_the_pair_of_the_template_comes_first() -> None:
     names = ("<think>", "</think>", "[THINK]", "[/THINK]")
     for mark in ("<think>", "[THINK]"):
-        assert thinking_marks(f"{{% x %}}{mark}", names, names).thinking[0].opening == mark
-    gemma = thinking_marks("'<|channel>thought\\n'", ("<|channel>", "<channel|>"), ()).thinking
+        assert find_thinking_marks(f"{{% x %}}{mark}", names, names).thinking[0].opening == mark
+    gemma = find_thinking_marks("'<|channel>thought\\n'", ("<|channel>", "<channel|>"), ()).thinking
     assert gemma[0] == MarkPair(GEMMA.opening, GEMMA.closing, "thought")
     granite = "after 'Here is my thought process:' and 'Here is my response:'"
-    assert thinking_marks(granite, (), ()).thinking[0].closing == "Here is my response:"
+    assert find_thinking_marks(granite, (), ()).thinking[0].closing == "Here is my response:"
 
 
 def test_marks_around_the_answer_come_from_the_template() -> None:
-    assert thinking_marks("<think> <answer>x</answer>", (), ()).answer[0].opening == "<answer>"
-    assert thinking_marks("<think> <answer>", (), ()).answer == (), "half a pair marks nothing"
+    assert find_thinking_marks("<think> <answer>x</answer>", (), ()).answer[0].opening == "<answer>"
+    assert find_thinking_marks("<think> <answer>", (), ()).answer == (), "half a pair marks nothing"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_marks_around_the_answer_come_from_the_template() -> None:
 def test_the_switch_is_a_variable_that_the_template_reads(
     template: str, switch: str | None
 ) -> None:
-    assert switch_of(template) == switch
+    assert find_thinking_switch(template) == switch
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_template_is_switched_by_its_own_name(switch: str) -> None:
     template = f"{{{{ 'off' if {switch} is defined and {switch} == {off} else 'on' }}}}"
     opened = ChatTemplate("x", {"default": template}, {})
     messages = [{"role": "user", "content": "Hi"}]
-    assert opened.switch == switch and opened.thinks_by_default
+    assert opened.thinking_switch == switch and opened.thinks_by_default
     assert opened.render(messages) == "on"
     assert opened.render(messages, enable_thinking=False) == "off"
     assert opened.render(messages, enable_thinking=True) == "on"
@@ -129,11 +129,11 @@ CHUNKS = """{% for block in message['content'] %}{% if block['type'] == 'thinkin
     ],
 )
 def test_where_a_template_wants_past_thinking(template: str, apart: bool) -> None:
-    assert reads_thoughts(template) == apart
-    turn = past_turn("hm", "Yes", template)
+    assert separates_thinking(template) == apart
+    turn = make_past_turn("hm", "Yes", template)
     if template == CHUNKS:
         thought = {"type": "thinking", "thinking": "hm"}
         assert turn == {"content": [thought, {"type": "text", "text": "Yes"}]}
-        assert past_turn("hm", "", template) == {"content": [thought]}
+        assert make_past_turn("hm", "", template) == {"content": [thought]}
     else:
         assert turn == {"content": "Yes", "reasoning_content": "hm", "thinking": "hm"}

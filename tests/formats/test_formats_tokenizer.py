@@ -384,7 +384,7 @@ def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_no_fault_of_the_tokenizer() -> None:
-    with pytest.raises(KeyboardInterrupt), module.calling("tokenizer.json"):
+    with pytest.raises(KeyboardInterrupt), module.convert_library_errors("tokenizer.json"):
         raise KeyboardInterrupt
 
 
@@ -433,7 +433,7 @@ def test_tokens_that_other_files_declare(tmp_path: Path) -> None:
     listed = Tokenizer.open(tmp_path)
     assert listed.encode("<|turn|>word") == [number, number + 1]
     assert number not in listed.special_ids and listed.vocab_size == number + 2
-    assert not plain.is_of(tmp_path) and listed.is_of(tmp_path)
+    assert not plain.is_same_file(tmp_path) and listed.is_same_file(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_named_special_tokens_reach_templates(tmp_path: Path, key: str) -> None:
         "{{ eot_token }}{{ image_token }}{{ messages[0].content }}"
     )
     config = read_tokenizer_config(tmp_path)
-    assert config.named == {**named, "image_token": "<|im_start|>"}
+    assert config.named_tokens == {**named, "image_token": "<|im_start|>"}
     template = ChatTemplate.open(tmp_path)
     assert template is not None
     text = template.render([{"role": "user", "content": "hi"}])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from docs.parallel_tables import logits_exchange, pass_exchange
-from spd.formats.chat_template import isolated
+from spd.formats.chat_template import isolated_command
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.ranks import leader
@@ -270,7 +270,9 @@ def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
         "Hi",
     ]
     searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
-    command = isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())")
+    command = isolated_command(
+        f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())"
+    )
     how: dict[str, Any] = {"cwd": here, "env": os.environ | searched, "text": True, "timeout": 300}
     done = subprocess.run(command, capture_output=True, **how)
     assert not mark.exists(), mark.read_text()

@@ -126,7 +126,7 @@ def test_a_vocabulary_is_that_of_the_library() -> None:
     """The same texts and control tokens as llguidance reads in the file itself."""
     from llguidance import LLTokenizer
 
-    folder = ModelFolder.named("demo")
+    folder = ModelFolder.resolve("demo")
     tokenizer = folder.tokenizer
     assert tokenizer is not None
     size = folder.config.vocab_size

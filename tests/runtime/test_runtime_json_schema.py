@@ -27,13 +27,13 @@ NEVER = {"type": "string", "pattern": r"[^\s\S]"}
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    demo = ModelFolder.named("demo")
+    demo = ModelFolder.resolve("demo")
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
 def encoded(text: str) -> list[int]:
     """Return the demo's token ids of a text."""
-    tokenizer = ModelFolder.named("demo").tokenizer
+    tokenizer = ModelFolder.resolve("demo").tokenizer
     assert tokenizer is not None
     return tokenizer.encode(text)
 
@@ -392,7 +392,7 @@ MANY: tuple[tuple[Any, str], ...] = (
 
 @pytest.mark.parametrize(("schema", "text"), MANY)
 def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
-    demo = ModelFolder.named("demo")
+    demo = ModelFolder.resolve("demo")
     grammar = compiled(schema)
     rows = torch.empty(2, mask_width(demo.config.vocab_size), dtype=torch.int32)
     for token in encoded(text):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import mtp_source
+from spd.formats.mtp import find_mtp_source
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import check_source, module_bytes
@@ -103,13 +103,13 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
     assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
-    source = mtp_source(folder)
+    source = find_mtp_source(folder)
     assert (
         source is not None
         and source.layout.family.name == "qwen3_next"
         and source.layout.modules == 1
     )
-    assert source.layout.family.centred_norms
+    assert source.layout.family.zero_centered_norms
     found = check_source(source, folder.checkpoint)
     names = {n for n, _, _ in mtp_tensors(row)}
     assert found and (
@@ -142,7 +142,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
         stored <= kept < (1.04 if row.fp8 else 1.01) * stored
     )  # each row of a block has its scale
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
-    source = mtp_source(folder)
+    source = find_mtp_source(folder)
     assert source is not None
     head = module_bytes(source, 0, "bfloat16", plan.shape.draft_form)
     assert plan.need.draft_weights == head
@@ -163,7 +163,7 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
     folder = ModelFolder(write_quantized(tmp_path, release))
     unused = check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
     assert unused == [entry[0] for entry in seen]
-    source = mtp_source(folder)
+    source = find_mtp_source(folder)
     assert source is not None and check_source(source, folder.checkpoint)
     plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
     assert plan.spec == "mtp"
@@ -208,7 +208,7 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     plan = planned(folder)
     assert plan.spec.split("+")[0] in (spec, "ngram")
-    source = mtp_source(folder)
+    source = find_mtp_source(folder)
     assert (source is not None) == (spec == "mtp")
     if source is not None:
         assert folder.config.architecture in source.layout.family.architectures

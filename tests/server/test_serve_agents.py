@@ -634,7 +634,7 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served, model) -> None
         whole = served.ask("/v1/responses", body)
     assert [item["content"][0]["text"] for item in whole["output"]] == ["Hm.", '{"a": 3}']
     write_tokenizer(model, (*SPECIALS, "<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
-    tokenizer = ModelFolder.of(model).tokenizer
+    tokenizer = ModelFolder.from_path(model).tokenizer
     asked = script.requests[0].grammar
     compiler = GrammarCompiler(tokenizer, 264)
     assert asked.kind == "lark" and "final" in asked.text

@@ -568,7 +568,7 @@ def test_texts_with_bare_quotes(text: str, expected: Any, model: Path) -> None:
     held = Tools(RUN, form, required=True)
     assert takes(held.grammar, reply), "marks are texts"
     write_tokenizer(model, (*SPECIALS, form.opening, form.closing))
-    tokenizer = ModelFolder.of(model).tokenizer
+    tokenizer = ModelFolder.from_path(model).tokenizer
     tokens = {mark: tokenizer.token_to_id(mark) for mark in (form.opening, form.closing)}
     by_tokens = Tools(RUN, form, required=True, tokens=tokens).grammar
     ids = tokenizer.encode(reply, parse_special=True)

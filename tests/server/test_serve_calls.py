@@ -396,14 +396,14 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
 
 @functools.cache
 def demo_compiler() -> GrammarCompiler:
-    demo = ModelFolder.named("demo")
+    demo = ModelFolder.resolve("demo")
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
 def takes(grammar: GrammarSpec | None, text: str) -> bool:
     """Return True if a grammar accepts a text in the tokens of the demo, for which marks are texts."""
     assert grammar is not None
-    return is_allowed(demo_compiler(), grammar, ModelFolder.named("demo").tokenizer.encode(text))
+    return is_allowed(demo_compiler(), grammar, ModelFolder.resolve("demo").tokenizer.encode(text))
 
 
 def wrong(text: str) -> str:
@@ -425,7 +425,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
     for token in file["added_tokens"]:
         token["special"] = special or token["content"] in SPECIALS
     (model / "tokenizer.json").write_text(json.dumps(file))
-    tokenizer = ModelFolder.of(model).tokenizer
+    tokenizer = ModelFolder.from_path(model).tokenizer
     shown = f"tools {' '.join(written.signs or (written.opening,))}"
     tools = read_tools(
         [function_tool({"name": "get_weather", "parameters": WEATHER})],

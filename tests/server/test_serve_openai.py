@@ -222,7 +222,7 @@ def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
     values = dict(re.findall(r"--(\S+) (\S+)", flags))
     ctx = parse_size(values.pop("ctx"))
     assert ctx == int(shown.replace(",", "")) and values.keys() <= {"quantize", "concurrency"}
-    folder = ModelFolder.named(str(write_published(tmp_path, RELEASES[model])))
+    folder = ModelFolder.resolve(str(write_published(tmp_path, RELEASES[model])))
     slots = int(values["concurrency"])
     config = EngineConfig(model=folder, quantize=values.get("quantize", "none"), slots=slots)
     plan = resolve_plan(

@@ -15,7 +15,7 @@ from spd.conversation.reply import ReplyBuilder
 from spd.conversation.thinking import UNANSWERED
 from spd.conversation.tools.call_forms import FORMS
 from spd.conversation.tools.call_grammar import Tools
-from spd.formats.thinking import ThinkingMarks, thinking_marks
+from spd.formats.thinking import ThinkingMarks, find_thinking_marks
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import Event
@@ -170,7 +170,7 @@ def opened(folder: Path, special: Sequence[str], added: Sequence[str]) -> Tokeni
 
 
 def marks_of(template: str, tokenizer: Tokenizer) -> ThinkingMarks:
-    return thinking_marks(template, tokenizer.added_tokens, tokenizer.special_tokens)
+    return find_thinking_marks(template, tokenizer.added_tokens, tokenizer.special_tokens)
 
 
 def events(
@@ -181,7 +181,7 @@ def events(
     reason: str = "stop",
 ) -> Iterator[Event]:
     """What the engine brings of a reply, so many tokens a round; it ends at the first stop string."""
-    detokenizer = Detokenizer(tokenizer.bytes_of, stops, 0)
+    detokenizer = Detokenizer(tokenizer.decode_bytes, stops, 0)
     for start in range(0, max(1, len(ids)), size):
         taken = list[int]()
         for token in ids[start : start + size]:

@@ -169,7 +169,7 @@ class ChatEncoder:
             elif turn.reply is not None:
                 messages.append(replies[at])
         rendered = render_chat(self._tokenizer, self._template, messages, **self._variables)
-        self._tokenizer.bounded(rendered.marked, self._context)
+        self._tokenizer.limit_length(rendered.marked, self._context)
         return rendered
 
     def _continued(
@@ -177,7 +177,7 @@ class ChatEncoder:
     ) -> Encoded:
         """The prompt as a continuation of the turn before it where the template leaves that as it was."""
         if before is not None and (generated := self._generated(said[-1])):
-            rest = rendered.after(before.text + (said[-1].reply or ""))
+            rest = rendered.suffix_after(before.text + (said[-1].reply or ""))
             new = encode_rendered(self._tokenizer, rest) if rest else []
             if (
                 new and new[0] in self._tokenizer.special_ids
@@ -195,7 +195,11 @@ class ChatEncoder:
         ids = turn.reply_ids
         if ids and ids[-1] in self._tokenizer.special_ids:
             ids = ids[:-1]
-        return ids if self._tokenizer.bytes_of(ids).decode("utf-8", "replace") == turn.reply else ()
+        return (
+            ids
+            if self._tokenizer.decode_bytes(ids).decode("utf-8", "replace") == turn.reply
+            else ()
+        )
 
 
 def shared_spans(before: Encoded | None, ids: Sequence[int]) -> Spans:

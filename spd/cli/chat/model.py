@@ -40,7 +40,7 @@ class ChatModel:
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
         self.thread: EngineThread[EngineClient]
-        self._use(options, ModelFolder.named(options.model))
+        self._use(options, ModelFolder.resolve(options.model))
 
     def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
@@ -109,7 +109,7 @@ class ChatModel:
         folder = self.folder
         options = self._with_drafter(dataclasses.replace(before, **changes))
         self._use(
-            options, folder if options.model == before.model else ModelFolder.named(options.model)
+            options, folder if options.model == before.model else ModelFolder.resolve(options.model)
         )
         self.close()
         try:

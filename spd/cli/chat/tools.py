@@ -79,12 +79,12 @@ class ChatTools:
 
     def __init__(self, file: str, vocabulary: Vocabulary) -> None:
         template = vocabulary.need_template()
-        self._template = template.for_tools
+        self._template = template.tools_template
         self._tokenizer = vocabulary.need_tokenizer()
         self.notes = [UNKNOWN_FORM] if checked_form(template) is FALLBACK_FORM else []
         """What the user may not expect of them."""
         self._marks = vocabulary.marks
-        if not template.takes_tools:
+        if not template.supports_tools:
             words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
             fix = ["a model that knows tools", "leave --tools out"]
             raise IncompatibleError(words, fix=fix, code="no_tools")

@@ -195,7 +195,7 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
     from spd.formats.folder import ModelFolder
 
     base = EngineConfig(
-        model=ModelFolder.named(model),
+        model=ModelFolder.resolve(model),
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
         **{name: getattr(options, name) for name in ALIKE},
@@ -207,7 +207,9 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines
     ]
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
+    folders = {
+        name: ModelFolder.resolve(value) for name, value in given.items() if value is not None
+    }
     configs = list(machines)
     for machine, changes in product(
         machines, list(_combinations(options, ("spec", *DRAFTING_SETTINGS)))
@@ -251,7 +253,7 @@ def same_tokens(sweep: Sweep) -> bool:
     """True if all models cut the prompts into the same tokens, so that their tok/s count the same."""
     from spd.formats.folder import ModelFolder
 
-    folders = [ModelFolder.of(model) for model in {config.model for config in sweep.configs}]
+    folders = [ModelFolder.from_path(model) for model in {config.model for config in sweep.configs}]
     if len(folders) == 1:
         return True
     beginnings = [question.prompt.text[:BEGINNING] for question in sweep.questions[0]]

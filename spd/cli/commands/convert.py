@@ -44,7 +44,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     from spd.formats.mtp import plan_head
     from spd.runtime import check_source
 
-    source = ModelFolder.named(options.model)
+    source = ModelFolder.resolve(options.model)
     source.require_folder("spd convert-mtp")
     destination = options.destination or Path(f"{Path(options.model).resolve().name}-mtp")
     destination = destination.expanduser().absolute()
@@ -58,9 +58,9 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
-    from spd.formats.mtp import differing_copies, head_config
+    from spd.formats.mtp import find_differing_copies, make_head_config
 
-    own = differing_copies(plan)
+    own = find_differing_copies(plan)
     head = plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = output_tensors(plan.checkpoint, [*plan.tensors, *own])
@@ -69,7 +69,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
         )
         plan.checkpoint.check_unchanged()
         told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
-        write_json(stage / CONFIG_FILE, head_config(*told, quantized=plan.quantized))
+        write_json(stage / CONFIG_FILE, make_head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
 
 
@@ -80,8 +80,8 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
         "source": source,
         "family": plan.head.layout.family.name,
         "modules": plan.head.layout.modules,
-        "declared_modules": plan.declared,
-        "found": plan.head.layout.words(),
+        "declared_modules": plan.declared_modules,
+        "found": plan.head.layout.description,
         "destination": str(destination),
         "written": own is not None,
         "bytes": Size(sum(tensor.nbytes for tensor in plan.tensors)),
@@ -95,9 +95,9 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
             }
             for each in plan.tensors
         ],
-        "shared": [copy.name for copy, _ in plan.copies if copy.name not in (own or ())],
+        "shared": [copy.name for copy, _ in plan.table_copies if copy.name not in (own or ())],
         "own": own or [],
-        "dropped": list(plan.ignored),
+        "dropped": list(plan.unused_tensors),
     }
 
 
@@ -124,7 +124,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
 
     if options.destination is None:
         raise UsageError("missing argument 'DIR'")
-    source = ModelFolder.named(options.model)
+    source = ModelFolder.resolve(options.model)
     source.require_folder("spd quantize")
     destination = options.destination.expanduser()
     check_new_folder(destination)

@@ -50,13 +50,13 @@ def inspect(session: Session, options: InspectOptions) -> None:
     sink = Sink.stdout()
     draft = None
     name = options.model
-    folder = ModelFolder.named(name)
+    folder = ModelFolder.resolve(name)
     # It has a process of its own, which may start meanwhile.
     threading.Thread(target=template_state, args=(folder,), daemon=True).start()
     target = describe(name, folder)
     shown: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
-        draft = ModelFolder.named(options.draft)
+        draft = ModelFolder.resolve(options.draft)
         shown["draft"] = describe(options.draft, draft)
     choice = _choose(folder, draft)
     refusal = None
@@ -124,11 +124,11 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
-    from spd.formats.mtp import declared_modules, mtp_source
+    from spd.formats.mtp import declared_module_count, find_mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
-    declared = declared_modules(folder.fields)
-    source = mtp_source(folder)
+    declared = declared_module_count(folder.fields)
+    source = find_mtp_source(folder)
     if source is None:
         return (
             {"family": None, "modules": 0, "declared": declared, "error": None}
@@ -145,11 +145,14 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     per_token = layout.modules * module_position_size(folder.config, layout.family)
     return {
         "family": layout.family.name,
-        "layout": layout.words(),
+        "layout": layout.description,
         "modules": layout.modules,
         "declared": declared,
         "weight_bytes": Size(
-            sum(checkpoint.tensors[name].nbytes for name in filter(layout.owns, checkpoint.tensors))
+            sum(
+                checkpoint.tensors[name].nbytes
+                for name in filter(layout.contains, checkpoint.tensors)
+            )
         ),
         "kv_bytes_per_token": Size(per_token * DTYPE_BYTES[folder.config.dtype]),
         "error": error,
@@ -166,7 +169,7 @@ def head_facts(config: ModelConfig) -> dict[str, Any] | None:
         "kind": config.head_kind,
         "target_hidden_size": facts.target_hidden_size,
         "draft_vocab_size": eagle3.draft_vocab_size if eagle3 else config.vocab_size,
-        "aux_layers": eagle3 and eagle3.listed_layers,
+        "aux_layers": eagle3 and eagle3.configured_layers,
     }
 
 

@@ -101,9 +101,9 @@ def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
     repository, tag = hub.split_tag(name)
     hub.check_repository_name(repository, revision)  # before anything says that the hub is asked
     with loading(f"asking the hub for {repository}", session.console):
-        from spd.formats.hub_download import look_up
+        from spd.formats.hub_download import look_up_model
 
-        return look_up(repository, revision, tag, machine_from_driver().free)
+        return look_up_model(repository, revision, tag, machine_from_driver().free)
 
 
 def _download(session: Session, model: RemoteModel) -> Path:
@@ -175,7 +175,7 @@ def stored_facts(stored: StoredModel) -> dict[str, Any]:
         return facts
     try:
         is_folder = stored.store == HUB and not stored.nbytes
-        folder = ModelFolder.named(stored.name) if is_folder else ModelFolder(stored.path)
+        folder = ModelFolder.resolve(stored.name) if is_folder else ModelFolder(stored.path)
         facts["folder"] = str(folder)
         config = folder.config
         checkpoint = folder.checkpoint
@@ -234,7 +234,7 @@ def _refuse_others(name: str) -> None:
     """Raise where a name means one file of a repository, or what another program keeps."""
     if hub.cached_folder(name).is_dir():
         return
-    stored = next((model for model in hub.list_models() if model.answers(name)), None)
+    stored = next((model for model in hub.list_models() if model.is_named_by(name)), None)
     if stored is None:
         return
     if stored.store == HUB:
@@ -242,7 +242,7 @@ def _refuse_others(name: str) -> None:
         message = f"{stored.name}: is one of the files of {repository}, which are removed together"
         raise UsageError(message, fix=[f"spd rm {repository}"])
     message = f"{stored.name}: is kept by {stored.store}; spd removes nothing of another program's"
-    raise UsageError(message, fix=[stored.removal], code="not_ours")
+    raise UsageError(message, fix=[stored.removal_command], code="not_ours")
 
 
 def _agrees(question: str) -> bool:

@@ -88,7 +88,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
 
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
     candidate = replace(
-        engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency
+        engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()

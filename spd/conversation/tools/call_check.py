@@ -39,7 +39,7 @@ def checked_form(template: ChatTemplate) -> Form:
     `FALLBACK_FORM` where the template shows no form that is known, or writes a call that is not read in the
     form that it seems to show.
     """
-    return _checked_form(_Source(template.for_tools, template))
+    return _checked_form(_Source(template.tools_template, template))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _written_call(template: ChatTemplate) -> str:
     """Return a reply with a call as a template writes it; empty where it writes none."""
     call = {**CALL, "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    shown = [ASKED, for_template(turn, template.for_tools)]
+    shown = [ASKED, for_template(turn, template.tools_template)]
     tools = [{"type": "function", "function": TOOL}]
     with suppress(SpdError):
         prompt = template.render([ASKED], tools=tools)

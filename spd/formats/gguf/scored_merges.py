@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import tokenizers
 
-from spd.formats.encoder import ids_of
+from spd.formats.encoder import encode_ids
 
 FEW = 100_000
 """Characters in all that are merged here before the library has the whole list."""
@@ -50,10 +50,10 @@ class ScoredMerges:
         if not self._has_all:
             self.left -= len(text)
             if self.left >= 0:
-                return self.merged(ids_of(self.library, text, parse_special))
+                return self.merged(encode_ids(self.library, text, parse_special))
             self.library.model = self.whole()
             self._has_all = True
-        return ids_of(self.library, text, parse_special)
+        return encode_ids(self.library, text, parse_special)
 
     def merged(self, ids: list[int]) -> list[int]:
         """Return ids of characters and bytes with neighbours merged, the first merge in order first."""

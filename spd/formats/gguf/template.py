@@ -26,4 +26,4 @@ def read_template(file: GgufFile, config: TokenizerConfig) -> ChatTemplate | Non
             len(text) <= TEMPLATE_LIMIT, _KEY, f"has more than {TEMPLATE_LIMIT:,} characters"
         )
     where = f"{file.path}: {_KEY}"
-    return ChatTemplate(where, templates, {**config.roles, **config.named})
+    return ChatTemplate(where, templates, {**config.roles, **config.named_tokens})

@@ -31,7 +31,7 @@ from spd.formats.gguf.vocabulary import (
     Vocabulary,
 )
 from spd.formats.json_file import display_text
-from spd.formats.tokenizer import Tokenizer, calling, check_content
+from spd.formats.tokenizer import Tokenizer, check_content, convert_library_errors
 from spd.formats.tokenizer_config import TokenizerConfig
 
 SPACE = "\u2581"
@@ -68,7 +68,7 @@ def open_tokenizer(
     highest = check_content(where, {**parts, "model": {"vocab": ids}, "added_tokens": named}, 0)
     is_scored = words.kind == SENTENCE_PIECE
     options = _options(words, rule)
-    with calling(where):
+    with convert_library_errors(where):
         library = tokenizers.Tokenizer.from_str(json.dumps({**_EMPTY, **parts}))
         library.model = _model(ids, [] if is_scored else _file_merges(words), options)
         for special in (True, False):
@@ -311,4 +311,4 @@ def tokenizer_config(words: Vocabulary) -> TokenizerConfig:
         begins = words.fields.boolean("tokenizer.ggml.add_bos_token", begins)
     ends = words.fields.boolean("tokenizer.ggml.add_eos_token", False)
     flags = (begins and "bos_token" in texts, ends and "eos_token" in texts)
-    return TokenizerConfig(texts, (), *flags, fields=None, named=named)
+    return TokenizerConfig(texts, (), *flags, fields=None, named_tokens=named)

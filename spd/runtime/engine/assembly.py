@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spd.formats.folder import ModelFolder
-from spd.formats.hub import own_cache
+from spd.formats.hub import spd_cache_folder
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.kernels.native.library import NativeKernels
@@ -102,7 +102,7 @@ def assemble(
     ranks: Ranks | None = None,
 ) -> LocalRoundQueue:
     """Load and allocate everything that the plan names, or this rank's part of it."""
-    kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
+    kernels = load_kernels(plan.shape.kernels, spd_cache_folder, plan.token_tiles, plan.shape.dtype)
     threads = _threads(plan, kernels)
     if plan.device != "cpu":  # streams, events and captures are the current device's
         torch.cuda.set_device(torch.device(plan.device).index or 0)

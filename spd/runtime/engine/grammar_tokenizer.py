@@ -83,7 +83,7 @@ class GrammarVocabulary:
         return []
 
     def _bytes_of(self, ids: list[int]) -> bytes:
-        return self._tokenizer.bytes_of(ids)
+        return self._tokenizer.decode_bytes(ids)
 
     def _end_of_text(self, size: int) -> int:
         """Return an id by which llguidance may end a text; no mask allows it.

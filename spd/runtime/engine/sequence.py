@@ -338,7 +338,7 @@ class RequestValidator:
         after = None if request.grammar is None else request.grammar.after
         free = request.thinking is None and not params.min_tokens and after not in (None, *stops)
         waits = free and len(stops) < NUM_STOP_IDS
-        bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
+        bytes_of = self.tokenizer.decode_bytes if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
             length_limit=min(self.plan.shape.ctx, limit),

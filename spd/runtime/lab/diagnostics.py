@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spd.formats.hub import cache_folder, list_cached_models, own_cache
+from spd.formats.hub import cache_folder, list_cached_models, spd_cache_folder
 from spd.kernels.native.build import processor_features
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.cpu_load import SLIGHT, OtherProcessLoad
@@ -247,7 +247,7 @@ def token_tiles() -> Finding:
 
     from spd.runtime.lab.tile_checks import find_widest_tiles
 
-    answers = [] if knobs.runtime.interpret else find_widest_tiles(own_cache)
+    answers = [] if knobs.runtime.interpret else find_widest_tiles(spd_cache_folder)
     if not answers:
         return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
     words = "; ".join(

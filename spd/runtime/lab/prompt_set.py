@@ -121,7 +121,7 @@ def encode_prompts(
     """Prompts at every length (None: their own), filled up in front. Raises UsageError for one too long."""
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
-    files = ModelFolder.of(folder)
+    files = ModelFolder.from_path(folder)
     most = files.config.max_positions
     questions = []
     for length, prompt in product(lengths, prompts):
@@ -142,7 +142,7 @@ def _encode(
     if tokenizer is None:
         draws = random.Random(prompt.digest)
         return [draws.randrange(files.config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]
-    text = tokenizer.bounded(prompt.text, length or context, cut=length is not None)
+    text = tokenizer.limit_length(prompt.text, length or context, cut=length is not None)
 
     def whole(text: str) -> list[int]:
         chat = template and render_chat(tokenizer, template, [{"role": "user", "content": text}])

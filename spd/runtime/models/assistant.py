@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
-from spd.formats.assistant import ORDER, suppressed_ids
+from spd.formats.assistant import TOKEN_ORDERING, suppressed_ids
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, FINAL_NORM
@@ -43,10 +43,10 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
         "post_projection": Destination.of({"post_projection.weight": (wide, hidden)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
     }
-    if not facts.clusters:
+    if not facts.num_clusters:
         return {**found, "head": weights.table_of_ids(EMBEDDING, size, hidden, shard)}
     found["ordered"] = Destination.of({EMBEDDING: (size, hidden)})
-    return {**found, "centroids": Destination.of({CENTROIDS: (facts.clusters, hidden)})}
+    return {**found, "centroids": Destination.of({CENTROIDS: (facts.num_clusters, hidden)})}
 
 
 def read_layers(target: weights.ModelLayout) -> dict[bool, int]:
@@ -64,10 +64,12 @@ def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     facts = config.assistant
     assert facts is not None
     expected = weights.expected_tensors(config, layout(config))
-    if facts.clusters:
-        expected[ORDER] = (config.vocab_size,)
-    unused = check_tensors(checkpoint, expected, dtypes={ORDER: ("I64", "I32")}, description=what)
-    return [name for name in unused if name != ORDER]
+    if facts.num_clusters:
+        expected[TOKEN_ORDERING] = (config.vocab_size,)
+    unused = check_tensors(
+        checkpoint, expected, dtypes={TOKEN_ORDERING: ("I64", "I32")}, description=what
+    )
+    return [name for name in unused if name != TOKEN_ORDERING]
 
 
 def parts(
@@ -82,8 +84,8 @@ def parts(
     if checkpoint is not None:
         weights.tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
         rules = weights.HeadRules(never=suppressed_ids(checkpoint.folder, config.vocab_size))
-        order = _order(checkpoint, config.vocab_size) if facts.clusters else None
-    elif facts.clusters:
+        order = _order(checkpoint, config.vocab_size) if facts.num_clusters else None
+    elif facts.num_clusters:
         import torch
 
         order = torch.arange(config.vocab_size)
@@ -94,7 +96,9 @@ def _order(checkpoint: Checkpoint, size: int) -> torch.Tensor:
     """Token ids int64 [V], cluster by cluster."""
     import torch
 
-    order = checkpoint.read(ORDER).long()
+    order = checkpoint.read(TOKEN_ORDERING).long()
     if not torch.equal(order.sort().values, torch.arange(size)):
-        raise CheckpointError(f"{checkpoint.folder}: tensor {ORDER}: does not hold each id once")
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {TOKEN_ORDERING}: does not hold each id once"
+        )
     return order

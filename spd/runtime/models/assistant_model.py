@@ -74,7 +74,7 @@ class AssistantModel(Decoder):
         if order is not None:
             squares = target.head.carries_squares
             self.head = OrderedHead(
-                tables["ordered"], tables["centroids"], order, facts.kept, squares
+                tables["ordered"], tables["centroids"], order, facts.selected_clusters, squares
             )
         if never:
             ids = torch.tensor(never, device=build.place.device)

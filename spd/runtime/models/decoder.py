@@ -111,7 +111,9 @@ class AuxStates:
         assert facts is not None
         self.layers = facts.aux_layers(layers)
         self.epsilon = config.rms_norm_eps
-        self.norms = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
+        self.norms = (
+            tables["aux_norms"].chunk(facts.num_aux_layers) if "aux_norms" in tables else ()
+        )
         self.whole_norm = tables.get("aux_norm")
         self.projection = build.projection(tables.pop("fuse"))
 

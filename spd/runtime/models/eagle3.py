@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, LAYER, OFFSETS
+from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSION, LAYER_PREFIX, TOKEN_OFFSETS
 from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import HEAD
@@ -23,8 +23,8 @@ from spd.runtime.models.layouts import LayerLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORABLE = (OFFSETS, "t2d")  # what is read for itself, and what says nothing more
-UNDERSTOOD = (LAYER, "fc", "input_norm", "norm")
+IGNORABLE = (TOKEN_OFFSETS, "t2d")  # what is read for itself, and what says nothing more
+UNDERSTOOD = (LAYER_PREFIX, "fc", "input_norm", "norm")
 """Beginnings of names: what else begins so changes the states."""
 INTEGERS = ("I64", "I32")
 
@@ -33,7 +33,7 @@ def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelL
     """One layer that reads pairs, and the tables around it but for some."""
     layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
     return weights.ModelLayout(
-        (layer,), tables=partial(tables, config, without), prefix=LAYER, shift=1
+        (layer,), tables=partial(tables, config, without), prefix=LAYER_PREFIX, shift=1
     )
 
 
@@ -45,16 +45,16 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
     width = facts.target_hidden_size
     rows = facts.draft_vocab_size
     found = {
-        "fuse": Destination.of({FUSE: (hidden, facts.num_aux * width)}),
+        "fuse": Destination.of({FUSION: (hidden, facts.num_aux_layers * width)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
         "head": weights.table_of_ids(HEAD, rows, hidden, shard),
     }
     if facts.norm_before_fc:
-        found["aux_norm"] = Destination.of({"input_norm.weight": (facts.num_aux * width,)})
+        found["aux_norm"] = Destination.of({"input_norm.weight": (facts.num_aux_layers * width,)})
     if facts.fc_norm:
-        norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux)}
+        norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux_layers)}
         found["aux_norms"] = Destination.of(norms)
-    if facts.own_embedding:
+    if facts.private_embedding:
         found["embedding"] = weights.table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
     return {name: each for name, each in found.items() if name not in without}
 
@@ -63,8 +63,8 @@ def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
     facts = config.eagle3
     assert facts is not None
-    mapped = OFFSETS in checkpoint.tensors or facts.draft_vocab_size != config.vocab_size
-    return HEAD not in checkpoint.tensors and not mapped and not facts.own_embedding
+    mapped = TOKEN_OFFSETS in checkpoint.tensors or facts.draft_vocab_size != config.vocab_size
+    return HEAD not in checkpoint.tensors and not mapped and not facts.private_embedding
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
@@ -79,10 +79,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     expected = weights.expected_tensors(config, layout(config, without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
-    if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
-        expected[OFFSETS] = (rows,)
+    if rows != config.vocab_size or TOKEN_OFFSETS in checkpoint.tensors:
+        expected[TOKEN_OFFSETS] = (rows,)
     what = "tensors of the EAGLE-3 head"
-    unused = check_tensors(checkpoint, expected, dtypes={OFFSETS: INTEGERS}, description=what)
+    unused = check_tensors(checkpoint, expected, dtypes={TOKEN_OFFSETS: INTEGERS}, description=what)
     unread = [name for name in unused if name.startswith(UNDERSTOOD)]
     if unread:
         why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
@@ -103,7 +103,7 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
     )
     shared = (
         {}
-        if facts.own_embedding
+        if facts.private_embedding
         else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
     )
     rows = facts.draft_vocab_size
@@ -129,11 +129,11 @@ def _vocabulary(
     """
     import torch
 
-    if OFFSETS not in checkpoint.tensors:
+    if TOKEN_OFFSETS not in checkpoint.tensors:
         return None, None
-    found, order = (torch.arange(rows) + checkpoint.read(OFFSETS).long()).sort()
+    found, order = (torch.arange(rows) + checkpoint.read(TOKEN_OFFSETS).long()).sort()
     if int(found[0]) < 0 or int(found[-1]) >= size or bool((found.diff() == 0).any()):
-        why = f"tensor {OFFSETS}: does not lead to different token ids below {size:,}"
+        why = f"tensor {TOKEN_OFFSETS}: does not lead to different token ids below {size:,}"
         reason = ["Each of its numbers is added to its own index."]
         raise CheckpointError(f"{checkpoint.folder}: {why}", reason=reason)
     ascending = torch.equal(order, torch.arange(rows))

@@ -29,7 +29,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
         experts = [layer.mlp for layer in every if isinstance(layer.mlp, MoeLayout)]
         mlp = replace(experts[-1], norms=MLP_NORMS) if experts else layers[-1].mlp
         layers = [replace(layer, mlp=mlp) for layer in layers]
-    if family.slides:
+    if family.uses_sliding_window:
         dense = next(
             (layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config)
         )
@@ -39,14 +39,14 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
             for layer in layers
             if isinstance(layer.attention, GqaLayout) and layer.attention.scores.sliding
         ]
-    return layers[family.like_layer].sharded(shard)
+    return layers[family.template_layer].sharded(shard)
 
 
 def _glue(source: MtpSource, module: int, shard: Shard) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
     hidden = source.config.hidden_size
-    named = source.layout.named
-    names = source.layout.family.glue.items()
+    named = source.layout.tensor_name
+    names = source.layout.family.module_tensors.items()
     shapes = {"projection": (hidden, 2 * hidden)}
     return {
         key: Destination.of({named(name, module): shapes.get(key, (hidden,))})
@@ -67,15 +67,16 @@ def module_parts(
     for number in range(modules):
         own = weights.ModelLayout(
             (module_layer(config, family),),
-            centred_norm=family.centred_norms,
+            centred_norm=family.zero_centered_norms,
             tables=partial(_glue, source, number),
             prefix=layout.layer_prefix(number),
             shift=number + 1,
         )
-        masked = number + 1 if family.masks_first else -1
-        rules = weights.HeadRules(masked, family.hidden_first, family.recycles_normed)
+        masked = number + 1 if family.masks_first_embedding else -1
+        rules = weights.HeadRules(masked, family.hidden_first, family.feeds_back_normed)
         names = {
-            key: layout.named(family.tables.get(key, ""), number) for key in ("embedding", "head")
+            key: layout.tensor_name(family.private_tables.get(key, ""), number)
+            for key in ("embedding", "head")
         }
         shared = {key: weights.SharedTable(name, config.vocab_size) for key, name in names.items()}
         parts.append(weights.HeadPart(own, rules, shared))
@@ -111,7 +112,7 @@ def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     unexpected = check_tensors(
         checkpoint, expected, dtypes=kinds, description=what, fix=HOW_TO_ATTACH
     )
-    own = (name for name in unexpected if layout.owns(name))
+    own = (name for name in unexpected if layout.contains(name))
     foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
     if foreign:
         why = "tensors of the MTP head belong to none of its layers as"

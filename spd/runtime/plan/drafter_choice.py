@@ -17,14 +17,14 @@ from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.sidecars import sidecar_of
-from spd.formats.hub import assistant_of, cached_name
+from spd.formats.hub import find_assistant, model_name_of_snapshot
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import (
     MtpSource,
-    declared_modules,
-    mtp_source,
-    no_mtp,
-    require_equal,
+    declared_module_count,
+    find_mtp_source,
+    no_mtp_error,
+    require_equal_properties,
     verifier_hash,
 )
 from spd.runtime.models import unused_tensors
@@ -61,7 +61,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     if not config.weights:
         return Drafter(method, "asked for")
     if config.draft_model is not None:
-        return _asked_draft(config, target, ModelFolder.of(config.draft_model))
+        return _asked_draft(config, target, ModelFolder.from_path(config.draft_model))
     if method == "auto":
         found = _own_mtp(config, target)
         if isinstance(found, Drafter):
@@ -98,9 +98,13 @@ def _asked_draft(config: EngineConfig, target: ModelFolder, draft: ModelFolder) 
 
 
 def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
-    source = mtp_source(target, None if config.mtp is None else ModelFolder.of(config.mtp))
+    source = find_mtp_source(
+        target, None if config.mtp is None else ModelFolder.from_path(config.mtp)
+    )
     if source is None:
-        raise no_mtp(target.path, target.config.num_layers, declared_modules(target.fields))
+        raise no_mtp_error(
+            target.path, target.config.num_layers, declared_module_count(target.fields)
+        )
     check_source(source, source.folder.checkpoint)
     reason = "asked for"
     made_for = source.verifier_sha256
@@ -116,7 +120,7 @@ def _is_assistant(path: Path) -> bool:
 
 def _assistant(target: ModelFolder) -> Path | None:
     """Where a target's assistant is: a folder by its name, or the head's file beside a GGUF file."""
-    found = assistant_of(target.path)
+    found = find_assistant(target.path)
     if found is None and target.gguf is not None:
         with suppress(SpdError):
             beside = sidecar_of(target.path)
@@ -128,7 +132,7 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     beside: Path | None = None
     try:
-        source = mtp_source(target)
+        source = find_mtp_source(target)
         if source is None and target.gguf is not None:
             beside = sidecar_of(target.path)
             if beside is not None and _is_assistant(beside):
@@ -137,11 +141,11 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
         return UNKNOWN
     try:
         if beside is not None:
-            source = mtp_source(target, ModelFolder(beside))
+            source = find_mtp_source(target, ModelFolder(beside))
     except SpdError as error:
         return f"{beside} cannot be used: {error.message}"
     if source is None:
-        missing = declared_modules(target.fields)
+        missing = declared_module_count(target.fields)
         return f"{UNKNOWN}, and its MTP layers are missing" if missing else UNKNOWN
     try:
         check_source(source, source.folder.checkpoint)
@@ -174,7 +178,11 @@ def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -
         holds_embedding = kind == "eagle3" and EMBEDDING in draft.checkpoint.tensors
     if draft.tokenizer is not None:
         _require_same_vocabulary(target, draft)
-    own = "head" if kind == "eagle3" else f"{kind}, {cached_name(draft.path) or draft.path.name}"
+    own = (
+        "head"
+        if kind == "eagle3"
+        else f"{kind}, {model_name_of_snapshot(draft.path) or draft.path.name}"
+    )
     why = "asked for" if config.draft_model else f"the model's own {own}"
     return Drafter(kind, why, draft, head_embedding=holds_embedding)
 
@@ -189,7 +197,7 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
         own, other = (_cache_facts(config) for config in (head, target))
         pairs += [(name, own[name], other[name]) for name in own]
     kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
-    require_equal(kind, pairs, draft, folder, "--draft-model")
+    require_equal_properties(kind, pairs, draft, folder, "--draft-model")
     if head.eagle3 is not None:
         head.eagle3.aux_layers(target.num_layers)
 
@@ -220,7 +228,7 @@ def _reuse(config: EngineConfig, source: MtpSource) -> str:
 
 def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
     """The tokenizers agree on every id, or there is none on either side."""
-    if target.tokenizer is not None and target.tokenizer.is_of(draft.path):
+    if target.tokenizer is not None and target.tokenizer.is_same_file(draft.path):
         return  # opening a large one takes half a second
     own, other = (folder.tokenizer and folder.tokenizer.fingerprint for folder in (target, draft))
     if own != other:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from spd.errors import IncompatibleError, ResourceError
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.folder import ModelFolder
-from spd.formats.hub import own_cache
+from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.capabilities import INT4_GROUP
@@ -114,7 +114,7 @@ def _native(requested: str, why_not: str | None, dtype: str, foreseen: bool) -> 
         try:
             return (
                 "native",
-                f"compiled for this processor's {open_library(own_cache, dtype).instructions}",
+                f"compiled for this processor's {open_library(spd_cache_folder, dtype).instructions}",
             )
         except NativeUnavailable as error:
             why_not = str(error)

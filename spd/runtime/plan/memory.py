@@ -248,7 +248,7 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
         own = (
             -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size
         )  # else it is among the weights
-    streams = 2 * rows * facts.num_aux * facts.target_hidden_size
+    streams = 2 * rows * facts.num_aux_layers * facts.target_hidden_size
     return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
 
@@ -264,7 +264,7 @@ def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
         module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
     )
     # Each module has both tables where the target's are divided among other ranks, and Step's their heads.
-    tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.tables] == ["head"]
+    tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.private_tables] == ["head"]
     weights += (
         modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
     )

@@ -15,7 +15,7 @@ from typing import Any
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.block_config import DeltaConfig
 from spd.formats.folder import ModelFolder
-from spd.formats.hub import own_cache
+from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
@@ -129,7 +129,7 @@ class EnginePlan:
             "spec_reason": self.drafter.reason,
             "draft_model": None if draft is None else str(draft),
             "mtp_head": None if mtp is None else str(mtp.folder),
-            "mtp_layout": None if mtp is None else mtp.layout.words(),
+            "mtp_layout": None if mtp is None else mtp.layout.description,
             **{name: getattr(self.config, name) for name in FROM_CONFIG},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in held},
@@ -282,7 +282,7 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
 
 def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
-    target = ModelFolder.of(config.model)
+    target = ModelFolder.from_path(config.model)
     model = target.config
     drafter = choose_drafter(config, target)
     dtype, kernels, why_kernels, draft_kernels = _kernels(config, machine, model, drafter)
@@ -359,7 +359,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     plan = resolve_plan(config, machine)
     free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     tiles, why = widest_tiles(
-        machine.device if plan.shape.kernels == "triton" else "cpu", own_cache
+        machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder
     )
     shape = fit_to_memory(plan.shape, config, machine.device, free)
     return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)

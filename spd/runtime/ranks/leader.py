@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from spd.errors import EngineError, IncompatibleError, UsageError
-from spd.formats.chat_template import isolated
+from spd.formats.chat_template import isolated_command
 from spd.runtime.engine.assembly import assemble
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
@@ -59,7 +59,7 @@ def start_rank_process(
     """
     with open(os.dup(2), "wb") as told:
         process = subprocess.Popen(
-            isolated(PROGRAM),
+            isolated_command(PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

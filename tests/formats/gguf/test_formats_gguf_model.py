@@ -23,7 +23,7 @@ from spd.formats.gguf.names import LAYER, OUTER
 from spd.formats.gguf.sidecars import sidecar_of
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
-from spd.formats.mtp import mtp_source
+from spd.formats.mtp import find_mtp_source
 from spd.runtime import unused_tensors
 from tests.formats.gguf.gguf_helpers import Stored, Typed, Value, gguf_bytes, header_bytes
 from tests.formats.gguf.test_formats_gguf_container import mutated
@@ -310,11 +310,11 @@ def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
     target = ModelFolder(write_tiny_gguf(tmp_path / "a.gguf", "Q8_0", **SMALL))
     head = ModelFolder(write_tiny_gguf(tmp_path / "b.gguf", "Q8_0", **{**SMALL, "layers": 2}))
     with pytest.raises(IncompatibleError, match="was made for another model") as caught:
-        mtp_source(target, head)
+        find_mtp_source(target, head)
     assert "layers: head 2, target 1" in caught.value.reason
     same = ModelFolder(write_tiny_gguf(tmp_path / "c.gguf", "Q4_0", **SMALL))
     with pytest.raises(IncompatibleError, match="holds no MTP layers"):
-        mtp_source(target, same)
+        find_mtp_source(target, same)
 
 
 def test_every_architecture_is_of_a_class_that_is_served() -> None:

@@ -134,7 +134,7 @@ def test_marks_capitals_and_scripts_are_cut_as_their_models_do() -> None:
 def test_every_rule_keeps_every_byte(name: str) -> None:
     tokenizer = opened(byte_level(pre=name))
     for text in random_texts(40, ()):
-        whole = tokenizer.bytes_of(tokenizer.encode(text)).decode()
+        whole = tokenizer.decode_bytes(tokenizer.encode(text)).decode()
         assert whole == text or whole == unicodedata.normalize("NFC", text)
 
 
@@ -154,7 +154,7 @@ def test_a_word_that_is_a_token_is_taken_whole_where_merges_do_not_count() -> No
 def test_text_is_composed_where_the_model_does_so() -> None:
     for pre, expected in (("qwen2", "\u00e9"), ("llama-bpe", "e\u0301")):
         tokenizer = opened(byte_level(pre=pre))
-        assert tokenizer.bytes_of(tokenizer.encode("e\u0301")).decode() == expected
+        assert tokenizer.decode_bytes(tokenizer.encode("e\u0301")).decode() == expected
 
 
 def test_a_merge_of_tokens_that_are_not_there_is_left_out() -> None:
@@ -180,7 +180,7 @@ def test_what_no_token_spells_becomes_bytes() -> None:
     metadata = sentence_piece(*PIECES, add_space_prefix=False)
     assert texts_of(metadata, "a\u00e9\n") == ["a", "<0xC3>", "<0xA9>", "<0x0A>"]
     tokenizer = opened(metadata)
-    assert tokenizer.bytes_of(tokenizer.encode("a\u00e9 \n")) == "a\u00e9 \n".encode()
+    assert tokenizer.decode_bytes(tokenizer.encode("a\u00e9 \n")) == "a\u00e9 \n".encode()
 
 
 def test_a_text_begins_with_a_blank_unless_the_file_says_otherwise() -> None:
