@@ -28,11 +28,12 @@ from tests.helpers import (
     run_all,
     run_requests,
 )
+from tests.invisible_matrix import FEW_TOKENS_BIAS, PROMPTS, VOCAB
 from tests.pairs import DRAFT_LENGTHS, LOOKUP_LENGTH, Pair, Pairs, damped_gain
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.test_runtime_mtp import compared
-from tests.test_invisible import FEW, PROMPTS, VOCAB, decided, outputs
+from tests.test_invisible import round_decisions, run_workload
 
 K = 3  # What a model drafts at most.
 SHARERS = (
@@ -99,13 +100,17 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
     for count in (33, 40):
         engine = pair.make_varying_engine(lengths)
         run_all(engine, full_of_noise, [greedy(4)])
-        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
+        params = SamplingParams(
+            max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW_TOKENS_BIAS
+        )
         turn = make_next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
         engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
         found = run_requests(engine, [turn])
         fresh = run_requests(pair.make_varying_engine((K,), prefix_sharing=False), [turn])
         assert found[0].metrics.cached_tokens == len(prompt) + count - 1
-        assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
+        assert found[0].output == fresh[0].output and round_decisions(found) == round_decisions(
+            fresh
+        )
 
 
 def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> Engine:
@@ -193,17 +198,21 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> No
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW)
+        SamplingParams(
+            temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW_TOKENS_BIAS
+        )
         for i in range(6)
     ]
     gave_way = 0
     work = list(zip(random_prompts(6, 60, VOCAB, seed=4), params, strict=True))
     for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
         pair = pairs.get(f"{name}+ngram")
-        alone = [run.output for run in outputs(pair.make_plain_engine(prefix_sharing=False), work)]
+        alone = [
+            run.output for run in run_workload(pair.make_plain_engine(prefix_sharing=False), work)
+        ]
         for pages in sizes:
             engine = pair.make_varying_engine(slots=4, lag=2 if pages else 1, cache_pages=pages)
-            together = outputs(engine, work)
+            together = run_workload(engine, work)
             assert [run.output for run in together] == alone
             gave_way += sum(run.metrics.preemptions for run in together)
     assert gave_way, "the test saw nothing"
@@ -234,7 +243,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
         outcomes = list[tuple[Any, ...]]()
         engine.draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
         prompt = PROMPTS[0]
-        params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
+        params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW_TOKENS_BIAS)
         (run,) = run_all(engine, [prompt], [params])
         text = [*prompt, *run.tokens]
         seen = [outcome[-1] for outcome in outcomes]
@@ -294,7 +303,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
 
     monkeypatch.setattr(ModelProposer, "draft", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
-    drawn = SamplingParams(temperature=1.1, logit_bias=FEW)
+    drawn = SamplingParams(temperature=1.1, logit_bias=FEW_TOKENS_BIAS)
     params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]
     run_all(
         pairs.get("draft+ngram").make_engine(K, slots=3, verify="rejection", adaptive=None),

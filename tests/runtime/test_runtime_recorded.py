@@ -9,9 +9,9 @@ from spd.runtime import Engine, SamplingParams
 from spd.runtime.round import graphs
 from spd.runtime.round.graphs import RecordedRounds
 from tests.helpers import Patch, assert_same_runs, collect_drafts, random_prompts, run_all
+from tests.invisible_matrix import METHODS, OF_FAMILIES, RECURRENT
 from tests.kernels.forms import needs_compiled
 from tests.pairs import EAGLE3_HEADS, MTP_HEADS, Pair, Pairs
-from tests.test_invisible import METHODS, OF_FAMILIES, RECURRENT
 
 pytestmark = needs_compiled
 PROMPTS = random_prompts(3, 30, 256, seed=1)
