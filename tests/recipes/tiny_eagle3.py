@@ -163,7 +163,7 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
         tensors["d2t"] = chosen - torch.arange(o.draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
-    if o.private_embedding or hidden != wide:
+    if o.own_embedding or hidden != wide:
         # A copy's is the target's own; a random head's is another, and louder.
         own = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         tensors["embed_tokens.weight"] = (
