@@ -237,7 +237,7 @@ class Checker:
             except GrammarError:
                 rest = self._tokenizer.decode(ids[at:], skip_special=False)
                 return f"the grammar forbids {rest[:60]!r}"
-        return "" if matcher.complete else "the grammar wants more"
+        return "" if matcher.is_complete else "the grammar wants more"
 
 
 def _exact(value: object) -> str:

@@ -97,7 +97,7 @@ class Acceptor:
                 matcher.accept(token)
         except GrammarError:
             return False
-        return matcher.complete
+        return matcher.is_complete
 
 
 def named_properties(schema: Any) -> set[str]:

@@ -181,7 +181,7 @@ class Delivery:
         return self._outcome()
 
     def _take(self, event: Event) -> None:
-        self.reply.take(event)
+        self.reply.add(event)
         if self._streaming:
             self._view.take(event)
         self.sink.check_reader()

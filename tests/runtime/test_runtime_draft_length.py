@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine import draft_length as rules
-from spd.runtime.engine.draft_length import ENOUGH, PATIENCE, Acceptance, DraftLength
+from spd.runtime.engine.draft_length import MIN_SAMPLES, PLAIN_PATIENCE, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
 from tests.helpers import get_local_queue, make_engine, random_prompts, run_all
@@ -47,13 +47,15 @@ def test_no_other_k_is_run(
 
 def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
     chosen = play(DraftLength(6, adaptive=True), 3000, 0.0)
-    settled = next(i for i in range(len(chosen)) if not any(chosen[i : i + rules.PROBE_EVERY - 1]))
+    settled = next(
+        i for i in range(len(chosen)) if not any(chosen[i : i + rules.PROBE_INTERVAL - 1])
+    )
     probes = [i for i in range(settled, len(chosen)) if chosen[i] and not chosen[i - 1]]
     lasted = [next(n for n in range(1, 99) if not chosen[i + n]) for i in probes[:-1]]
     assert set(lasted) == {rules.PROBE_OUTCOMES}, "each tries as many drafts as make evidence"
     gaps = [b - a - rules.PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
-    assert gaps[:4] == [*(n * rules.PROBE_EVERY for n in (2, 4, 8)), rules.PROBE_SELDOM]
-    assert set(gaps[3:]) == {rules.PROBE_SELDOM}
+    assert gaps[:4] == [*(n * rules.PROBE_INTERVAL for n in (2, 4, 8)), rules.MAX_PROBE_INTERVAL]
+    assert set(gaps[3:]) == {rules.MAX_PROBE_INTERVAL}
 
 
 def test_a_rounds_slots_weigh_together() -> None:
@@ -75,18 +77,18 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_few_bad_rounds_are_drafted_through() -> None:
     """From plain rounds the drafter has to catch up: none is run before they seemed better for a while."""
     length = DraftLength(4, adaptive=True)
-    length.by_load[1] = length.times
-    length.times.begun = True
-    for _ in range(ENOUGH):
+    length.times_by_load[1] = length.times
+    length.times.has_started = True
+    for _ in range(MIN_SAMPLES):
         for k in (0, 2):
             length.observe_cost(k, 0.01 + 0.005 * k, 0.0, 0)
     for rate in (0.1, 0.9) * 10:
         length.overall = Acceptance(20 * rate, 20.0)
-        assert [length.choose() for _ in range(PATIENCE)].count(0) <= ENOUGH, (
+        assert [length.choose() for _ in range(PLAIN_PATIENCE)].count(0) <= MIN_SAMPLES, (
             "but where it is timed"
         )
     length.overall = Acceptance(2, 20)
-    assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
+    assert not [length.choose() for _ in range(2 * PLAIN_PATIENCE)][-1]
 
 
 seconds = st.floats(1e-6, 10)
@@ -117,18 +119,18 @@ def test_each_requests_own_acceptance_weighs() -> None:
     length = DraftLength(maximum, adaptive=True)
     good, bad = (Acceptance(), Acceptance())
     for _ in range(200):
-        length.attend([(good, maximum), (bad, maximum)])
+        length.set_requests([(good, maximum), (bad, maximum)])
         length.observe_cost(maximum, 0.010, 0.001 * maximum, maximum)
         for one, rate in ((good, 0.97), (bad, 0.0)):
             accepted = next((i for i in range(maximum) if source.random() >= rate), maximum)
             length.observe(maximum, maximum, accepted, one)
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
-    length.by_load[1] = length.by_load[2]  # the same costs
-    length.times.begun = True
+    length.times_by_load[1] = length.times_by_load[2]  # the same costs
+    length.times.has_started = True
     for one, low, high in ((good, 6, 6), (bad, 0, 1)):
-        length.attend([(one, 6)])
+        length.set_requests([(one, 6)])
         assert low <= length.choose() <= high
-    length.attend([(good, 6), (bad, 6)])
+    length.set_requests([(good, 6), (bad, 6)])
     rates = [one.rate(length.rate) for one in (good, bad)]
     each = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
     assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
@@ -150,7 +152,7 @@ def simulate(
     clock = random.Random(0)
     time = 0.0
     k = 0
-    begun = 0
+    has_started = 0
     present: list[
         Any
     ] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
@@ -159,17 +161,17 @@ def simulate(
         hiccup = 6 if clock.random() < 0.02 else 1
         return time * clock.uniform(0.95, 1.08) * hiccup
 
-    while present or begun < requests:
+    while present or has_started < requests:
         before = len(present)
         present = [one for one in present if one[1] > 0]
-        begin = 0 if waves and present else min(count - len(present), requests - begun)
+        begin = 0 if waves and present else min(count - len(present), requests - has_started)
         for _ in range(begin):
             present.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
         # the drafter's cache of a prompt is written
-        begun = begun + begin
+        has_started = has_started + begin
         time = time + 0.85 * begin
         if begin or len(present) != before:
-            policy.attend([(acceptance, policy.maximum) for _, _, acceptance in present])
+            policy.set_requests([(acceptance, policy.maximum) for _, _, acceptance in present])
         if not present:
             continue
         next_k = policy.choose()
@@ -227,10 +229,10 @@ COPYING = 8
 
 def copied(copying: list[bool], draft_seconds: float = 0.004, rate: float = 0.6) -> Any:
     """(lengths, a request, k of each round); in those that copy, lookup is right, elsewhere finds nothing."""
-    length = DraftLength(K, True, copying=COPYING)
+    length = DraftLength(K, True, lookup_k=COPYING)
     own = Acceptance()
     chosen = list[int]()
-    length.attend([(own, COPYING)])
+    length.set_requests([(own, COPYING)])
     for copies in copying:
         chosen.append(k := length.choose())
         forwards = k if k <= K else 0
@@ -255,7 +257,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
         length.observe(COPYING, COPYING, COPYING, own, 7)
     assert (length.rate, own.accepted, own.tried) == before
     length.observe(COPYING, 0, 0, own)
-    assert (length.rate, own.accepted, own.tried) == before and not own.copies
+    assert (length.rate, own.accepted, own.tried) == before and not own.has_lookup_match
 
 
 def test_disappointment_ends_it() -> None:
@@ -263,7 +265,7 @@ def test_disappointment_ends_it() -> None:
     length, own, _ = copied([False] * 40)
     chosen = list[int]()
     for _ in range(60):
-        own.copies = True
+        own.has_lookup_match = True
         chosen.append(k := length.choose())
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
         length.observe(k, k, 0 if k > K else 1, own, 6 if k > K else 0)
@@ -278,10 +280,10 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
     for match, k in ((0, 0), (6, COPYING)):
         length.observe(0, 0, 0, own, match)
         length.times.trials.clear()
-        assert own.copies == (match > 0) and length.choose() == k
+        assert own.has_lookup_match == (match > 0) and length.choose() == k
     for accepted, trail in ((COPYING, True), (3, False)):
         length.observe(COPYING, COPYING, accepted, own, 6)
-        assert own.copies == trail
+        assert own.has_lookup_match == trail
 
 
 def plan_of(**options: Any) -> EnginePlan:

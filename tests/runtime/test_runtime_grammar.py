@@ -22,10 +22,10 @@ from torch import Tensor
 from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
-from spd.runtime.engine.engine import arm
-from spd.runtime.engine.grammar import KEPT, Grammar, GrammarCompiler
+from spd.runtime.engine.device import activate
+from spd.runtime.engine.grammar import MAX_COMPILED, Grammar, GrammarCompiler, Matcher
 from spd.runtime.engine.request import GrammarSpec, ThinkingBudget, ThinkingTokens
-from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PATTERN_BYTES, MOST_PARTS
+from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PARTS, MAX_PATTERN_BYTES
 from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -178,7 +178,7 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
     for _ in range(40):
         probe = reached(compiler, TEXTS[kind], walked, ends)
         drafts = list[int]()
-        while len(drafts) < 5 and not probe.finished:  # legal drafts but for one in ten
+        while len(drafts) < 5 and not probe.is_finished:  # legal drafts but for one in ten
             options = sorted(allowed(mask_of(probe)) - ends)
             if not options or source.random() < 0.1:
                 drafts.append(source.randrange(VOCAB))
@@ -192,7 +192,7 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
             after = reached(
                 compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends
             )
-            if after.finished or (i and drafts[i - 1] in ends):
+            if after.is_finished or (i and drafts[i - 1] in ends):
                 break
             assert torch.equal(rows[i], mask_of(after)), (walked, drafts, i)
         if legal < len(drafts) and legal < i + 1:
@@ -201,7 +201,7 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
             drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends)
         )
         grammar.accept(walked[-1])
-        if grammar.finished:
+        if grammar.is_finished:
             grammar = compiler.compile(TEXTS[kind], ends)
             walked = []
     assert legal_runs > 3
@@ -284,16 +284,16 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = [requests(1.0)[0], requests(1.0)[3]]
     whole, alone = run_requests(make_fast_engine(target), asked)
-    honest = Grammar._write
+    honest = Grammar._write_mask
     left = [3]
 
-    def write(self: Grammar, row: torch.Tensor) -> None:
-        honest(self, row)
+    def write(self: Grammar, matcher: Matcher, row: torch.Tensor) -> None:
+        honest(self, matcher, row)
         left[0] -= 1
         if left[0] < 0:
             row.zero_()
 
-    monkeypatch.setattr(Grammar, "_write", write)
+    monkeypatch.setattr(Grammar, "_write_mask", write)
     engine = make_fast_engine(target, slots=2, lag=2)
     done = engine.generate(asked)
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
@@ -356,7 +356,7 @@ BAD = [
         "lark",
         f"start: %json {json.dumps({'const': [*range(9000)]})} "
         f"%json {json.dumps({'required': [f'{n}' for n in range(9000)]})}",
-        f"it has 18004 parts .*, {MOST_PARTS} at most are supported",
+        f"it has 18004 parts .*, {MAX_PARTS} at most are supported",
     ),
 ]
 
@@ -375,11 +375,11 @@ def test_what_cannot_be_read_is_refused_at_admission(
     )
 
 
-ENUM_OBJECTS = [{"a": n} for n in range(MOST_PARTS // 2 - 1)]  # with two that hold them
+ENUM_OBJECTS = [{"a": n} for n in range(MAX_PARTS // 2 - 1)]  # with two that hold them
 PARTS: list[tuple[dict[str, Any], str]] = [
     ({"enum": ENUM_OBJECTS}, '{"a":7}'),
-    ({"enum": [f"value {n}" for n in range(2 * MOST_PARTS)]}, '"value 19999"'),
-    ({"description": "a" * 2 * MOST_PARTS, "examples": [[1]] * MOST_PARTS, "const": 1}, "1"),
+    ({"enum": [f"value {n}" for n in range(2 * MAX_PARTS)]}, '"value 19999"'),
+    ({"description": "a" * 2 * MAX_PARTS, "examples": [[1]] * MAX_PARTS, "const": 1}, "1"),
 ]
 
 
@@ -392,12 +392,12 @@ def test_as_many_parts_as_are_supported_are_held(
     assert grammar is not None
     for byte in text.encode():
         grammar.accept(byte)
-    assert grammar.complete
+    assert grammar.is_complete
 
 
 def test_a_part_more_is_refused(compiler: GrammarCompiler) -> None:
     schema = {"enum": [*ENUM_OBJECTS, []]}
-    with pytest.raises(UsageError, match=f"it has {MOST_PARTS + 1} parts"):
+    with pytest.raises(UsageError, match=f"it has {MAX_PARTS + 1} parts"):
         compiler.compile(GrammarSpec("schema", json.dumps(schema)), (END,))
 
 
@@ -407,13 +407,13 @@ def test_more_symbols_than_the_library_can_number_are_refused_at_the_first_try(
     """The grammar's text is short; each bound needs symbols of its own."""
     arrays = [{"type": "array", "minItems": 60_000 + n} for n in range(4000)]
     tries: list[str] = []
-    matcher = GrammarCompiler._matcher
+    matcher = GrammarCompiler._new_matcher
 
     def counted(self: GrammarCompiler, kind: str, prepared: str) -> object:
         tries.append(prepared)
         return matcher(self, kind, prepared)
 
-    monkeypatch.setattr(GrammarCompiler, "_matcher", counted)
+    monkeypatch.setattr(GrammarCompiler, "_new_matcher", counted)
     with pytest.raises(UsageError, match="needs more than the 65525 symbols"):
         compiler.compile(GrammarSpec("schema", json.dumps({"anyOf": arrays})), (END,))
     assert len(tries) == 1
@@ -421,9 +421,9 @@ def test_more_symbols_than_the_library_can_number_are_refused_at_the_first_try(
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     compiler = GrammarCompiler(Tokenizer.open(target), VOCAB)
-    for i in range(KEPT + 5):
+    for i in range(MAX_COMPILED + 5):
         compiler.compile(GrammarSpec("regex", f"a{{{i}}}b"), ())
-    assert compiler._kept.cache_info().currsize == KEPT
+    assert compiler._initial_matchers.cache_info().currsize == MAX_COMPILED
     rows = []
     for _ in range(2):
         grammar = compiler.compile(TEXTS["regex"], ())
@@ -494,8 +494,8 @@ def test_thinking_ends_where_its_budget_does() -> None:
 MIXED = SamplingParams(temperature=0.75, logit_bias=((0, 0.5),), presence_penalty=0.25)
 
 
-class Matcher:
-    """As much of llguidance's matcher as `Grammar` uses, over a table of what is allowed where."""
+class TableMatcher:
+    """A matcher over a table of the tokens that are allowed after each text."""
 
     def __init__(self, allowed: torch.Tensor, text: tuple[int, ...]) -> None:
         self.allowed = allowed
@@ -505,6 +505,9 @@ class Matcher:
         return False
 
     is_accepting = is_error = is_stopped
+
+    def get_error(self) -> str:
+        return ""
 
     def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
         bits = sum(
@@ -536,9 +539,9 @@ class GrammarEnumeration(RuleEnumeration):
         queue = LocalRoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
-            grammar = Grammar(Matcher(self.allowed, text))
-            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, waits=False)
-            arm(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
+            grammar = Grammar(TableMatcher(self.allowed, text))
+            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, defers_grammar=False)
+            activate(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
         return replace(needs, grammar=True)
 
 
@@ -563,7 +566,9 @@ def test_rounds_have_the_law_of_the_masked_target(
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
-    monkeypatch.setitem(globals(), "arm", lambda *given, honest=arm: honest(*given[:3], "coupled"))
+    monkeypatch.setitem(
+        globals(), "activate", lambda *given, honest=activate: honest(*given[:3], "coupled")
+    )
     assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
 
 
@@ -594,7 +599,7 @@ def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
 
 def test_where_thinking_begins_and_ends(target: Path) -> None:
     """By its tokens among the first of a reply, by the prompt, and in drafts that are only looked at."""
-    matcher = GrammarCompiler(Tokenizer.open(target), VOCAB)._read("regex", "x")
+    matcher = GrammarCompiler(Tokenizer.open(target), VOCAB)._initial_matcher("regex", "x")
     for tokens, drafts, inside, begun in (
         ([BEGIN, 7], [], False, False),
         ([BEGIN, END, 7], [], False, True),
@@ -605,10 +610,10 @@ def test_where_thinking_begins_and_ends(target: Path) -> None:
     ):
         around = ThinkingTokens(BEGIN, END, inside)
         state = Grammar(matcher.deep_copy(), GrammarSpec("regex", "x", after=7, thinking=around))
-        assert not tokens or state.begins_behind(tokens) == begun
+        assert not tokens or state.begins_after(tokens) == begun
         for token in tokens:
             state.accept(token)
-        assert state.began == begun
+        assert state.has_begun == begun
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
         assert state.masks(drafts, rows) == len(drafts) and (begun or bool((rows == -1).all()))
 
@@ -632,7 +637,7 @@ def test_long_chains_of_references_end_no_process(target: Path, kind: str) -> No
         "from spd.runtime.engine.request import GrammarSpec;"
         "compiler = GrammarCompiler(Tokenizer.open(Path(sys.argv[1])), int(sys.argv[2]));"
         "text = GrammarSpec(sys.argv[3], sys.stdin.read());"
-        "work = lambda: print(compiler.compile(text, (1,)).complete);"
+        "work = lambda: print(compiler.compile(text, (1,)).is_complete);"
         "thread = threading.Thread(target=work); thread.start(); thread.join()"
     )
     command = [sys.executable, "-c", code, str(target), str(VOCAB), kind]

@@ -50,7 +50,7 @@ def walk(tokenizer: Tokenizer, grammar: GrammarSpec) -> list[int]:
     state = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, (END,))
     assert state is not None
     tokens: list[int] = []
-    while not state.finished and len(tokens) < 100:
+    while not state.is_finished and len(tokens) < 100:
         rows = torch.empty(2, WORDS // 32, dtype=torch.int32)
         state.masks((), rows)
         choices = [token for token in allowed(rows[0]) if token != END]

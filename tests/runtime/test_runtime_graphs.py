@@ -407,7 +407,7 @@ def test_pairs_are_those_that_come(name: str) -> None:
     policy = DraftLength(maximum, True, _draft_tiers(maximum, graphs=True))
     came = set()
     k = 0
-    policy.attend([])
+    policy.set_requests([])
     for number in range(220):
         next_k = policy.choose()
         came.add((k, next_k))

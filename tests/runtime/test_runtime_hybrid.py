@@ -399,7 +399,7 @@ STANDS: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
 @pytest.mark.parametrize("name", STANDS)
 def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "a long prompt's way":
-        monkeypatch.setattr(scheduler, "INTERVAL", 128)
+        monkeypatch.setattr(scheduler, "SNAPSHOT_INTERVAL", 128)
     prompts, spans, cached = STANDS[name]
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     engine, fresh = sharing(pairs, "torch", "off")

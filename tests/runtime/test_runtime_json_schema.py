@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
-from spd.runtime.engine.json_schema import JsonObject, _Closing, close_objects
+from spd.runtime.engine.json_schema import JsonObject, _SchemaCloser, close_objects
 from spd.runtime.engine.request import GrammarSpec
-from spd.runtime.engine.schema_text import MOST_OPTIONAL
+from spd.runtime.engine.schema_text import MAX_OPTIONAL
 from spd.runtime.round.limits import mask_width
 
 END = 258
@@ -56,7 +56,7 @@ def accepts(schema: Any, text: str) -> bool:
     with suppress(GrammarError):
         for token in encoded(text):
             grammar.accept(token)
-        return grammar.complete
+        return grammar.is_complete
     return False
 
 
@@ -314,12 +314,12 @@ def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
     words = mask_width(compiler().vocab_size)
     row = torch.zeros(1, words, dtype=torch.int32)
     for _ in range(tokens):
-        if grammar.finished:
+        if grammar.is_finished:
             return
         grammar.masks((), row)
         bits = [int(word) >> bit & 1 for word in row[0] for bit in range(WORD)]
         options = [token for token, bit in enumerate(bits) if bit and token != END]
-        assert options or grammar.complete
+        assert options or grammar.is_complete
         if not options:
             return
         grammar.accept(chance.choice(options))
@@ -381,10 +381,10 @@ def optional(count: int, *required: str) -> dict[str, Any]:
 
 
 MANY: tuple[tuple[Any, str], ...] = (
-    (optional(MOST_OPTIONAL), '{"p7": 1, "p1999": 3}'),
-    (optional(MOST_OPTIONAL, "p1999"), '{"p7": 1, "p1999": 3}'),
-    ({"type": "array", "items": optional(MOST_OPTIONAL)}, '[{"p7": 1}, {"p1999": 3}]'),
-    (optional(1) | {"properties": {"p0": optional(MOST_OPTIONAL)}}, '{"p0": {"p7": 1}}'),
+    (optional(MAX_OPTIONAL), '{"p7": 1, "p1999": 3}'),
+    (optional(MAX_OPTIONAL, "p1999"), '{"p7": 1, "p1999": 3}'),
+    ({"type": "array", "items": optional(MAX_OPTIONAL)}, '[{"p7": 1}, {"p1999": 3}]'),
+    (optional(1) | {"properties": {"p0": optional(MAX_OPTIONAL)}}, '{"p0": {"p7": 1}}'),
     ({"enum": [{f"p{index}": 1} for index in range(4000)]}, '{"p7":1}'),
 )
 """Schemas whose parser has longer rows than llguidance allows by itself, and a text."""
@@ -398,10 +398,10 @@ def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
     for token in encoded(text):
         assert grammar.masks((token,), rows) == 1
         grammar.accept(token)
-    assert grammar.complete
+    assert grammar.is_complete
 
 
-@pytest.mark.parametrize("count", [MOST_OPTIONAL + 1, 2200])
+@pytest.mark.parametrize("count", [MAX_OPTIONAL + 1, 2200])
 def test_more_properties_than_a_row_holds_are_refused_at_the_beginning(count: int) -> None:
     inner = {"$ref": "#/$defs/d"}
     schema = {"type": "object", "properties": {"a": INTEGER, "b": inner}, "required": ["a"]}
@@ -440,13 +440,13 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
         levels[f"l{level}"] = {key: [{"$ref": f"#/$defs/l{level + 1}"}] * 2}
     schema = {"$ref": "#/$defs/l0", "$defs": levels}
     reads = list[Any]()
-    gather = _Closing._gather
+    gather = _SchemaCloser._gather
 
-    def counted(self: _Closing, node: Any, *others: Any) -> None:
+    def counted(self: _SchemaCloser, node: Any, *others: Any) -> None:
         reads.append(node)
         gather(self, node, *others)
 
-    monkeypatch.setattr(_Closing, "_gather", counted)
+    monkeypatch.setattr(_SchemaCloser, "_gather", counted)
     refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()
     with refusal:
         compiler().compile(GrammarSpec("schema", json.dumps(schema)), ())

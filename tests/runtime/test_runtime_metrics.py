@@ -8,8 +8,7 @@ import torch
 
 from spd.kernels.round.commit import FAILED, GOING_ON, read_emission
 from spd.runtime import Event, Request, SamplingParams
-from spd.runtime.engine.engine import REASONS
-from spd.runtime.engine.sequence import Detokenizer, Sequence
+from spd.runtime.engine.sequence import FINISH_REASONS, Detokenizer, Sequence
 from tests.helpers import Patch, Tiny, compute_logits, make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
@@ -23,7 +22,7 @@ def event_of(
     kept = 0 if reason == FAILED else accepted + 1
     row = [9, drafts, accepted, kept, reason, 4, 0, *range(5), *[7] * 4]
     _, drafts, matched, committed, reason, *_, sampled = read_emission(row)
-    return sequence.take(sampled[:committed], drafts, matched, REASONS[reason], now)
+    return sequence.apply_round(sampled[:committed], drafts, matched, FINISH_REASONS[reason], now)
 
 
 def test_definitions_by_hand() -> None:
@@ -65,7 +64,7 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
 def test_the_engine_counts_its_rounds_and_forgets_old_requests(
     tiny: Tiny, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("spd.runtime.engine.engine.KEPT", 5)
+    monkeypatch.setattr("spd.runtime.engine.engine.MAX_FINISHED", 5)
     engine = make_engine(
         tiny("qwen3", layers=2, seed=3), slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1
     )

@@ -76,7 +76,7 @@ class PageTableModel(RuleBasedStateMachine):
         if not candidates:
             return
         page = data.draw(st.sampled_from(candidates))
-        self.table.keep_tail(before, Tail(page, page, before))
+        self.table.store_tail(before, Tail(page, page, before))
         if page in self.published:
             return
         for older in [other for other, digest in self.tails.items() if digest == before]:
@@ -86,7 +86,7 @@ class PageTableModel(RuleBasedStateMachine):
 
     @rule(before=digests)
     def take_tail(self, before: bytes) -> None:
-        text: Any = SimpleNamespace(before=lambda end: before)
+        text: Any = SimpleNamespace(prefix_hash=lambda end: before)
         found = self.table.take_tail(text, 0, 99)
         expected = [
             page for page, digest in self.tails.items() if digest == before and page in self.idle
@@ -101,7 +101,7 @@ class PageTableModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted(self.everything)))
-        self.table.forget(page)
+        self.table.unpublish(page)
         self.published.pop(page, None)
         self.tails.pop(page, None)
         self.idle = [other for other in self.idle if other != page]
@@ -136,7 +136,7 @@ RUNS = [Run(0, 12, "tile")]
 
 
 def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) -> list[bytes]:
-    return TextHashes(tokens, runs, 4).pages(end)
+    return TextHashes(tokens, runs, 4).page_hashes(end)
 
 
 def test_hashes_differ_from_the_first_changed_token_on() -> None:
@@ -146,7 +146,7 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
         equal = [a == b for a, b in zip(hashes(changed), hashes(), strict=True)]
         assert equal == [page < at // 4 for page in range(3)]
     texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
-    assert len({TextHashes(text, RUNS, 4).before(4) for text in texts}) == 4
+    assert len({TextHashes(text, RUNS, 4).prefix_hash(4) for text in texts}) == 4
 
 
 def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:

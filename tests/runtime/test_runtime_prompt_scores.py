@@ -20,7 +20,7 @@ def scored(engine: Engine, request: Request) -> tuple[Completion, list[Event]]:
     done = Completion(request_id=request.id)
     holding: list[Event] = []
     for event in engine.stream([request]):
-        done.take(event)
+        done.add(event)
         if event.prompt_logprobs:
             holding.append(event)
     return done, holding

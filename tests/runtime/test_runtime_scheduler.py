@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spd.runtime.engine.page_table import Checkpoints, PageTable
+from spd.runtime.engine.page_table import PageTable, SnapshotPool
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Detokenizer, Sequence
@@ -46,9 +46,9 @@ class SchedulerModel(RuleBasedStateMachine):
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
-        kept = Checkpoints(places) if places and sharing else None
+        kept = SnapshotPool(places) if places and sharing else None
         self.scheduler = Scheduler(
-            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept
+            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, snapshots=kept
         )
         self.saved = dict[
             int, list[int]
@@ -79,17 +79,17 @@ class SchedulerModel(RuleBasedStateMachine):
             return
         runs = self.scheduler.prefill_runs(sequence)
         before = sequence.prefilled
-        if self.scheduler.checkpoints is not None and not sequence.placed:
-            taken = [] if sequence.checkpoint is None else self.saved[sequence.checkpoint]
+        if self.scheduler.snapshots is not None and not sequence.is_admitted:
+            taken = [] if sequence.snapshot is None else self.saved[sequence.snapshot]
             assert taken == sequence.tokens()[:before], "states of another text"
-        sequence.placed = True
+        sequence.is_admitted = True
         run = next((r for r in runs if r.start <= sequence.prefilled < r.end), None)
         if run is not None and run.kind == "chunk":
             assert sequence.prefilled == run.start, "a hit cut a chunk"
         stops = [end for end in sequence.stops if end > before]
         end = sequence.prefill_end if run is None else min(run.end, before + 4, *stops)
-        self.scheduler.wrote(sequence, end)
-        self.save(sequence, self.scheduler.due(sequence, before), sequence.prefilled)
+        self.scheduler.mark_written(sequence, end)
+        self.save(sequence, self.scheduler.due_snapshot(sequence, before), sequence.prefilled)
         sequence.active = sequence is not self.scheduler.prefilling
 
     def save(self, sequence: Sequence, place: int | None, end: int) -> None:
@@ -100,7 +100,7 @@ class SchedulerModel(RuleBasedStateMachine):
         """Up to the last position whose cache is there."""
         writing = sequence is self.scheduler.prefilling
         held = sequence.prefilled if writing else sequence.prefill_end
-        self.save(sequence, self.scheduler.checkpoint(sequence, held), held)
+        self.save(sequence, self.scheduler.snapshot_place(sequence, held), held)
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
@@ -129,7 +129,7 @@ class SchedulerModel(RuleBasedStateMachine):
     def make_room(self, k: int, data: st.DataObject | None) -> None:
         for sequence in sorted(self.scheduler.decoding(), key=lambda s: s.epoch):
             while sequence.active:
-                if self.scheduler.grow(sequence, min(sequence.bound + 2 * k + 1, CTX)):
+                if self.scheduler.grow(sequence, min(sequence.length_bound + 2 * k + 1, CTX)):
                     break
                 if self.rounds:
                     self.read(data)
@@ -148,7 +148,7 @@ class SchedulerModel(RuleBasedStateMachine):
         oldest = min(self.scheduler.decoding(), key=self.arrivals.__getitem__, default=None)
         self.make_room(k, data)
         live = self.scheduler.decoding()
-        launched = any(s.bound < s.length_limit or not s.in_flight for s in live)
+        launched = any(s.length_bound < s.length_limit or not s.in_flight for s in live)
         if launched:
             assert oldest in live or oldest is None or oldest.finish_reason, (
                 "who came first gave way"
@@ -205,7 +205,7 @@ def prefilled(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
         scheduler.add(sequence)
         assert scheduler.next_to_prefill(0) is sequence
-        scheduler.wrote(sequence, sequence.prefill_end)
+        scheduler.mark_written(sequence, sequence.prefill_end)
         sequence.active = True
 
 
@@ -235,9 +235,9 @@ def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
     scheduler.add(first)
     scheduler.add(second)
     assert scheduler.next_to_prefill(0) is first
-    scheduler.wrote(first, 8)
+    scheduler.mark_written(first, 8)
     assert scheduler.next_to_prefill(0) is first
-    scheduler.wrote(first, first.prefill_end)
+    scheduler.mark_written(first, first.prefill_end)
     assert scheduler.next_to_prefill(0) is second
     assert second.prefilled == 16 and second.pages[:4] == first.pages[:4]
     check_pages(scheduler)
@@ -288,7 +288,7 @@ def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
         assert scheduler.next_to_prefill(0) is sequence
         assert sequence.prefilled == found
         check_pages(scheduler)
-        scheduler.wrote(sequence, sequence.prefill_end)
+        scheduler.mark_written(sequence, sequence.prefill_end)
     assert turn.pages[:3] == other.pages[:3] and turn.pages[3] != other.pages[3]
 
 

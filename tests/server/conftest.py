@@ -192,7 +192,7 @@ def is_allowed(compiler: GrammarCompiler, grammar: Any, ids: list[int]) -> bool:
     with suppress(GrammarError):
         for token in ids:
             matcher.accept(token)
-        return bool(matcher.complete)
+        return bool(matcher.is_complete)
     return False
 
 

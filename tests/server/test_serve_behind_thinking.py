@@ -44,7 +44,7 @@ def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
             state.accept(token)
     except GrammarError:
         return False
-    return state.complete
+    return state.is_complete
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)

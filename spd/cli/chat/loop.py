@@ -349,7 +349,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.thread.engine().prefilling = view.reading
         try:
             for event in model.thread.run(request):
-                gathered.take(event)
+                gathered.add(event)
                 with guard.hold():
                     view.take(event)
                 if stopped.is_set():  # perhaps before it had begun

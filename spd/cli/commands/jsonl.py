@@ -313,7 +313,7 @@ class Batch:
         request = line.request
         parts = line.parts
         assert request is not None and parts is not None
-        parts.take(event)
+        parts.add(event)
         if event.finish_reason is None:
             return
         del self.open[event.request_id]

@@ -1,15 +1,17 @@
-"""Puts one engine's device side together from its plan: models, caches, state, sampler, proposer, round."""
+"""Building an engine's device side from its plan: models, caches, state, sampler, proposer and round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import spd_cache_folder
+from spd.formats.model_config import ModelConfig
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.kernels.native.library import NativeKernels
@@ -19,7 +21,7 @@ from spd.runtime.models import assistant, family_layout
 from spd.runtime.models.builder import Place
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
-from spd.runtime.models.weights import WIDE
+from spd.runtime.models.weights import WIDE, HeadPart
 from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
@@ -36,62 +38,96 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.snapshot_store import SnapshotStore
 from spd.runtime.round.state import RoundState
 
+PartFinder = Callable[[Checkpoint | None], Sequence[HeadPart]]
+"""Returns the parts of a head, checked against its checkpoint if there is one."""
 
-def _runners(
+
+def _load_runners(
     plan: EnginePlan,
     folder: ModelFolder,
     place: Place,
     meter: LoadMeter,
     head: Head | None = None,
-    shared: KvCache | None = None,
+    shared_cache: KvCache | None = None,
 ) -> list[ModelRunner]:
-    """The model of a folder, or each part of a head that is used, with a cache of its own or the `shared`."""
+    """Load a folder's model, or the used parts of a head; return a runner for each.
+
+    Each has a cache of its own, or `shared_cache`.
+    """
     shape = plan.shape
     runners = []
-    rows = max(place.kernels.capabilities.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
-    place = replace(place, rows=rows)
-    pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
-    depth = ring_depth(shape.draft_max)
+    max_rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
+    place = replace(place, rows=max(place.kernels.capabilities.tail_rows, max_rows))
     for model in load_model(folder, place, load=plan.config.load, meter=meter, head=head):
-        cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
-        given = (shape.chunk, plan.device, place.kernels)
-        runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))
+        cache = shared_cache or KvCache(
+            model.caches,
+            num_pages=shape.num_pages,
+            page_size=PAGE_SIZE,
+            dtype=place.dtype,
+            device=plan.device,
+            slots=shape.slots,
+            depth=ring_depth(shape.draft_max),
+        )
+        runner = ModelRunner(
+            model,
+            cache,
+            chunk=shape.chunk,
+            device=plan.device,
+            kernels=place.kernels,
+            alone=place.ranks is None,
+        )
+        runners.append(runner)
     return runners
 
 
-def _drafters(
+def _load_drafters(
     plan: EnginePlan, place: Place, runner: ModelRunner, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
-    """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
+    """Load what drafts for the target of `runner`: a draft model, or the parts of a head.
+
+    Returns no runner where no model drafts. apart: True if ranks draft that do not share the target.
+    """
     draft = plan.drafting_model
     mtp = plan.shape.mtp
     target = runner.model
     if mtp is not None:
-        find = partial(module_parts, mtp, plan.shape.mtp_modules)
-        head = Head(mtp.config, find, target, plan.model, apart)
-        return _runners(plan, mtp.folder, place, meter, head)
+        find_modules = partial(module_parts, mtp, plan.shape.mtp_modules)
+        head = Head(mtp.config, find_modules, target, plan.model, apart)
+        return _load_runners(plan, mtp.folder, place, meter, head)
     if draft is None:
         return []
-    found: Any = {
-        "eagle3": partial(head_parts, draft.config),
-        "assistant": partial(assistant.parts, draft.config, family_layout(plan.model.config)),
-    }.get(draft.config.head_kind or "")
-    own = None if found is None else Head(draft.config, found, target, plan.model, apart)
-    shared = runner.cache if draft.config.assistant is not None else None
-    return _runners(plan, draft, place, meter, own, shared)
+    find_parts = _part_finder(plan, draft.config)
+    draft_head = None
+    if find_parts is not None:
+        draft_head = Head(draft.config, find_parts, target, plan.model, apart)
+    shared_cache = runner.cache if draft.config.assistant is not None else None
+    return _load_runners(plan, draft, place, meter, draft_head, shared_cache)
 
 
-def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
-    """Counts the bytes that are read: weights that are rounded at load are read as they are."""
+def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
+    """Return the function that finds the parts of a head; None for an independent draft model."""
+    if config.head_kind == "eagle3":
+        return partial(head_parts, config)
+    if config.head_kind == "assistant":
+        return partial(assistant.parts, config, family_layout(plan.model.config))
+    return None
+
+
+def _load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
+    """Return a meter of the bytes to be read.
+
+    Weights that are rounded at load are read in their unrounded form, so they count in that.
+    """
     shape = plan.shape
-    rounded = plan.config.quantize != "none"
-    form, draft_form = (WIDE, WIDE) if rounded else (shape.form, shape.draft_form)
+    is_rounded = plan.config.quantize != "none"
+    form = WIDE if is_rounded else shape.form
+    draft_form = WIDE if is_rounded else shape.draft_form
     total = tensor_bytes(shape.target, shape.dtype, form, shape.tp)
     if shape.draft is not None:
         total += tensor_bytes(shape.draft, shape.dtype, draft_form, shape.draft_tp)
     if shape.mtp is not None:
-        given = (shape.dtype, draft_form, shape.draft_shard)
-        total += sum(module_bytes(shape.mtp, i, *given) for i in range(shape.mtp_modules))
+        for module in range(shape.mtp_modules):
+            total += module_bytes(shape.mtp, module, shape.dtype, draft_form, shape.draft_shard)
     return LoadMeter(progress, total)
 
 
@@ -102,19 +138,62 @@ def assemble(
     ranks: Ranks | None = None,
 ) -> LocalRoundQueue:
     """Load and allocate everything that the plan names, or this rank's part of it."""
-    kernels = load_kernels(plan.shape.kernels, spd_cache_folder, plan.token_tiles, plan.shape.dtype)
-    threads = _threads(plan, kernels)
-    if plan.device != "cpu":  # streams, events and captures are the current device's
+    shape = plan.shape
+    kernels = load_kernels(shape.kernels, spd_cache_folder, plan.token_tiles, shape.dtype)
+    threads = _set_threads(plan, kernels)
+    if plan.device != "cpu":  # streams, events and captures belong to the current device
         torch.cuda.set_device(torch.device(plan.device).index or 0)
-    shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
-    target, draft, share = (
-        (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.broadcast_group)
+    meter = _load_meter(plan, progress)
+    dtype = getattr(torch, shape.dtype)
+    place = Place(
+        dtype,
+        plan.device,
+        kernels,
+        shape.form,
+        None if ranks is None else ranks.target,
+        positions=shape.ctx,
     )
-    place = Place(dtype, plan.device, kernels, shape.form, target, positions=shape.ctx)
-    (runner,) = _runners(plan, plan.model, place, meter)
-    own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
-    place = Place(dtype, plan.device, own, shape.draft_form, draft, positions=shape.draft_ctx)
-    drafters = _drafters(plan, place, runner, share is not None, meter)
+    (runner,) = _load_runners(plan, plan.model, place, meter)
+    draft_kernels = kernels
+    if plan.draft_kernels != shape.kernels:
+        draft_kernels = load_kernels(plan.draft_kernels)
+    draft_place = Place(
+        dtype,
+        plan.device,
+        draft_kernels,
+        shape.draft_form,
+        None if ranks is None else ranks.draft,
+        positions=shape.draft_ctx,
+    )
+    broadcast_group = None if ranks is None else ranks.broadcast_group
+    drafters = _load_drafters(plan, draft_place, runner, broadcast_group is not None, meter)
+    round_ = _build_round(plan, usable_vocab, runner, drafters, kernels)
+    if broadcast_group is not None and drafters:
+        round_.share = broadcast_group.broadcast
+    captured = CapturedRounds(round_) if shape.graphs else None
+    if (
+        isinstance(kernels.native, NativeKernels)
+        and draft_kernels is kernels
+        and ranks is None
+        and plan.config.graphs is not False
+    ):
+        captured = RecordedRounds(round_, kernels.native)
+    separate_drafters = [drafter for drafter in drafters if drafter.cache is not runner.cache]
+    snapshots = SnapshotStore([runner, *separate_drafters], round_.proposer)
+    return LocalRoundQueue(
+        round_, captured, snapshots, threads, shape.draft_ctx, alone=ranks is None
+    )
+
+
+def _build_round(
+    plan: EnginePlan,
+    usable_vocab: int,
+    runner: ModelRunner,
+    drafters: Sequence[ModelRunner],
+    kernels: Kernels,
+) -> Round:
+    """Allocate the state, the sampler and the proposer; return the round that runs them."""
+    shape = plan.shape
     state = RoundState(
         shape.slots, shape.ctx, shape.draft_max, pages_per_slot(shape.ctx), plan.device
     )
@@ -125,28 +204,17 @@ def assemble(
     imposed = None
     if plan.config.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.config.synthetic_acceptance, shape.draft_max, plan.device)
-    hand_out = share.broadcast if share is not None and drafters else None
-    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.config.verify, hand_out)
-    captured = CapturedRounds(round_) if shape.graphs else None
-    if (
-        isinstance(kernels.native, NativeKernels)
-        and own is kernels
-        and ranks is None
-        and plan.config.graphs is not False
-    ):
-        captured = RecordedRounds(round_, kernels.native)
-    own_caches = [each for each in drafters if each.cache is not runner.cache]
-    states = SnapshotStore([runner, *own_caches], proposer)
-    return LocalRoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
+    return Round(state, runner, sampler, proposer, kernels, imposed, plan.config.verify)
 
 
-def _threads(plan: EnginePlan, kernels: Kernels) -> AdaptiveThreads:
-    """The threads of the kernels' own pool, which follow the load; or torch's, whose number stays.
+def _set_threads(plan: EnginePlan, kernels: Kernels) -> AdaptiveThreads:
+    """Set the number of threads of torch and of the kernels' own pool; return what adapts it.
 
-    Beside a pool torch's operations are too small to share: its threads would only be in the way.
+    The pool's number follows the load of other programs; torch's is fixed. Next to a pool, torch's
+    operations are too small to share, and its threads would only be in the way.
     """
-    pooled = kernels.native is not None and plan.draft_kernels == plan.shape.kernels
-    torch.set_num_threads(1 if pooled else plan.threads)
+    uses_pool = kernels.native is not None and plan.draft_kernels == plan.shape.kernels
+    torch.set_num_threads(1 if uses_pool else plan.threads)
     if kernels.native is None:
         return AdaptiveThreads((plan.threads,), torch.set_num_threads)
     kernels.native.threads = plan.threads

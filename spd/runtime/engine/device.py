@@ -1,13 +1,19 @@
-"""Opening the device side of an engine, alone or with other ranks, and the error for exhausted memory."""
+"""The engine's calls to its device side: opening it, activating slots, and the error for exhausted memory."""
 
 from __future__ import annotations
 
+from collections import abc
+
+import torch
+
 from spd.errors import ResourceError
 from spd.runtime.engine.assembly import assemble
+from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import remedies
 from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.round.limits import mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
 from spd.runtime.round.round_queue import RoundQueue
 
@@ -38,3 +44,24 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
         fix=[*remedies(plan.shape, None, is_drafter_requested), "end what else uses this memory"],
         code="out_of_memory",
     )
+
+
+def activate(
+    queue: RoundQueue, sequence: Sequence, drafts: abc.Sequence[int], verify_rule: str
+) -> None:
+    """Let a sequence take part from the next round on, with masks for its drafts where it has a grammar.
+
+    verify_rule: the rule by which drafts are accepted. Raises GrammarError for a grammar without a
+    continuation.
+    """
+    if sequence.grammar is not None and not sequence.defers_grammar:
+        words = mask_width(queue.sampler.vocab_size)
+        masks = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
+        num_legal = sequence.grammar.masks(drafts, masks)
+        # Where drafts are tested by their probability, a draft that its mask forbids has to fail the test:
+        # if it were cut off before, the block would count as one whose drafts were all tested.
+        if verify_rule != "coupled":
+            num_legal = len(drafts)
+        queue.set_masks(sequence.slot, masks, list(drafts), num_legal)
+    sequence.active = True
+    queue.set_active(sequence.slot, True)

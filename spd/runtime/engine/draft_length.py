@@ -1,13 +1,16 @@
-"""How many tokens to draft in the next round: a fixed k, or the k that promises the most tokens a second.
+"""The choice of the draft length k for each round: fixed, or the k with the most tokens per second.
 
-Two things are estimated for every k of the plan, 0 among them. Tokens of a round: how likely the first draft
-is accepted, of late, and how much likelier a further one is once those before it were. Seconds of a round:
-medians of the latest times of verifying and drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on.
-The k with the most tokens a second is run. Only what is run is measured: the first rounds are at the largest
-k; while drafting pays, 0 and the neighbours of the best k are timed now and then; while it does not, a few
-drafts are tried, ever more seldom. k = 0 is run once it has seemed best for a few rounds: the drafter then
-has to catch up. Where lookup beside a model finds that text is copied, it may draft alone, more than the
-model. Nothing here changes the text. No torch.
+For every k of the plan, 0 included, two quantities are estimated. The first is the tokens of a round: the
+probability that the first draft is accepted, weighted toward recent rounds, and the higher probability of
+each further draft once those before it were accepted. The second is the seconds of a round: medians of the
+latest times of verifying and drafting, separate for 1, 2 to 3, 4 to 7 requests and so on. The round runs the
+k with the most tokens per second.
+
+Only a k that is run is measured. The first rounds run the largest k. While drafting pays, 0 and the
+neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever more rarely.
+k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to catch up. Where prompt
+lookup next to a draft model finds that text is copied, it may draft alone, with a longer k than the model.
+The choice does not change the text. No torch.
 """
 
 from __future__ import annotations
@@ -17,217 +20,242 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-DECAY = 0.96  # what earlier rounds weigh after one more, in acceptance
-STEADINESS = (
-    5.0  # drafts that a rate counts for against those just accepted: fewer, and they come in runs
-)
-PRIOR = 6.0  # drafts of all requests that a request's own are weighed against
-SAMPLES = (
-    7  # latest times that count, by their median: rounds that something else held up are outvoted
-)
-ENOUGH = 2  # times of a k before they are believed; the first may have been cold
-WARM_UP_ROUNDS = 4  # at the largest k, before anything else
-PATIENCE = 8  # rounds in which plain ones seem better before one is run
-# rounds with drafts before another k is timed: at first, from then on
-TIME_FIRST = 8
-TIME_EVERY = 48
-# rounds without drafts between probes: at first, after vain ones
-PROBE_EVERY = 16
-PROBE_SELDOM = 256
-# a probe's k, and how many requests' rounds it tries, at least
+DECAY = 0.96
+"""Factor by which the weight of earlier rounds shrinks with each further round, in acceptance."""
+RATE_WEIGHT = 5.0
+"""Drafts that the rate counts for, against the drafts just accepted: accepted drafts come in runs."""
+PRIOR_DRAFTS = 6.0
+"""Drafts that the rate of all requests counts for, against a request's own drafts."""
+MAX_SAMPLES = 7
+"""Latest times that count, by their median, which outvotes rounds that something else delayed."""
+MIN_SAMPLES = 2
+"""Times of a k before their median is used alone; the first one may have been cold."""
+WARM_UP_ROUNDS = 4
+"""Rounds at the largest k, before any other."""
+PLAIN_PATIENCE = 8
+"""Rounds for which k = 0 has to seem best before it is run."""
+FIRST_TIMING = 8
+"""Rounds with drafts before another k is timed for the first time."""
+TIMING_INTERVAL = 48
+"""Rounds with drafts between two such timings."""
+PROBE_INTERVAL = 16
+"""Rounds without drafts before the first probe."""
+MAX_PROBE_INTERVAL = 256
+"""Rounds without drafts between two probes, at most, after probes that did not pay."""
 PROBE_LENGTH = 2
+"""The k of a probe, at least."""
 PROBE_OUTCOMES = 8
-PROBE_MEMORY = (
-    16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
-)
-COPIED = 0.6
-PRIOR_COPIES = 4.0
-"""Share of lookup's drafts that is hoped for at first, and for how many rounds."""
+"""Outcomes of requests that a probe observes, at least."""
+PROBE_MEMORY = 16.0
+"""Drafts that earlier evidence counts for at a probe, at most, so that a probe can overrule it."""
+PRIOR_LOOKUP_RATE = 0.6
+"""Share of prompt lookup's drafts that is assumed to be accepted at first."""
+PRIOR_LOOKUP_ROUNDS = 4.0
+"""Rounds that this assumption counts for."""
 
 
-def chance_of_next(rate: float, accepted: int) -> float:
-    """How likely a round's next draft is accepted after so many; `rate` is the first one's chance.
+def next_draft_probability(rate: float, accepted: int) -> float:
+    """Return the probability that a round's next draft is accepted after `accepted` accepted ones.
 
-    Acceptance varies along a text: those before it say that this is a place where drafts are good.
+    rate: the probability of the first draft. Acceptance varies along a text: accepted drafts are evidence
+    that drafts are good at this place.
     """
-    return (rate * STEADINESS + accepted) / (STEADINESS + accepted) if rate else 0.0
+    return (rate * RATE_WEIGHT + accepted) / (RATE_WEIGHT + accepted) if rate else 0.0
 
 
 @cache
 def correlated_acceptance(tried: int) -> float:
-    """How many of a round's drafts were accepted because those before them were, if so many were tried.
+    """Return how many of `tried` drafts are accepted on average because those before them were.
 
-    Without them, accepted drafts over tried ones are on average the `rate` of `chance_of_next`.
+    Without these, accepted drafts over tried ones are on average the rate of `next_draft_probability`.
     """
-    return sum(before / (STEADINESS + before) for before in range(tried))
+    return sum(before / (RATE_WEIGHT + before) for before in range(tried))
 
 
 def expected_tokens(rates: Sequence[float], caps: Sequence[int], maximum: int) -> list[float]:
-    """Tokens that a request commits in a round at every k from 0 to `maximum`: the mean over some requests.
+    """Return the tokens that a request commits in a round, for every k from 0 to `maximum`.
 
-    rates: how likely the first draft of each is accepted; caps: how many drafts each wants at most.
+    Each value is the mean over some requests. rates: the probability that the first draft of each is
+    accepted. caps: how many drafts each takes at most.
     """
-    chances = [1.0] * len(rates)
+    probabilities = [1.0] * len(rates)
     tokens = [1.0]
     for position in range(maximum):
-        chances = [
-            chance * chance_of_next(rate, position) if most > position else 0.0
-            for chance, rate, most in zip(chances, rates, caps, strict=True)
+        probabilities = [
+            probability * next_draft_probability(rate, position) if cap > position else 0.0
+            for probability, rate, cap in zip(probabilities, rates, caps, strict=True)
         ]
-        tokens.append(tokens[-1] + sum(chances) / len(chances))
+        tokens.append(tokens[-1] + sum(probabilities) / len(probabilities))
     return tokens
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Drafts of one request, or of all, that were accepted, and those that could have been: sums that fade.
+    """Accepted and tried drafts of one request, or of all requests, as decaying sums.
 
-    Both without those that were `correlated_acceptance` by the drafts before them.
+    Both without the `correlated_acceptance` of the drafts.
     """
 
     accepted: float = 0.0
     tried: float = 0.0
-    copies: bool = False
-    """Whether prompt lookup beside a model has a match, whose drafts, if any, were all accepted."""
+    has_lookup_match: bool = False
+    """True if prompt lookup next to a model has a match, whose drafts, if any, were all accepted."""
 
     def rate(self, prior: float) -> float:
-        """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
-        return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
+        """Return the first draft's probability; `prior`, that of all requests, counts as `PRIOR_DRAFTS`."""
+        return (self.accepted + PRIOR_DRAFTS * prior) / (self.tried + PRIOR_DRAFTS)
 
-    def take(self, accepted: float, tried: float, share: float = 1.0) -> None:
-        """Count drafts; what was counted before weighs `share` of what it did."""
-        self.accepted = share * self.accepted + accepted
-        self.tried = share * self.tried + tried
+    def add(self, accepted: float, tried: float, decay: float = 1.0) -> None:
+        """Add drafts, after multiplying the earlier sums by `decay`."""
+        self.accepted = decay * self.accepted + accepted
+        self.tried = decay * self.tried + tried
 
 
-_latest: Callable[[], dict[int, deque[float]]] = partial(
-    defaultdict, partial(deque, maxlen=SAMPLES)
+_new_samples: Callable[[], dict[int, deque[float]]] = partial(
+    defaultdict, partial(deque, maxlen=MAX_SAMPLES)
 )
 
 
 @dataclass
 class RoundTimes:
-    """Rounds of about as many requests: the latest times in seconds, and when another k is tried."""
+    """Rounds of about as many requests: their latest times in seconds, and when another k is tried."""
 
-    verify: dict[int, deque[float]] = field(default_factory=_latest)  # by k
-    draft: dict[int, deque[float]] = field(
-        default_factory=_latest
-    )  # by the number of draft forwards
-    gaps: deque[float] = field(default_factory=lambda: deque([0.0], SAMPLES))
-    """Between rounds: the least of them is what the host takes whatever k is, and writes no prompt."""
-    begun: bool = False  # whether the first trials were ordered
-    trials: deque[int] = field(default_factory=deque)  # the k of the next rounds, to be measured
-    plain_best: int = 0  # rounds in a row since which plain ones seem best
-    drafting: int = 0  # rounds in which drafts seemed best
-    until_probe: int = PROBE_EVERY  # rounds without drafts before some are tried
-    probe_gap: int = PROBE_EVERY
+    verify: dict[int, deque[float]] = field(default_factory=_new_samples)
+    """Times of verification, by k."""
+    draft: dict[int, deque[float]] = field(default_factory=_new_samples)
+    """Times of drafting, by the number of draft forwards."""
+    gaps: deque[float] = field(default_factory=lambda: deque([0.0], MAX_SAMPLES))
+    """Times between rounds. The least is what the host takes whatever k is, when it writes no prompt."""
+    has_started: bool = False
+    """True once the first trials are scheduled."""
+    trials: deque[int] = field(default_factory=deque)
+    """The k of each of the next rounds, which are run to measure them."""
+    plain_best: int = 0
+    """Consecutive rounds in which k = 0 has seemed best."""
+    drafting: int = 0
+    """Rounds in which drafts seemed best."""
+    until_probe: int = PROBE_INTERVAL
+    """Rounds without drafts until the next probe."""
+    probe_gap: int = PROBE_INTERVAL
 
     def costs(self, ks: Iterable[int], *, model: bool = True) -> dict[int, float]:
-        """Seconds of a round at each k, whose drafts a model makes or none; at first in verifications."""
-        always = max(min(self.gaps), 1e-9)  # a clock may say zero
+        """Return the seconds of a round at each k. Before anything is timed the unit is verifications.
+
+        model: whether a model makes the drafts.
+        """
+        overhead = max(min(self.gaps), 1e-9)  # a clock may return zero
         verify = medians(self.verify) or {0: 1.0}
         draft = {0: 0.0, **medians(self.draft)}
-        return {k: always + _at(k, verify) + _at(k if model else 0, draft) for k in ks}
+        return {
+            k: overhead + _interpolate(k, verify) + _interpolate(k if model else 0, draft)
+            for k in ks
+        }
 
 
 @dataclass
 class DraftLength:
-    """Chooses k for the next round; `observe_cost` and `observe` feed it.
+    """Chooses k for the next round from what `observe_cost` and `observe` measure.
 
-    A round in which the proposer had nothing to propose counts as a failure. All slots of a round weigh as
-    much as all of another.
+    A round in which the proposer had nothing to propose counts as a failure. All slots of one round weigh
+    as much as all slots of another.
     """
 
     maximum: int
     adaptive: bool
-    tiers: tuple[
-        int, ...
-    ] = ()  # the values of k to choose from; empty means all from 0 to `maximum`
-    copying: int = 0
-    """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
-    copied: tuple[float, float] = field(init=False)
-    """Of such rounds a request's accepted drafts, and how many rounds; they fade."""
+    tiers: tuple[int, ...] = ()
+    """The values of k to choose from; empty: all from 0 to `maximum`."""
+    lookup_k: int = 0
+    """The k of rounds that prompt lookup drafts alone where it has a match, above `maximum`; 0: never."""
+    lookup_acceptance: tuple[float, float] = field(init=False)
+    """Accepted drafts of a request in such rounds, and the number of these rounds; both decay."""
     overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
-    """As of one request, of all; fades from round to round."""
-    present: Sequence[tuple[Acceptance, int]] = ()
-    """The requests of the next rounds: each one's acceptance, and how many drafts it wants at most."""
+    """The acceptance of all requests as if of one; decays from round to round."""
+    requests: Sequence[tuple[Acceptance, int]] = ()
+    """The requests of the next rounds: the acceptance of each, and how many drafts it takes at most."""
     times: RoundTimes = field(default_factory=RoundTimes)
-    """Of rounds of about as many requests as take part now."""
-    by_load: dict[int, RoundTimes] = field(default_factory=dict)
-    """The times of any number of requests, by its bit length."""
+    """Times of rounds with about as many requests as take part now."""
+    times_by_load: dict[int, RoundTimes] = field(default_factory=dict)
+    """The times for any number of requests, by its bit length."""
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
-        self.copied = PRIOR_COPIES * COPIED * self.copying, PRIOR_COPIES
+        accepted = PRIOR_LOOKUP_ROUNDS * PRIOR_LOOKUP_RATE * self.lookup_k
+        self.lookup_acceptance = (accepted, PRIOR_LOOKUP_ROUNDS)
 
-    def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
-        """Say which requests take part from now on, and how many drafts each wants at most."""
-        self.present = present
-        self.times = self.by_load.setdefault(len(present).bit_length(), RoundTimes())
+    def set_requests(self, requests: Sequence[tuple[Acceptance, int]]) -> None:
+        """Set the requests that take part from now on, and how many drafts each takes at most."""
+        self.requests = requests
+        self.times = self.times_by_load.setdefault(len(requests).bit_length(), RoundTimes())
 
     def choose(self) -> int:
-        """k for the next round: `copying`, or 0 to `maximum` and no more than any request wants."""
-        wanted = max((most for _, most in self.present), default=self.maximum)
-        maximum = min((k for k in self.tiers if k >= wanted), default=self.maximum)
+        """Return k for the next round: `lookup_k`, or 0 to `maximum` but not above every request's cap."""
+        cap = max((cap for _, cap in self.requests), default=self.maximum)
+        maximum = min((k for k in self.tiers if k >= cap), default=self.maximum)
         times = self.times
         if not self.adaptive or maximum == 0:
-            return maximum or (self._copying_k(1.0 / times.costs([0])[0]) if self.copying else 0)
-        if not times.begun:
-            first = not any(load.verify for load in self.by_load.values())
-            times.begun = True
+            return maximum or (
+                self._choose_lookup_k(1.0 / times.costs([0])[0]) if self.lookup_k else 0
+            )
+        if not times.has_started:
+            is_first_load = not any(load.verify for load in self.times_by_load.values())
+            times.has_started = True
             times.trials.extend(
-                [self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH
+                [self.maximum] * WARM_UP_ROUNDS if is_first_load else [self._probe_k] * MIN_SAMPLES
             )
         if not times.trials:
-            speeds = self._tokens_a_second(maximum)
+            speeds = self._tokens_per_second(maximum)
             best = max(speeds, key=speeds.__getitem__)
             times.plain_best = 0 if best else times.plain_best + 1
-            if not best and times.plain_best <= PATIENCE:
+            if not best and times.plain_best <= PLAIN_PATIENCE:
                 best = max(list(speeds)[1:], key=speeds.__getitem__)
-            self._order_trials(best, list(speeds))
+            self._schedule_trials(best, list(speeds))
             if not times.trials:
-                return self._copying_k(speeds[best]) or best
+                return self._choose_lookup_k(speeds[best]) or best
         return min(times.trials.popleft(), maximum)
 
-    def _tokens_a_second(self, maximum: int) -> dict[int, float]:
-        """What a round brings, by the values of k up to `maximum`."""
-        rates = [one.rate(self.rate) for one, _ in self.present] or [self.rate]
-        tokens = expected_tokens(rates, [most for _, most in self.present] or [maximum], maximum)
+    def _tokens_per_second(self, maximum: int) -> dict[int, float]:
+        """Return the expected tokens per second of a round at each k up to `maximum`."""
+        rates = [acceptance.rate(self.rate) for acceptance, _ in self.requests] or [self.rate]
+        caps = [cap for _, cap in self.requests] or [maximum]
+        tokens = expected_tokens(rates, caps, maximum)
         costs = self.times.costs(k for k in self.tiers if k <= maximum)
         return {k: tokens[k] / cost for k, cost in costs.items()}
 
-    def _order_trials(self, best: int, choices: list[int]) -> None:
-        """Have another k than the best run next where that is due: 0 and neighbours in turn, or a probe."""
+    def _schedule_trials(self, best: int, choices: list[int]) -> None:
+        """Schedule rounds at another k than the best where due: 0 and neighbours in turn, or a probe."""
         times = self.times
         if best:
-            times.until_probe = times.probe_gap = PROBE_EVERY
+            times.until_probe = times.probe_gap = PROBE_INTERVAL
             times.drafting += 1
-            timings, due_in = divmod(times.drafting - TIME_FIRST, TIME_EVERY)
+            timings, due_in = divmod(times.drafting - FIRST_TIMING, TIMING_INTERVAL)
             if timings >= 0 and not due_in:
-                at = choices.index(best)
-                others = list(dict.fromkeys((0, *choices[at + 1 : at + 2], choices[at - 1])))
-                times.trials.extend([others[timings % len(others)]] * ENOUGH)
+                index = choices.index(best)
+                neighbours = (0, *choices[index + 1 : index + 2], choices[index - 1])
+                other_ks = list(dict.fromkeys(neighbours))
+                times.trials.extend([other_ks[timings % len(other_ks)]] * MIN_SAMPLES)
             return
         times.until_probe -= 1
         if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
-            times.until_probe = times.probe_gap = min(2 * times.probe_gap, PROBE_SELDOM)
-            self.overall.take(0.0, 0.0, PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
-            able = sum(most > 0 for _, most in self.present) or 1
-            times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
+            times.until_probe = times.probe_gap = min(2 * times.probe_gap, MAX_PROBE_INTERVAL)
+            self.overall.add(0.0, 0.0, PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
+            drafting_requests = sum(cap > 0 for _, cap in self.requests) or 1
+            times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // drafting_requests))
 
-    def _copying_k(self, speed: float) -> int:
-        """k of a round of lookup alone, where that brings more than `speed` tokens a second; else 0."""
-        copying = sum(one.copies and most > self.maximum for one, most in self.present)
-        if not self.copying or not copying:
+    def _choose_lookup_k(self, speed: float) -> int:
+        """Return `lookup_k` where a round of lookup alone exceeds `speed` tokens per second; else 0."""
+        matching_requests = sum(
+            acceptance.has_lookup_match and cap > self.maximum for acceptance, cap in self.requests
+        )
+        if not self.lookup_k or not matching_requests:
             return 0
-        accepted, rounds = self.copied
-        tokens = 1.0 + copying * accepted / rounds / len(self.present)
-        cost = self.times.costs([self.copying], model=False)[self.copying]
-        return self.copying if tokens / cost > speed else 0
+        accepted, rounds = self.lookup_acceptance
+        tokens = 1.0 + matching_requests * accepted / rounds / len(self.requests)
+        cost = self.times.costs([self.lookup_k], model=False)[self.lookup_k]
+        return self.lookup_k if tokens / cost > speed else 0
 
     @property
     def rate(self) -> float:
-        """How likely a round's first draft is accepted, over all requests; see `chance_of_next`."""
+        """The first draft's probability over all requests; see `next_draft_probability`."""
         return self.overall.accepted / self.overall.tried if self.overall.tried else 0.0
 
     @property
@@ -235,58 +263,67 @@ class DraftLength:
         return next((k for k in self.tiers if k >= PROBE_LENGTH), self.tiers[-1])
 
     def likely_pairs(self, alone: bool) -> set[tuple[int, int]]:
-        """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
+        """Return the pairs of k and next k that will almost certainly occur: of the largest and 0.
+
+        alone: True for one request alone, for which the second largest and `lookup_k` count too.
+        """
         if not self.adaptive:
             return {(0, self.maximum), (self.maximum, self.maximum)}
-        near = {0, *self.tiers[-2 if alone else -1 :], *([self.copying] if alone else ())}
-        return {(k, next_k) for k in near for next_k in near}
+        likely = {0, *self.tiers[-2 if alone else -1 :], *([self.lookup_k] if alone else ())}
+        return {(k, next_k) for k in likely for next_k in likely}
 
     def observe_cost(
         self, k: int, verify_seconds: float, draft_seconds: float, forwards: int, gap: float = 0.0
     ) -> None:
-        """What a round at k took: its verification; what came after it, drafts in `forwards` passes too.
+        """Record the times of a round at k; called before the outcomes of its slots.
 
-        `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
+        draft_seconds: the time after verification, with drafts in `forwards` passes. gap: seconds between
+        this round and the one before.
         """
         if 0 < k <= self.maximum:
-            self.overall.take(0.0, 0.0, DECAY)
+            self.overall.add(0.0, 0.0, DECAY)
         self.times.gaps.append(gap)
         self.times.verify[k].append(verify_seconds)
         self.times.draft[forwards].append(draft_seconds)
 
     def observe(
-        self, k: int, drafted: int, accepted: int, own: Acceptance | None = None, match: int = 0
+        self,
+        k: int,
+        drafted: int,
+        accepted: int,
+        acceptance: Acceptance | None = None,
+        match: int = 0,
     ) -> None:
-        """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's.
+        """Record one slot's outcome of a round verified at k with `drafted` real drafts.
 
-        match: tokens of the one that prompt lookup took the drafts from, where it did.
+        acceptance: that of the slot's request. match: tokens of the match that prompt lookup took the
+        drafts from, 0 where a model drafted.
         """
-        if self.copying and own is not None:
-            if (
-                own.copies and k > self.maximum and (drafted or not match)
-            ):  # else it sat out those drafts
-                before, rounds = self.copied
-                self.copied = DECAY * before + accepted, DECAY * rounds + 1
-            own.copies = match > 0 and accepted == drafted
+        if self.lookup_k and acceptance is not None:
+            # Otherwise the slot did not take part in those drafts.
+            if acceptance.has_lookup_match and k > self.maximum and (drafted or not match):
+                accepted_before, rounds = self.lookup_acceptance
+                self.lookup_acceptance = (DECAY * accepted_before + accepted, DECAY * rounds + 1)
+            acceptance.has_lookup_match = match > 0 and accepted == drafted
         if not 0 < k <= self.maximum:
             return
-        could = accepted + (accepted < drafted or not drafted)
-        told = correlated_acceptance(could)
-        self.overall.take(accepted - told, could - told)
-        if own is not None:
-            own.take(accepted - told, could - told, DECAY)
+        tried = accepted + (accepted < drafted or not drafted)
+        correlated = correlated_acceptance(tried)
+        self.overall.add(accepted - correlated, tried - correlated)
+        if acceptance is not None:
+            acceptance.add(accepted - correlated, tried - correlated, DECAY)
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
-    """The median of what has been timed enough, or else of all; the lower one of two."""
-    enough = {k: each for k, each in times.items() if len(each) >= ENOUGH} or times
-    return {k: sorted(each)[(len(each) - 1) // 2] for k, each in enough.items()}
+    """Return the median of each k with enough times, or else of all; the lower of two middle ones."""
+    enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
+    return {k: sorted(samples)[(len(samples) - 1) // 2] for k, samples in enough.items()}
 
 
-def _at(k: int, known: Mapping[int, float]) -> float:
-    """The value at k on the line through the nearest two known; none falls, and none is below 0."""
-    near = sorted(known, key=lambda other: abs(other - k))[:2]
-    first = near[0]
-    last = near[-1]
-    slope = (known[first] - known[last]) / (first - last) if first != last else 0.0
-    return max(known[first] + (k - first) * max(slope, 0.0), 0.0)
+def _interpolate(k: int, values: Mapping[int, float]) -> float:
+    """Return the value at k on the line through the nearest two; it never falls with k, nor below 0."""
+    nearest = sorted(values, key=lambda other: abs(other - k))[:2]
+    first = nearest[0]
+    last = nearest[-1]
+    slope = (values[first] - values[last]) / (first - last) if first != last else 0.0
+    return max(values[first] + (k - first) * max(slope, 0.0), 0.0)

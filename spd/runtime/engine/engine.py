@@ -1,56 +1,53 @@
-"""The engine: requests in, events out. The only owner of sequences.
+"""The engine: requests in, events out. It alone owns the sequences.
 
-`step` writes a piece of a prompt, enqueues a round and reads one that was enqueued `lag` rounds ago, so
-the host never stands between two rounds; with lag 0 it reads at once. The text does not depend on it.
+`step` writes a part of a prompt, enqueues a round and reads the one that was enqueued `lag` rounds ago, so
+the device does not wait for the host; with lag 0 it reads at once. The text does not depend on the lag.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Callable, Collection, Iterable, Iterator
-from collections.abc import Sequence as Listed
 from functools import reduce
 from itertools import islice, takewhile
 from operator import attrgetter, or_
-
-import torch
 
 from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
-from spd.runtime.engine.device import open_device, out_of_memory_error
+from spd.runtime.engine.device import activate, open_device, out_of_memory_error
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
-from spd.runtime.engine.page_table import Checkpoints, PageTable
+from spd.runtime.engine.page_table import PageTable, SnapshotPool
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
-from spd.runtime.engine.sequence import NO_SLOT, RequestValidator, Sequence
+from spd.runtime.engine.sequence import FINISH_REASONS, NO_SLOT, RequestValidator, Sequence
 from spd.runtime.engine.trace import round_record
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.round.limits import NUM_RESERVED, PAGE_SIZE, mask_width
+from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.out_of_memory import is_out_of_memory
-from spd.runtime.round.round_queue import RoundQueue, RoundResult, SlotAdmission
+from spd.runtime.round.round_queue import RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
 IDLE_PASSES = 16
+"""Prefill passes of a step, at most, where no sequence decodes when it begins."""
 BUSY_PASSES = 4
-"""Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
-KEPT = 4096
-REASONS = (None, "stop", "length", "error")
-"""Why a request ends, by the reason that a round gives: GOING_ON, STOPPED, FULL, FAILED."""
+"""Prefill passes of a step, at most, while more sequences wait than decode."""
+MAX_FINISHED = 4096
+"""Ended requests whose metrics are retained."""
 
 
 class Engine(EngineClient):
-    """Runs requests over one model; see `EngineConfig` for what can be asked.
+    """Runs requests over one model; see `EngineConfig` for the options.
 
-    `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
-    a ResourceError; requests that ran then end with an "error" event, and the engine can go on. Not for
+    `progress` is called while loading. Where memory runs out, while loading or later, the error is a
+    ResourceError; running requests then end with an "error" event, and the engine can continue. Not safe for
     several threads at once.
 
     >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
@@ -67,33 +64,42 @@ class Engine(EngineClient):
         self.plan = plan = make_plan(config)
         self.info = EngineInfo.from_plan(plan)
         shape = plan.shape
-        self._checks = RequestValidator(plan)
-        self.eos_ids = self._checks.eos_ids
-        self.usable_vocab = self._checks.usable_vocab
+        self._validator = RequestValidator(plan)
+        self.eos_ids = self._validator.eos_ids
+        self.usable_vocab = self._validator.usable_vocab
         self.round_queue = open_device(plan, self.usable_vocab, progress)
         self.page_table = PageTable(shape.num_pages)
-        sizes = PAGE_SIZE, self.round_queue.runner.pages_per_block, shape.ctx
-        kept = Checkpoints(shape.checkpoints) if shape.checkpoints else None
-        share = plan.shares_prefixes
         self.scheduler = Scheduler(
-            shape.slots, self.page_table, *sizes, sharing=share, checkpoints=kept
+            shape.slots,
+            self.page_table,
+            PAGE_SIZE,
+            self.round_queue.runner.pages_per_block,
+            shape.ctx,
+            sharing=plan.shares_prefixes,
+            snapshots=SnapshotPool(shape.checkpoints) if shape.checkpoints else None,
         )
         self._ready: list[Event] = []
-        self.rounds = 0  # that have been read; one serves every slot
+        """Events that the next step returns."""
+        self.rounds = 0
+        """Rounds that have been read; one round serves every slot."""
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
-        """Counters of the latest `KEPT` requests that ended."""
+        """Metrics of the latest `MAX_FINISHED` requests that ended, by request id."""
         self.draft_length = DraftLength(
             shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copy_draft_max
         )
-        self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
+        self._batch: list[Sequence] = []
+        """The sequences of the latest round, from which the next two fields follow."""
         self._needs = SamplingSteps()
-        self._logprobs: int | None = None  # the most that any request of the round wants
+        self._num_logprobs: int | None = None
+        """The largest number of log-probabilities that a request of the batch asks for."""
         self._k = 0
+        """Drafts a slot in the next round."""
         self.trace: Callable[[RoundRecord], None] | None = None
-        self.prefilling = lambda written, wanted: None
+        """Called with a record of each round and request, where it is set."""
+        self.prefilling = lambda written, total: None
         self.load_ms = 1000 * (clock.now() - began)
 
-    # -- orders ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def capture_ahead(
         self, params: Collection[SamplingParams], limit: int | None = None, concurrency: int = 1
@@ -111,20 +117,23 @@ class Engine(EngineClient):
         return sum(takewhile(bool, map(self.round_queue.capture, shapes)))
 
     def add(self, request: Request) -> None:
-        """Queue a request. Whatever can be refused for one request alone is refused here."""
-        sequence = self._checks.sequence(request)
+        """Queue a request. Every error that depends on this request alone is raised here."""
+        sequence = self._validator.new_sequence(request)
         sequence.metrics.load_ms = self.load_ms
         self.scheduler.add(sequence)
-        # What an earlier request of this id has left is not for this one.
+        # Events that are left of an earlier request with this id do not belong to this one.
         self._ready = [event for event in self._ready if event.request_id != request.id]
 
     def check(self, request: Request) -> None:
-        """Refuse what `add` would refuse, from any thread: a grammar is compiled here, not between rounds."""
-        self._checks.sequence(request)
+        """Raise what `add` would raise, from any thread.
+
+        A grammar is then compiled here, and not between rounds.
+        """
+        self._validator.new_sequence(request)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._checks.tokenizer
+        return self._validator.tokenizer
 
     @property
     def has_tokenizer(self) -> bool:
@@ -132,70 +141,71 @@ class Engine(EngineClient):
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages of the cache that requests hold, and all that they can hold."""
-        free = self.page_table.num_available
-        most = self.page_table.num_pages - NUM_RESERVED
-        return most - free, most
+        """Cache pages that requests use, and all that they can use."""
+        return self.page_table.num_used, self.page_table.num_usable
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; its event with finish_reason "abort" comes with the next step."""
+        """Stop a request; the next step returns its event with finish_reason "abort"."""
         sequence = self.scheduler.by_id.get(request_id)
         if sequence is not None:
             self._stop(sequence, "abort")
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs or has not been handed out."""
+        """True if a request waits or runs, or an event has not been returned yet."""
         return bool(self.scheduler.by_id or self.scheduler.in_flight or self._ready)
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
+        """Return the metrics of a request that waits, runs or has recently ended.
+
+        Raises KeyError for an unknown id.
+        """
         sequence = self.scheduler.by_id.get(request_id)
         return self._finished[request_id] if sequence is None else sequence.metrics
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
+        """Run requests to their end, yielding events as they come.
 
-        Nothing else may run meanwhile. What is not finished when the caller stops listening is aborted.
-        Raises what `add` raises.
+        Requests are taken from `requests` as slots become free. Nothing else may run meanwhile. Requests that
+        are unfinished when the caller closes the iterator are aborted. Raises what `add` raises.
         """
         source = iter(requests)
-        names = set[str]()
+        request_ids = set[str]()
         try:
             while True:
                 for request in islice(
                     source, max(0, self.plan.shape.slots - len(self.scheduler.waiting))
                 ):
                     self.add(request)
-                    names.add(request.id)
+                    request_ids.add(request.id)
                 if not self.has_work:
                     return
                 yield from self.step()
         finally:
-            for request_id in names:
+            for request_id in request_ids:
                 self.abort(request_id)
-            self._ready = [event for event in self._ready if event.request_id not in names]
+            self._ready = [event for event in self._ready if event.request_id not in request_ids]
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Run requests to their end together; one completion each, in their order.
+        """Run requests together to their end; return a completion for each, in their order.
 
-        Raises what `add` would refuse any of them with, before the first one runs.
+        Raises what `add` would raise for any of them, before the first one runs.
         """
-        asked = list(requests)
-        for request in asked:
-            self._checks.sequence(request)
-        done = {request.id: Completion(request_id=request.id) for request in asked}
-        if len(done) < len(asked):
+        batch = list(requests)
+        for request in batch:
+            self._validator.new_sequence(request)
+        completions = {request.id: Completion(request_id=request.id) for request in batch}
+        if len(completions) < len(batch):
             raise UsageError("a request id is given twice", fix=["an id of its own for each"])
-        for event in self.stream(asked):
-            completion = done[event.request_id]
-            completion.take(event)
+        for event in self.stream(batch):
+            completion = completions[event.request_id]
+            completion.add(event)
             if event.finish_reason is not None:
                 completion.metrics = self.metrics(event.request_id)
-        return list(done.values())
+        return list(completions.values())
 
     def close(self) -> None:
-        """Let go of everything that runs, and of the other ranks where there are several."""
+        """Abort everything that runs, and end the other ranks where there are several."""
         for request_id in list(self.scheduler.by_id):
             self.abort(request_id)
         self._ready.clear()
@@ -205,7 +215,7 @@ class Engine(EngineClient):
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Admit and prefill, enqueue one round, read those that are due."""
+        """Admit and prefill, enqueue one round, read the rounds that are due; return their events."""
         scheduler = self.scheduler
         try:
             if scheduler.waiting or scheduler.prefilling:
@@ -227,54 +237,59 @@ class Engine(EngineClient):
         self._ready = []
         return events
 
-    def _fail_running(self, why: str) -> None:
-        """End every running request with an error: a round broke off, and where is not known."""
+    def _fail_running(self, message: str) -> None:
+        """End every running request with an error, after a round that failed at an unknown place."""
         self._drop_rounds()
-        self.scheduler.forget()
+        self.scheduler.invalidate_cache()
         self.round_queue.restart()
         for sequence in self.scheduler.running():
-            self._stop(sequence, "error", why)
+            self._stop(sequence, "error", message)
 
     def _drop_rounds(self) -> None:
-        """No round is on its way any more."""
+        """Drop all rounds in flight without reading them."""
         while self.scheduler.in_flight:
             self.scheduler.finish_round()
 
     def _prefill(self) -> None:
-        """Write prompts: one pass, or a few where more wait."""
+        """Write parts of prompts: in one pass, or in a few passes while more sequences wait."""
         scheduler = self.scheduler
-        stalls = self.scheduler.busy
+        lookahead = 2 * self.plan.shape.draft_max + 1
+        delays_decoding = scheduler.has_decoding
         began = clock.now()
         passes = 0.0
-        most = BUSY_PASSES if stalls else IDLE_PASSES
-        written: list[tuple[Sequence, int]] = []
-        while (
-            sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)
-        ) is not None:
-            if not sequence.placed:
-                self._place(sequence)
-            written.append((sequence, rows := self.write_prompt_part(sequence)))
+        max_passes = BUSY_PASSES if delays_decoding else IDLE_PASSES
+        parts: list[tuple[Sequence, int]] = []  # sequences, and the positions written for each
+        while (sequence := scheduler.next_to_prefill(lookahead)) is not None:
+            if not sequence.is_admitted:
+                self._admit(sequence)
+            rows = self.write_prompt_part(sequence)
+            parts.append((sequence, rows))
             self.prefilling(sequence.prefilled, sequence.prefill_end)
             if sequence is not scheduler.prefilling:
-                self._arm(sequence)
-            # A pass, or a part of one that others share.
-            passes += rows / self.plan.shape.chunk if self.round_queue.runner.merges else rows > 0
-            several = scheduler.busy and (scheduler.more_could_join or not stalls)
-            if passes >= (most if several else 1):  # alone one: an abort waits for no whole prompt
+                self._activate(sequence)
+            # Where prompts share a pass, a part counts as its share of one.
+            merges = self.round_queue.runner.merges_prompts
+            passes += rows / self.plan.shape.chunk if merges else rows > 0
+            fills_batch = scheduler.has_decoding and (
+                scheduler.more_could_join or not delays_decoding
+            )
+            # Otherwise one pass, so that an abort does not wait for a long prompt.
+            if passes >= (max_passes if fills_batch else 1):
                 break
-        for sequence, _ in written:
+        for sequence, _ in parts:
             if sequence.scores_prompt and sequence is not scheduler.prefilling:
-                sequence.take_prompt_scores(self.round_queue.prompt_scores(sequence.slot))
-        if rows := sum(count for _, count in written):
+                sequence.set_prompt_scores(self.round_queue.prompt_scores(sequence.slot))
+        total_rows = sum(rows for _, rows in parts)
+        if total_rows:
             self.round_queue.flush()
-            each = 1000 * (clock.now() - began) / rows
-            for sequence, count in written:
-                sequence.metrics.prompt_ms += each * count
+            ms_per_row = 1000 * (clock.now() - began) / total_rows
+            for sequence, rows in parts:
+                sequence.metrics.prompt_ms += ms_per_row * rows
 
-    def _place(self, sequence: Sequence) -> None:
-        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
+    def _admit(self, sequence: Sequence) -> None:
+        """Write the slot's row on the device; the sequence stays inactive until it is prefilled."""
         request = sequence.request
-        sequence.placed = True
+        sequence.is_admitted = True
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
@@ -289,12 +304,12 @@ class Engine(EngineClient):
                 stop_ids=sequence.stop_ids,
                 prefilled=sequence.prefilled,
                 pages=sequence.pages,
-                checkpoint=sequence.checkpoint,
+                snapshot=sequence.snapshot,
             )
         )
 
     def write_prompt_part(self, sequence: Sequence) -> int:
-        """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
+        """Enqueue the next pass over a prompt, at most one chunk; return how many positions it writes."""
         scheduler = self.scheduler
         start = sequence.prefilled
         end = sequence.prefill_end
@@ -305,115 +320,124 @@ class Engine(EngineClient):
             chunked = run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
-            scored = sequence.request.prompt_logprobs if sequence.scores_prompt else None
-            self.round_queue.write(sequence.slot, sequence.pages, start, end, chunked, scored)
-        scheduler.wrote(sequence, end)
-        if (place := scheduler.due(sequence, start)) is not None:
+            num_scores = sequence.request.prompt_logprobs if sequence.scores_prompt else None
+            self.round_queue.write(sequence.slot, sequence.pages, start, end, chunked, num_scores)
+        scheduler.mark_written(sequence, end)
+        place = scheduler.due_snapshot(sequence, start)
+        if place is not None:
             self.round_queue.save(place, sequence.slot, sequence.pages, end)
         return end - start
 
-    def _arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
+    def _activate(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:
         try:
-            arm(self.round_queue, sequence, drafts, self.plan.config.verify)
+            activate(self.round_queue, sequence, drafts, self.plan.config.verify)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 
-    def _make_room(self, live: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
-        """Pages for `rows` more positions of all that decode, oldest first; the last to come gives way.
+    def _make_room(self, batch: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
+        """Allocate pages for `rows` more positions of each decoding sequence, the oldest first.
 
-        What is on its way is read first: it may end a sequence, and bounds become lengths. Returns those
-        still there or ready meanwhile, and what the round may reach of each.
+        Where pages run short, rounds in flight are read first: they may end a sequence, and their bounds
+        become lengths. Then the latest to arrive is preempted. Returns the sequences that decode
+        afterwards, some of which may have become ready meanwhile, and the end of each one's positions.
         """
         scheduler = self.scheduler
         ctx = self.plan.shape.ctx
         while True:
-            reaches = [min(sequence.bound + rows, ctx) for sequence in live]
-            short = [
-                s
-                for s, reach in zip(live, reaches, strict=True)
-                if len(s.pages) * PAGE_SIZE < reach
+            ends = [min(sequence.length_bound + rows, ctx) for sequence in batch]
+            short_of_pages = [
+                sequence
+                for sequence, end in zip(batch, ends, strict=True)
+                if len(sequence.pages) * PAGE_SIZE < end
             ]
-            for sequence in sorted(short, key=attrgetter("epoch")):
-                if not scheduler.grow(sequence, sequence.bound + rows):
+            for sequence in sorted(short_of_pages, key=attrgetter("epoch")):
+                if not scheduler.grow(sequence, sequence.length_bound + rows):
                     break
                 self.round_queue.upload_pages(sequence.slot, sequence.pages)
             else:
-                return live, reaches
+                return batch, ends
             if scheduler.in_flight:
                 self.read_oldest_round()
             else:
-                last = max(scheduler.running(), key=attrgetter("epoch"))  # epochs follow arrivals
-                self._vacate(last, settled=True)
-                scheduler.preempt(last)
-            live = scheduler.decoding()
+                latest = max(scheduler.running(), key=attrgetter("epoch"))  # epochs follow arrivals
+                self._vacate(latest, settled=True)
+                scheduler.preempt(latest)
+            batch = scheduler.decoding()
 
-    def _gather(self, live: list[Sequence]) -> None:
-        """Note what follows from the sequences of a round, where one came or went."""
-        self._gathered = live
-        most = self.plan.shape.draft_max
-        self._needs = reduce(or_, (sequence.needs for sequence in live), SamplingSteps())
-        wanted = (sequence.request.params.logprobs for sequence in live)
-        self._logprobs = max((one for one in wanted if one is not None), default=None)
-        caps = (most if (cap := s.request.draft_max) is None else min(cap, most) for s in live)
-        self.draft_length.attend([(s.acceptance, cap) for s, cap in zip(live, caps, strict=True)])
+    def _set_batch(self, batch: list[Sequence]) -> None:
+        """Set the sequences of the next rounds, where one came or went, and what follows from them."""
+        self._batch = batch
+        draft_max = self.plan.shape.draft_max
+        self._needs = reduce(or_, (sequence.needs for sequence in batch), SamplingSteps())
+        logprobs = [sequence.request.params.logprobs for sequence in batch]
+        self._num_logprobs = max((count for count in logprobs if count is not None), default=None)
+        requests = []
+        for sequence in batch:
+            cap = sequence.request.draft_max
+            cap = draft_max if cap is None else min(cap, draft_max)
+            requests.append((sequence.acceptance, cap))
+        self.draft_length.set_requests(requests)
 
     def _enqueue(self) -> bool:
-        """Enqueue one round over all that decode; False when every one may already be at its limit."""
+        """Enqueue one round over all decoding sequences; False if each may be at its limit already."""
         decoding = self.scheduler.decoding()
-        if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
+        if not any(s.length_bound < s.length_limit or not s.in_flight for s in decoding):
             return False
-        if decoding != self._gathered:
-            self._gather(decoding)
+        if decoding != self._batch:
+            self._set_batch(decoding)
         k = self._k
         next_k = self.draft_length.choose()
-        rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
-        live, reaches = self._make_room(decoding, rows)
-        if not live:
+        rows = k + 1 + next_k  # rows fed at most, and drafts beyond the committed tokens
+        batch, ends = self._make_room(decoding, rows)
+        if not batch:
             return False
-        if live is not decoding:
-            self._gather(live)
+        if batch is not decoding:
+            self._set_batch(batch)
         views = [EMPTY_SLOT] * self.plan.shape.slots
-        for sequence, reach in zip(live, reaches, strict=True):
-            views[sequence.slot] = SlotView(reach, sequence.pages)
+        for sequence, end in zip(batch, ends, strict=True):
+            views[sequence.slot] = SlotView(end, sequence.pages)
             sequence.in_flight += k + 1
-        ticket = self.round_queue.launch(k, views, self._needs, self._logprobs, next_k)
-        self.scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
-        for sequence in live:
+        pending = self.round_queue.launch(k, views, self._needs, self._num_logprobs, next_k)
+        self.scheduler.in_flight.append(EnqueuedRound(pending, batch, []))
+        for sequence in batch:
             if sequence.needs.grammar:
                 sequence.active = False
                 self.round_queue.set_active(sequence.slot, False)
         self._k = next_k
         return True
 
-    # -- reading what happened ---------------------------------------------------------------------
+    # -- reading rounds --------------------------------------------------------------------------
 
     def read_oldest_round(self) -> None:
         """Wait for the oldest enqueued round, and apply its result to the sequences it served."""
         scheduler = self.scheduler
         oldest = self.scheduler.in_flight[0]
-        result = oldest.ticket.read()
+        result = oldest.pending.read()
         scheduler.finish_round()
         self.rounds += 1
-        draft, verify, rest = result.seconds
+        draft_seconds, verify_seconds, other_seconds = result.seconds
+        verify_seconds += other_seconds
         self.draft_length.observe_cost(
-            result.k, verify + rest, draft, result.draft_forwards, result.gap
+            result.k, verify_seconds, draft_seconds, result.draft_forwards, result.gap
         )
         now = clock.now()
         for sequence in oldest.sequences:
-            if (
-                scheduler.slots[sequence.slot] is sequence
-            ):  # none leaves its slot in between but for good
+            # A sequence that has left its slot meanwhile has ended.
+            if scheduler.slots[sequence.slot] is sequence:
                 self._apply(sequence, result.rows[sequence.slot], result, now)
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
+        """Apply a round's result to one of its sequences; `row` is its row of the ring."""
         sequence.in_flight -= result.k + 1
-        if sequence.silent:
-            sequence.silent -= 1
+        if sequence.ignored_rounds:
+            sequence.ignored_rounds -= 1
             return
-        # As in `read_emission`, whose lists only a trace needs.
+        # As `read_emission` does, without the lists that only a trace needs.
         num_drafts, accepted, committed, reason, _, match = row[1:EMISSION_HEAD]
         sampled = row[EMISSION_HEAD : EMISSION_HEAD + committed]
-        event = sequence.take(sampled, num_drafts, accepted, REASONS[reason], now, result.logprobs)
+        event = sequence.apply_round(
+            sampled, num_drafts, accepted, FINISH_REASONS[reason], now, result.logprobs
+        )
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             acceptance = sequence.acceptance
@@ -422,71 +446,54 @@ class Engine(EngineClient):
             emission = read_emission(row)
             self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
         if event.finish_reason is not None:
-            is_whole = len(event.token_ids) == committed
+            emits_all = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight
-            self._end(
-                sequence, event, has_stopped and (is_whole or not self.plan.drafter_is_recurrent)
-            )
+            settled = has_stopped and (emits_all or not self.plan.drafter_is_recurrent)
+            self._end(sequence, event, settled)
             return
         if event.token_ids:
             self._ready.append(event)
-        if sequence.grammar is None or (sequence.waits and not sequence.paused):
+        if sequence.grammar is None or (sequence.defers_grammar and not sequence.is_paused):
             return
-        if sequence.paused:  # it stopped where its grammar may begin
-            sequence.silent = sum(sequence in each.sequences for each in self.scheduler.in_flight)
-            self._gathered = []  # what a round needs has changed
+        drafts: abc.Sequence[int] = ()
+        if sequence.is_paused:  # it stopped where its grammar may begin
+            in_flight = self.scheduler.in_flight
+            sequence.ignored_rounds = sum(sequence in entry.sequences for entry in in_flight)
+            self._batch = []  # the sampling steps have changed
             self.round_queue.resume(sequence.slot, sequence.stop_ids)
-        self._arm(
-            sequence,
-            ()
-            if sequence.paused or result.next_drafts is None
-            else result.next_drafts[sequence.slot],
-        )
+        elif result.next_drafts is not None:
+            drafts = result.next_drafts[sequence.slot]
+        self._activate(sequence, drafts)
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """End a sequence between rounds, with the text that is complete."""
         text = sequence.detokenizer.take(final=True)
-        self._end(
-            sequence,
-            Event(sequence.request.id, (), text, reason, error=error),
-            not sequence.in_flight,
-        )
+        event = Event(sequence.request.id, (), text, reason, error=error)
+        self._end(sequence, event, not sequence.in_flight)
 
     def _vacate(self, sequence: Sequence, settled: bool) -> None:
-        """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
+        """Deactivate a sequence's slot on the device, and save its states if they are `settled`.
+
+        settled: no state has taken in a token beyond the sequence's end.
+        """
         scheduler = self.scheduler
-        held = sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
-        place = scheduler.checkpoint(sequence, held) if settled else None
+        end = sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
+        place = scheduler.snapshot_place(sequence, end) if settled else None
         try:
-            self.round_queue.retire(sequence.slot, sequence.pages, held, place)
+            self.round_queue.retire(sequence.slot, sequence.pages, end, place)
         except BaseException:
-            scheduler.forget()
+            scheduler.invalidate_cache()
             raise
 
     def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
-        """Say that a request is over, and free what it holds; settled: see `_vacate`."""
+        """Free the slot and pages of a sequence, and queue its last event; settled: see `_vacate`."""
         sequence.finish_reason = event.finish_reason
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")
-        if own := self.scheduler.retire(sequence):
-            self.round_queue.zero_pages(own)
-        self._ready.append(event)  # where freeing broke off it is not over yet
+        private_pages = self.scheduler.retire(sequence)
+        if private_pages:
+            self.round_queue.zero_pages(private_pages)
+        self._ready.append(event)  # last: where freeing fails the request has not ended
         self._finished[event.request_id] = sequence.metrics
-        if len(self._finished) > KEPT:
+        if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
-
-
-def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) -> None:
-    """Let a sequence take part from the next round on, with masks for its drafts where a grammar wants them.
-
-    rule: what decides about drafts. Raises GrammarError for a grammar that cannot go on.
-    """
-    if sequence.grammar is not None and not sequence.waits:
-        words = mask_width(device.sampler.vocab_size)
-        rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
-        legal = sequence.grammar.masks(drafts, rows)
-        # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
-        # cut away unseen, it would count as a block that came to a fair end.
-        legal = legal if rule == "coupled" else len(drafts)
-        device.set_masks(sequence.slot, rows, list(drafts), legal)
-    sequence.active = True
-    device.set_active(sequence.slot, True)

@@ -1,8 +1,9 @@
-"""Structured output: which tokens a grammar allows after each draft, and where a text has to end.
+"""Structured output: the tokens that a grammar allows after each draft, and where a text has to end.
 
-`llguidance` parses and walks; it is imported with the first grammar. A budget of thinking is a
-grammar, too: it allows everything until it is spent, then the end of thinking only, so it cuts the same text
-with and without speculation. No torch here. Source: llguidance's Python interface, version 1.9.
+`llguidance` parses grammars and follows them; it is imported with the first grammar. A thinking budget is a
+grammar, too: it allows every token until it is spent, then only the end of thinking. So the text is cut at
+the same place with and without speculation. No torch here. Source: llguidance's Python interface, version
+1.9.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from spd.runtime.engine.grammar_tokenizer import GrammarVocabulary
 from spd.runtime.engine.large_stack import on_large_stack
-from spd.runtime.engine.request import JSON_STYLE, GrammarSpec, ThinkingBudget
+from spd.runtime.engine.request import GrammarSpec, ThinkingBudget
 from spd.runtime.engine.schema_text import (
     SHALLOW_BYTES,
     TOO_MANY_SYMBOLS,
@@ -22,8 +23,9 @@ from spd.runtime.engine.schema_text import (
     check_patterns,
     check_size,
     closed_schema,
+    grammar_error,
+    library_schema_grammar,
     parser_limits,
-    refused,
     summarize_error,
     usable_schema,
     with_schemas,
@@ -31,229 +33,278 @@ from spd.runtime.engine.schema_text import (
 from spd.runtime.round.limits import WORD, mask_width
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
     from torch import Tensor
 
     from spd.formats.tokenizer import Tokenizer
 
-BEGINNING = 2  # tokens of a reply among which its thinking has to begin
-KEPT = 64  # compiled grammars that are kept for the next request with the same text
+THINKING_START_LIMIT = 2
+"""First tokens of a reply among which its thinking has to begin."""
+MAX_COMPILED = 64
+"""Compiled grammars that are cached for later requests with the same text."""
 
 
 class GrammarError(Exception):
-    """A grammar that cannot go on, in words."""
+    """A grammar without a continuation; the message says why."""
+
+
+class Matcher(Protocol):
+    """The methods of llguidance's LLMatcher that follow one text."""
+
+    def is_stopped(self) -> bool:
+        """True if the text is complete and no token may follow."""
+
+    def is_accepting(self) -> bool:
+        """True if the text may end here."""
+
+    def is_error(self) -> bool:
+        """True if an earlier call failed."""
+
+    def get_error(self) -> str:
+        """Return the message of the error; empty without one."""
+
+    def try_consume_tokens(self, tokens: list[int], /) -> int:
+        """Advance by tokens up to the first one that is not allowed; return their number."""
+
+    def rollback(self, count: int, /) -> bool | None:
+        """Undo the last `count` tokens."""
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int, /) -> None:
+        """Write the mask of the next token to `size` bytes at an address."""
 
 
 class Grammar:
-    """One text's way through a grammar, over an llguidance matcher, through a budget of thinking, or both.
+    """The state of one text in a grammar: in a matcher of llguidance, in a thinking budget, or both.
 
-    `ends` are the ids that end a text, allowed where the grammar may be complete. With `text.after` the
-    grammar begins behind that token, and everything is allowed before; between the tokens of
-    `text.thinking` that one does not count.
+    `end_ids` are the ids that end a text, which are allowed where the grammar may be complete. With
+    `spec.after` the grammar begins after that token, and everything is allowed before it; between the tokens
+    of `spec.thinking` that token does not count.
     """
 
     def __init__(
         self,
-        matcher: Any,
-        text: GrammarSpec | None = None,
-        own_ends: Collection[int] = (),
-        ends: Collection[int] = (),
+        matcher: Matcher | None,
+        spec: GrammarSpec | None = None,
+        library_end_ids: Collection[int] = (),
+        end_ids: Collection[int] = (),
         budget: ThinkingBudget | None = None,
     ) -> None:
-        """matcher, text: None where there is nothing but a budget."""
+        """Begin a text.
+
+        matcher, spec: None where there is only a budget. library_end_ids: the ids by which llguidance ends
+        a text, which no mask allows.
+        """
         self._matcher = matcher
-        self._own_ends = tuple(own_ends)
-        self._ends = frozenset(ends)
+        self._library_end_ids = tuple(library_end_ids)
+        self._end_ids = frozenset(end_ids)
         self._budget = budget
-        self._after = None if text is None else text.after
-        self._optional = text is not None and text.optional
-        self._thinking = None if text is None else text.thinking
-        self._thinks = self._thinking is not None and self._thinking.inside
-        self.began = matcher is not None and self._after is None
-        self._left = budget.tokens if budget is not None and budget.inside else None
-        """Tokens of thinking that are left; None outside of it."""
-        self._count = 0  # tokens that were accepted
+        self._after = None if spec is None else spec.after
+        self._optional = spec is not None and spec.optional
+        self._thinking = None if spec is None else spec.thinking
+        self._is_thinking = self._thinking is not None and self._thinking.inside
+        self.has_begun = matcher is not None and self._after is None
+        self._remaining = budget.tokens if budget is not None and budget.inside else None
+        """Tokens of the budget that remain; None while the text is not thinking."""
+        self._count = 0
+        """Accepted tokens."""
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing may follow: the text is complete."""
-        return self.began and bool(self._matcher.is_stopped())
+    def is_finished(self) -> bool:
+        """True if the text is complete and no token may follow."""
+        return self.has_begun and self._matcher is not None and self._matcher.is_stopped()
 
     @property
-    def complete(self) -> bool:
-        """Whether the text may end here."""
-        if self._matcher is None or not self.began:
+    def is_complete(self) -> bool:
+        """True if the text may end here."""
+        if self._matcher is None or not self.has_begun:
             return self._matcher is None or self._optional
-        return self.finished or bool(self._matcher.is_accepting())
+        return self.is_finished or self._matcher.is_accepting()
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
+        """Write a mask for the row of each draft and one more; return how many leading drafts are allowed.
 
-        rows int32 [n > len(drafts), words], bit v & 31 of word v >> 5 set where token v is allowed. The
-        state is afterwards what it was. Raises GrammarError.
+        rows int32 [n > len(drafts), words], in place: bit v & 31 of word v >> 5 is set where token v is
+        allowed. The grammar's state is the same afterwards. Raises GrammarError.
         """
         rows.fill_(-1)
-        legal = len(drafts) if self._matcher is None else self._guided(drafts, rows)
-        left = self._left
-        for i in range(legal + 1 if self._budget is not None else 0):
-            assert self._budget is not None
-            if left is not None and left <= 0:
+        num_legal = len(drafts)
+        if self._matcher is not None:
+            num_legal = self._matcher_masks(self._matcher, drafts, rows)
+        budget = self._budget
+        if budget is None:
+            return num_legal
+        remaining = self._remaining
+        for i in range(num_legal + 1):
+            if remaining is not None and remaining <= 0:
                 rows[i] = 0
-                rows[i, self._budget.end // WORD] = _bit(self._budget.end)
-                if i < legal and drafts[i] != self._budget.end:
+                rows[i, budget.end // WORD] = _token_bit(budget.end)
+                if i < num_legal and drafts[i] != budget.end:
                     return i
-            if i < legal:
-                left = self._left_behind(left, drafts[i], self._count + i)
-        return legal
+            if i < num_legal:
+                remaining = self._remaining_after(remaining, drafts[i], self._count + i)
+        return num_legal
 
-    def _guided(self, drafts: Sequence[int], rows: Tensor) -> int:
-        began = self.began
-        consumed = 0
-        legal = len(drafts)
-        thinks = self._thinks
+    def _matcher_masks(self, matcher: Matcher, drafts: Sequence[int], rows: Tensor) -> int:
+        """Write the masks of the matcher alone; see `masks`."""
+        has_begun = self.has_begun
+        num_consumed = 0
+        num_legal = len(drafts)
+        is_thinking = self._is_thinking
         for i, draft in enumerate((*drafts, None)):
-            if began and self._matcher.is_stopped():
-                legal = min(legal, i)  # the text ends before this row, whatever is drawn in it
+            if has_begun and matcher.is_stopped():
+                num_legal = min(num_legal, i)  # the text ends before this row
                 break
-            if began:
-                self._write(rows[i])
+            if has_begun:
+                self._write_mask(matcher, rows[i])
             if draft is None:
                 break
-            if not began:
-                began = draft == self._after and not thinks
-                thinks = self._thinks_behind(thinks, draft, self._count + i)
-            elif draft in self._ends or not self._matcher.try_consume_tokens([draft]):
-                legal = i + (draft in self._ends and self._matcher.is_accepting())
+            if not has_begun:
+                has_begun = draft == self._after and not is_thinking
+                is_thinking = self._is_thinking_after(is_thinking, draft, self._count + i)
+            elif draft in self._end_ids or not matcher.try_consume_tokens([draft]):
+                num_legal = i + (draft in self._end_ids and matcher.is_accepting())
                 break
             else:
-                consumed += 1
-        if consumed:
-            self._matcher.rollback(consumed)
-        self._raise_error()
-        return legal
+                num_consumed += 1
+        if num_consumed:
+            matcher.rollback(num_consumed)
+        self._raise_error(matcher)
+        return num_legal
 
-    def _write(self, row: Tensor) -> None:
-        """The mask of the state as it is."""
-        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
-        self._raise_error()
-        for token in self._own_ends:
-            row[token // WORD] &= ~_bit(token)
-        if self._matcher.is_accepting():
-            for token in self._ends:
-                row[token // WORD] |= _bit(token)
+    def _write_mask(self, matcher: Matcher, row: Tensor) -> None:
+        """Write the mask of the matcher's current state, in place."""
+        matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        self._raise_error(matcher)
+        for token in self._library_end_ids:
+            row[token // WORD] &= ~_token_bit(token)
+        if matcher.is_accepting():
+            for token in self._end_ids:
+                row[token // WORD] |= _token_bit(token)
 
-    def _raise_error(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(f"the grammar failed: {summarize_error(self._matcher.get_error())}")
+    def _raise_error(self, matcher: Matcher) -> None:
+        """Raise GrammarError if the matcher is in error."""
+        if matcher.is_error():
+            raise GrammarError(f"the grammar failed: {summarize_error(matcher.get_error())}")
 
     def accept(self, token: int) -> None:
-        """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
-        if not self.began:
-            self.began = self._matcher is not None and token == self._after and not self._thinks
-            self._thinks = self._thinks_behind(self._thinks, token, self._count)
-        elif not self._matcher.try_consume_tokens([token]):
-            self._raise_error()
+        """Advance by a committed token that is no end. Raises GrammarError if it is not allowed."""
+        if not self.has_begun:
+            is_opening = token == self._after and not self._is_thinking
+            self.has_begun = self._matcher is not None and is_opening
+            self._is_thinking = self._is_thinking_after(self._is_thinking, token, self._count)
+        elif self._matcher is not None and not self._matcher.try_consume_tokens([token]):
+            self._raise_error(self._matcher)
             raise GrammarError(f"token {token} is not allowed by the grammar")
-        self._left = self._left_behind(self._left, token, self._count)
+        self._remaining = self._remaining_after(self._remaining, token, self._count)
         self._count += 1
 
-    def begins_behind(self, tokens: Sequence[int]) -> bool:
-        """True if the grammar begins behind the last of these tokens, which come next."""
-        thinks = self._thinks
+    def begins_after(self, tokens: Sequence[int]) -> bool:
+        """True if the grammar begins after the last of the next `tokens`."""
+        is_thinking = self._is_thinking
         for index, token in enumerate(tokens[:-1], self._count):
-            thinks = self._thinks_behind(thinks, token, index)
-        return tokens[-1] == self._after and not thinks
+            is_thinking = self._is_thinking_after(is_thinking, token, index)
+        return tokens[-1] == self._after and not is_thinking
 
-    def _thinks_behind(self, thinks: bool, token: int, index: int) -> bool:
-        """True if the text is thinking behind its token of this index, `thinks` before it."""
+    def _is_thinking_after(self, is_thinking: bool, token: int, index: int) -> bool:
+        """True if the text is thinking after token `index`; is_thinking: whether it was before."""
         if self._thinking is None or token == self._thinking.end:
             return False
-        return thinks or (token == self._thinking.begin and index < BEGINNING)
+        begins = token == self._thinking.begin and index < THINKING_START_LIMIT
+        return is_thinking or begins
 
-    def _left_behind(self, left: int | None, token: int, index: int) -> int | None:
-        """Tokens of thinking that are left behind the reply's token of this index, `left` before it."""
+    def _remaining_after(self, remaining: int | None, token: int, index: int) -> int | None:
+        """Return the budget that remains after token `index`; `remaining` is the one before it."""
         if self._budget is None or token == self._budget.end:
             return None
-        if left is None:
-            return (
-                self._budget.tokens if token == self._budget.begin and index < BEGINNING else None
-            )
-        return left - 1
+        if remaining is None:
+            begins = token == self._budget.begin and index < THINKING_START_LIMIT
+            return self._budget.tokens if begins else None
+        return remaining - 1
 
 
-def _bit(token: int) -> int:
-    """The word in which only this token is allowed, as an int32."""
+def _token_bit(token: int) -> int:
+    """Return the mask word in which only this token is allowed, as an int32."""
     bit = 1 << (token % WORD)
     return bit - (1 << WORD) if bit >> (WORD - 1) else bit
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, in any thread, and keeps the latest."""
+    """Compiles grammars for one vocabulary, in any thread, and caches the latest."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """tokenizer: the one that encodes the prompts; None where no grammar can be asked for."""
+        """tokenizer: the one that encodes the prompts; without one no grammar can be compiled."""
         self._encoder = tokenizer
         self.vocab_size = vocab_size
-        self._tokenizer: Any = None
-        self._kept = lru_cache(KEPT)(self._read)
+        self._library_tokenizer: LLTokenizer | None = None
+        self._initial_matchers = lru_cache(MAX_COMPILED)(self._initial_matcher)
         self._lock = threading.Lock()
 
     def compile(
-        self, text: GrammarSpec | None, ends: Collection[int], budget: ThinkingBudget | None = None
+        self,
+        spec: GrammarSpec | None,
+        end_ids: Collection[int],
+        budget: ThinkingBudget | None = None,
     ) -> Grammar | None:
-        """A grammar at its beginning. Raises UsageError for one that cannot be read."""
-        if text is None:
+        """Return a grammar at its beginning. Raises UsageError for one that cannot be parsed."""
+        if spec is None:
             return None if budget is None else Grammar(None, budget=budget)
-        check_size(text.kind, text.text)
-        kept = self._kept(text.kind, text.text)
+        check_size(spec.kind, spec.text)
+        initial = self._initial_matchers(spec.kind, spec.text)
         with self._lock:
-            matcher = kept.deep_copy()
-        return Grammar(matcher, text, self._tokenizer.eos_tokens, ends, budget)
+            matcher = initial.deep_copy()
+        library_end_ids = self._load_tokenizer(spec.kind).eos_tokens
+        return Grammar(matcher, spec, library_end_ids, end_ids, budget)
 
-    def _read(self, kind: str, text: str) -> Any:
+    def _load_tokenizer(self, kind: str) -> LLTokenizer:
+        """Return llguidance's form of the vocabulary. Raises UsageError without a tokenizer."""
+        if self._library_tokenizer is None:
+            if self._encoder is None:
+                raise grammar_error(kind, "the model has no tokenizer")
+            size = mask_width(self.vocab_size) * WORD
+            self._library_tokenizer = GrammarVocabulary(self._encoder, size).library()
+        return self._library_tokenizer
+
+    def _initial_matcher(self, kind: str, text: str) -> LLMatcher:
         """Return a matcher at the beginning of a grammar. Raises UsageError."""
         if len(text) <= SHALLOW_BYTES:
-            return self._checked(kind, text)
-        return on_large_stack(lambda: self._checked(kind, text))
+            return self._checked_matcher(kind, text)
+        return on_large_stack(lambda: self._checked_matcher(kind, text))
 
-    def _checked(self, kind: str, text: str) -> Any:
-        """Return a matcher as `_read` does, on the stack of the thread that asks."""
-        if self._tokenizer is None:
-            if self._encoder is None:
-                raise refused(kind, "the model has no tokenizer")
-            size = mask_width(self.vocab_size) * WORD
-            self._tokenizer = GrammarVocabulary(self._encoder, size).library()
+    def _checked_matcher(self, kind: str, text: str) -> LLMatcher:
+        """Return a matcher as `_initial_matcher` does, on the stack of the calling thread."""
+        self._load_tokenizer(kind)
         check_patterns(kind, text)
         check_parts(kind, text)
-        matcher = self._matcher(kind, with_schemas(kind, text, closed_schema))
+        matcher = self._new_matcher(kind, with_schemas(kind, text, closed_schema))
         if matcher.is_error() and TOO_MANY_SYMBOLS not in matcher.get_error():
-            # perhaps by a schema that has to be looked at by itself
-            matcher = self._matcher(kind, with_schemas(kind, text, usable_schema))
+            # One of its schemas may be unusable closed: try each of them alone.
+            matcher = self._new_matcher(kind, with_schemas(kind, text, usable_schema))
         if matcher.is_error():
-            raise refused(kind, matcher.get_error())
-        beginning = matcher.deep_copy()
-        beginning.compute_bitmask()
-        if beginning.is_error():
-            raise refused(kind, "no text begins as it says")
+            raise grammar_error(kind, matcher.get_error())
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise grammar_error(kind, "no text begins as it says")
         return matcher
 
-    def _matcher(self, kind: str, prepared: str) -> Any:
+    def _new_matcher(self, kind: str, prepared_text: str) -> LLMatcher:
         """Return a matcher of a grammar whose schemas are prepared; it may be in error."""
         from llguidance import LLMatcher
 
-        grammar = _grammar(kind, prepared)
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        grammar = _library_grammar(kind, prepared_text)
+        tokenizer = self._load_tokenizer(kind)
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
 
 
-def _grammar(kind: str, text: str) -> str:
-    """Return a grammar as llguidance takes it. Raises UsageError."""
+def _library_grammar(kind: str, text: str) -> str:
+    """Return a grammar in llguidance's own form. Raises UsageError."""
     from llguidance import LLMatcher
 
     try:
         if kind == "schema":
-            style = JSON_STYLE if text.lstrip().startswith("{") else None
-            return LLMatcher.grammar_from_json_schema(text, style)
+            return library_schema_grammar(text)
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         return LLMatcher.grammar_from_lark(text)
     except (ValueError, RuntimeError) as error:
-        raise refused(kind, str(error)) from None
+        raise grammar_error(kind, str(error)) from None

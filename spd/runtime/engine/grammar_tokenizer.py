@@ -1,8 +1,8 @@
-"""The vocabulary of a grammar: the tokens that a model's tokenizer has, and how it writes text.
+"""The vocabulary of a grammar: the tokens of a model's tokenizer, and how it encodes text.
 
-A grammar forces what has only one continuation, written as the tokenizer would write it. Names of
-control tokens in it are text like any other: ordinary tokens write them, as a parser of replies
-takes the control token itself for something else.
+Where a grammar has only one continuation, llguidance forces its text, which it encodes as the tokenizer
+would. The name of a control token in that text is encoded by ordinary tokens: a parser of replies would
+misread the control token itself.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
 
 _FENCE = "\x02"
-"""What no vocabulary joins with what follows: a text may lose or get a blank where it begins."""
+"""A character that no vocabulary joins with the following text.
+
+Some tokenizers drop or add a blank at the beginning of a text, so a text is also encoded after this.
+"""
 
 
 class GrammarVocabulary:
-    """The tokens of a tokenizer as llguidance asks for them.
-
-    The attributes are those that `llguidance.TokenizerWrapper` reads.
-    """
+    """A tokenizer with the attributes that `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        """size: ids in a mask, those without a token included."""
+        """size: number of ids in a mask, those without a token included."""
         self._tokenizer = tokenizer
         controls = _control_tokens(tokenizer)
         self._controls = frozenset(controls)
@@ -53,17 +53,17 @@ class GrammarVocabulary:
         return self._library
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return ordinary tokens that write a text. It does not raise: llguidance would panic."""
+        """Return ordinary tokens for a text. It does not raise, since llguidance would panic."""
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        written = text.encode()
-        for candidate in (self._encode, self._encode_fenced):
-            ids = candidate(text)
-            if self._bytes_of(ids) == written and self._controls.isdisjoint(ids):
+        text_bytes = text.encode()
+        for encode in (self._encode, self._encode_fenced):
+            ids = encode(text)
+            if self._decode_bytes(ids) == text_bytes and self._controls.isdisjoint(ids):
                 return ids
         return self._library.greedy_tokenize(text) if self._library is not None else []
 
     def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, cut within each name of a control token; none on errors."""
+        """Return the tokens of a text that is cut inside each control token's name; none on errors."""
         names = self._control.finditer(text) if self._control is not None else ()
         cuts = [0, *(name.start() + 1 for name in names), len(text)]
         try:
@@ -75,20 +75,20 @@ class GrammarVocabulary:
         return [token for piece in pieces for token in piece]
 
     def _encode_fenced(self, text: str) -> list[int]:
-        """Return the tokens of a text that does not begin where a text begins."""
+        """Return the tokens of a text that follows `_FENCE`, so that no blank is dropped or added."""
         ids = self._encode(_FENCE + text)
         for count in range(len(ids)):
-            if self._bytes_of(ids[:count]).lstrip(b" ") == _FENCE.encode():
+            if self._decode_bytes(ids[:count]).lstrip(b" ") == _FENCE.encode():
                 return ids[count:]
         return []
 
-    def _bytes_of(self, ids: list[int]) -> bytes:
+    def _decode_bytes(self, ids: list[int]) -> bytes:
         return self._tokenizer.decode_bytes(ids)
 
     def _end_of_text(self, size: int) -> int:
-        """Return an id by which llguidance may end a text; no mask allows it.
+        """Return the id by which llguidance ends a text; no mask allows it.
 
-        An id without a token serves best: one with a token can stand in a grammar by its number.
+        An id without a token is best, since a grammar can contain a token by its number.
         """
         unused = range(self._tokenizer.vocab_size, size)
         if unused:
@@ -99,11 +99,11 @@ class GrammarVocabulary:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the names of the tokens that stand for no text, by id.
+    """Return the names of the tokens without text, by id.
 
-    Beside the special ones these are added tokens written `<…>`, such as `<tool_call>`.
+    These are the special tokens, and added tokens of the form `<…>`, such as `<tool_call>`.
     """
-    marks = (name for name in tokenizer.added_tokens if re.fullmatch(r"<.*>", name, re.DOTALL))
-    added = {tokenizer.token_to_id(name): name for name in sorted(marks)}
+    names = (name for name in tokenizer.added_tokens if re.fullmatch(r"<.*>", name, re.DOTALL))
+    added = {tokenizer.token_to_id(name): name for name in sorted(names)}
     special = {token: name for name, token in tokenizer.special_tokens.items()}
     return {**special, **{token: name for token, name in added.items() if token is not None}}

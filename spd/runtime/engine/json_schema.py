@@ -1,9 +1,8 @@
-"""JSON schemas as grammars read them: references resolved, objects closed over what they name.
+"""JSON schemas rewritten for grammars: references resolved, objects closed over their properties.
 
-JSON Schema leaves an object open unless `additionalProperties` says otherwise. A grammar that
-follows it lets a weak model invent keys until a limit cuts the reply. So an object whose
-`properties` are listed takes no others, as in the grammars of llama.cpp and xgrammar. A closed
-schema accepts a part of what the open one accepts.
+JSON Schema leaves an object open unless `additionalProperties` says otherwise. With such a grammar a weak
+model invents keys until a limit cuts the reply. So an object whose `properties` are listed takes no others,
+as in the grammars of llama.cpp and xgrammar. A closed schema accepts a subset of what the open one accepts.
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | Non
 JsonObject: TypeAlias = dict[str, Json]
 
 IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
+"""Keywords with lists of schemas that apply to the same value."""
 ALTERNATIVES = ("anyOf", "oneOf")
 CONDITIONS = ("if", "then", "else")
-"""With `dependentSchemas`: what no grammar holds. Only the names in it count."""
+"""Like `dependentSchemas`, these cannot be expressed in a grammar: only the keys they name count."""
 DEFINITIONS = ("$defs", "definitions")
-NOTES = frozenset(
+DESCRIPTIONS = frozenset(
     ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"]
 )
-"""Keywords that only describe."""
-_NAMES = frozenset(["$comment", "$schema", "$id", "$anchor", "x-guidance"])
-ANNOTATIONS = NOTES | _NAMES | frozenset(DEFINITIONS)
+"""Keywords that only describe a value."""
+_IDENTIFIERS = frozenset(["$comment", "$schema", "$id", "$anchor", "x-guidance"])
+ANNOTATIONS = DESCRIPTIONS | _IDENTIFIERS | frozenset(DEFINITIONS)
 """Keywords that restrict no value."""
 VALUES = ("const", "enum", "default", "examples")
-"""Keywords that hold values, in which nothing is a schema."""
+"""Keywords whose content is values, not schemas."""
 MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
-"""Keywords that hold schemas by name."""
+"""Keywords whose content is a map from names to schemas."""
 ARRAY_KEYWORDS = ("items", "prefixItems", "additionalItems", "contains")
 MAX_NODES = 30_000
-"""Schemas that are read and written for one schema; one that would need more stays as it is."""
+"""Schemas read and written while one schema is rewritten; a schema that needs more stays as it is."""
 
 
 class SchemaDocument:
-    """A schema and the places in it that its references name, by JSON pointer."""
+    """A schema, and the JSON pointers that its references resolve to."""
 
     def __init__(self, root: Json) -> None:
         self.root = root
         self._anchors: dict[str, str] = {}
         self._resolved: dict[str, str | None] = {}
         self.is_local = True
-        """False where references mean another place than the pointer says, because of an inner
-        `$id`."""
+        """False if an inner `$id` or a dynamic reference changes what the references resolve to."""
         self._read(root, "#")
 
     def _read(self, node: Json, pointer: str) -> None:
-        """Note the anchors below a node, and what makes references depend on where they stand."""
+        """Collect the anchors within a node, and set `is_local`."""
         if isinstance(node, list):
             for index, item in enumerate(node):
                 self._read(item, f"{pointer}/{index}")
@@ -67,10 +66,7 @@ class SchemaDocument:
             self._read(value, f"{pointer}/{key.replace('~', '~0').replace('/', '~1')}")
 
     def resolve(self, reference: Json) -> str | None:
-        """Return the pointer that a reference means;
-
-        None where it names no place in this document.
-        """
+        """Return the pointer that a reference resolves to; None if it is none in this document."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         if reference not in self._resolved:
@@ -83,9 +79,13 @@ class SchemaDocument:
         return self._resolved[reference]
 
     def at(self, pointer: str) -> Json:
-        """Return what stands at a pointer. Raises LookupError, ValueError or TypeError."""
+        """Return the node at a pointer. Raises LookupError, ValueError or TypeError."""
         node = self.root
-        for step in pointer.split("/")[1:] if pointer.startswith("#/") else self._steps(pointer):
+        if pointer == "#":
+            return node
+        if not pointer.startswith("#/"):
+            raise LookupError(pointer)
+        for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(node, list):
                 node = node[int(key)]
@@ -94,15 +94,6 @@ class SchemaDocument:
             else:
                 raise LookupError(pointer)
         return node
-
-    def _steps(self, pointer: str) -> list[str]:
-        """Return the steps of the pointer to the whole document.
-
-        Raises LookupError for another one.
-        """
-        if pointer != "#":
-            raise LookupError(pointer)
-        return []
 
 
 def constraints(node: JsonObject) -> set[str]:
@@ -123,80 +114,84 @@ def references(node: Json) -> Iterator[str]:
 
 
 def without_descriptions(schema: JsonObject) -> JsonObject:
-    """Return a schema without the keywords that only describe it, unless a reference leads there."""
-    if any(note in reference.split("/") for note in NOTES for reference in references(schema)):
-        return schema
-    return _without_notes(schema)
+    """Return a schema without the keywords that only describe it.
+
+    A schema with a reference to such a keyword is returned as it is.
+    """
+    for reference in references(schema):
+        if not DESCRIPTIONS.isdisjoint(reference.split("/")):
+            return schema
+    return _strip_descriptions(schema)
 
 
-def _without_notes(node: JsonObject) -> JsonObject:
-    described = ((key, value) for key, value in node.items() if key not in NOTES)
-    return {key: _value_without_notes(key, value) for key, value in described}
+def _strip_descriptions(node: JsonObject) -> JsonObject:
+    """Return a schema without descriptions."""
+    return {key: _strip_value(key, value) for key, value in node.items() if key not in DESCRIPTIONS}
 
 
-def _value_without_notes(key: str, value: Json) -> Json:
-    """Return the value of a keyword without what only describes the schemas in it."""
+def _strip_value(key: str, value: Json) -> Json:
+    """Return the value of a keyword without the descriptions of the schemas in it."""
     if key in VALUES:
         return value
     if isinstance(value, list):
-        return [_without_notes(item) if isinstance(item, dict) else item for item in value]
+        return [_strip_descriptions(item) if isinstance(item, dict) else item for item in value]
     if not isinstance(value, dict):
         return value
     if key not in (*MAPS, *DEFINITIONS):
-        return _without_notes(value)
+        return _strip_descriptions(value)
     return {
-        name: _without_notes(child) if isinstance(child, dict) else child
+        name: _strip_descriptions(child) if isinstance(child, dict) else child
         for name, child in value.items()
     }
 
 
 @dataclass
 class _Group:
-    """What all schemas that apply to one value say of an object's keys."""
+    """The constraints of all schemas that apply to one value, on the keys of an object."""
 
     names: dict[str, None] = field(default_factory=dict)
-    """Those under `properties`, in order."""
+    """The keys under `properties`, in order."""
     lists_properties: bool = False
     is_open: bool = False
-    """Whether one of them says which other keys there may be."""
-    expected: set[str] = field(default_factory=set)
-    """Keys that an object may have to have."""
-    least: int = 0
-    """Keys that an object has at least."""
+    """True if one of the schemas says which other keys are allowed."""
+    required: set[str] = field(default_factory=set)
+    """Keys that an object may be required to have."""
+    min_keys: int = 0
+    """Smallest number of keys of an object."""
     places: Counter[str] = field(default_factory=Counter)
-    """How many schemas describe each key's value, or an array's items."""
+    """The number of schemas for each key's value, or for an array's items."""
 
     def add_alternatives(self, alternatives: list[_Group]) -> None:
-        """Add groups of which one applies beside this one."""
+        """Add groups of which one applies in addition to this one."""
         places = Counter[str]()
         for alternative in alternatives:
             self.names.update(alternative.names)
             self.lists_properties |= alternative.lists_properties
             self.is_open |= alternative.is_open
-            self.expected |= alternative.expected
-            self.least = max(self.least, alternative.least)
+            self.required |= alternative.required
+            self.min_keys = max(self.min_keys, alternative.min_keys)
             places |= alternative.places
         self.places += places
 
     @property
-    def closing(self) -> tuple[str, ...] | None:
-        """The names over which the object is closed; None where it stays open."""
-        if self.is_open or not self.lists_properties or self.least > len(self.names):
+    def allowed_names(self) -> tuple[str, ...] | None:
+        """The keys that the closed object allows; None where it stays open."""
+        if self.is_open or not self.lists_properties or self.min_keys > len(self.names):
             return None
-        return tuple(self.names) if self.expected <= self.names.keys() else None
+        return tuple(self.names) if self.required <= self.names.keys() else None
 
     @property
     def shared(self) -> frozenset[str]:
-        """The places that several schemas describe: closing each by itself could leave no value."""
+        """The places with several schemas: closing each of these alone could leave no value."""
         return frozenset(place for place, count in self.places.items() if count > 1)
 
 
-class _Closing:
-    """Rewrites one document: every place of a value is closed, every reference leads into `$defs`.
+class _SchemaCloser:
+    """Rewrites one document: the schema of every value is closed, every reference points into `$defs`.
 
-    A definition is written once for each way in which it is used: closed where a reference stands
-    alone, open at its own level where it is combined with others, and as it is where closing it
-    could leave no value.
+    A definition is written once for each way in which it is used: closed where a reference stands alone,
+    open at its top level where it is combined with other schemas, and unchanged where closing it could
+    leave no value.
     """
 
     def __init__(self, document: SchemaDocument, *, closes: bool) -> None:
@@ -205,14 +200,13 @@ class _Closing:
         self._keys: dict[tuple[str, str, tuple[str, ...] | None], str] = {}
         self.definitions: JsonObject = {}
         self.pointers: dict[str, str] = {}
-        """Where each definition comes from, by its name."""
+        """The original pointer of each definition, by its name."""
         self.is_changed = False
-        """Whether an object was closed."""
-        self._nodes = 0
+        """True once an object was closed."""
+        self._num_nodes = 0
 
-    def value(self, node: Json, names: tuple[str, ...] | None = None) -> Json:
-        """Return the schema of a value, closed over `names`, by default over those of its own
-        group."""
+    def close_value(self, node: Json, names: tuple[str, ...] | None = None) -> Json:
+        """Return the schema of a value, closed over `names`, by default over the names of its group."""
         if not isinstance(node, dict):
             return node
         rules = constraints(node)
@@ -222,32 +216,36 @@ class _Closing:
         alternatives = next((key for key in ALTERNATIVES if rules - {"type"} == {key}), None)
         branches = node.get(alternatives) if alternatives is not None else None
         if alternatives is not None and isinstance(branches, list):
-            names = self._group(node).closing if names is None else names
-            rewritten = [self._branch(branch, names) for branch in branches]
+            names = self._group(node).allowed_names if names is None else names
+            rewritten = [self._close_alternative(branch, names) for branch in branches]
             return {**_without_definitions(node), alternatives: rewritten}
-        return self._closed(node, names)
+        return self._close_object(node, names)
 
-    def _branch(self, node: Json, names: tuple[str, ...] | None) -> Json:
-        """Return an alternative, closed over the names of all; one that lists none stays open."""
-        is_listing = self._group(node).lists_properties
-        return self.value(node, names if is_listing else None)
+    def _close_alternative(self, node: Json, names: tuple[str, ...] | None) -> Json:
+        """Return an alternative, closed over the names of all; one without properties stays open."""
+        lists_properties = self._group(node).lists_properties
+        return self.close_value(node, names if lists_properties else None)
 
-    def _closed(self, node: JsonObject, names: tuple[str, ...] | None) -> Json:
+    def _close_object(self, node: JsonObject, names: tuple[str, ...] | None) -> Json:
+        """Return a schema with the values in it closed, and its object too unless it stays open."""
         group = self._group(node)
-        names = group.closing if names is None else names
-        rewritten = self._member(node, group.shared)
+        names = group.allowed_names if names is None else names
+        rewritten = self._rewrite_member(node, group.shared)
         types = node.get("type", "object")
         is_object = "object" in types if isinstance(types, str | list) else False
         if not self._closes or names is None or "additionalProperties" in node or not is_object:
             return rewritten
         self.is_changed = True
         properties = rewritten.get("properties")
-        listed: JsonObject = properties if isinstance(properties, dict) else {}
-        rewritten["properties"] = {**listed, **{name: True for name in names if name not in listed}}
+        closed: JsonObject = dict(properties) if isinstance(properties, dict) else {}
+        for name in names:
+            closed.setdefault(name, True)
+        rewritten["properties"] = closed
         rewritten["additionalProperties"] = False
         return rewritten
 
     def _group(self, node: Json) -> _Group:
+        """Return the constraints of a schema and of those within it on the same value."""
         group = _Group()
         self._gather(node, group, set())
         pairs = group.places["patternProperties"] + group.places["additionalProperties"]
@@ -255,9 +253,8 @@ class _Closing:
             group.places.update(dict.fromkeys(group.places, 2))
         return group
 
-    def _gather(self, node: Json, group: _Group, seen: set[str]) -> None:
-        """Add what a schema and those within it say of the same value; each pointer is followed
-        once."""
+    def _gather(self, node: Json, group: _Group, visited: set[str]) -> None:
+        """Add the constraints of a schema and of those within it; each pointer is followed once."""
         if not isinstance(node, dict):
             return
         self._count()
@@ -266,24 +263,23 @@ class _Closing:
             if key not in node:
                 continue
             for branch in _subschemas(node.get(key), is_map=key.startswith("depend")):
-                self._gather(branch, group, seen)
+                self._gather(branch, group, visited)
         for key in ALTERNATIVES:
             if key not in node:
                 continue
             alternatives = [_Group() for _ in _subschemas(node.get(key))]
             for branch, alternative in zip(_subschemas(node.get(key)), alternatives, strict=True):
-                self._gather(branch, alternative, seen)
+                self._gather(branch, alternative, visited)
             group.add_alternatives(alternatives)
         if "$ref" in node:
             pointer = self._document.resolve(node["$ref"])
             group.is_open |= pointer is None
-            if pointer is not None and pointer not in seen:
-                seen.add(pointer)
-                self._gather(self._document.at(pointer), group, seen)
+            if pointer is not None and pointer not in visited:
+                visited.add(pointer)
+                self._gather(self._document.at(pointer), group, visited)
 
-    def _member(self, node: JsonObject, shared: frozenset[str]) -> JsonObject:
-        """Return a schema that applies together with others: not closed itself, but the values
-        below it."""
+    def _rewrite_member(self, node: JsonObject, shared: frozenset[str]) -> JsonObject:
+        """Return a schema that applies together with others: open itself, with closed values."""
         rewritten: JsonObject = {}
         self._count()
         for key, value in node.items():
@@ -293,63 +289,66 @@ class _Closing:
                 rewritten[key] = self._reference(value, "member", tuple(sorted(shared)))
             elif key in IN_PLACE_LISTS and isinstance(value, list):
                 rewritten[key] = [
-                    self._member(branch, shared) if isinstance(branch, dict) else branch
+                    self._rewrite_member(branch, shared) if isinstance(branch, dict) else branch
                     for branch in value
                 ]
             elif key == "properties" and isinstance(value, dict):
                 rewritten[key] = {
-                    name: self._below(child, f"properties/{name}", shared)
+                    name: self._rewrite_child(child, f"properties/{name}", shared)
                     for name, child in value.items()
                 }
             elif key == "patternProperties" and isinstance(value, dict):
                 rewritten[key] = {
-                    name: self._below(child, key, shared) for name, child in value.items()
+                    name: self._rewrite_child(child, key, shared) for name, child in value.items()
                 }
             elif key == "prefixItems" and isinstance(value, list):
-                rewritten[key] = [self._below(child, "items", shared) for child in value]
+                rewritten[key] = [self._rewrite_child(child, "items", shared) for child in value]
             elif key in ("items", "additionalProperties"):
-                rewritten[key] = self._below(value, key, shared)
+                rewritten[key] = self._rewrite_child(value, key, shared)
             else:
-                rewritten[key] = self._open_keyword(key, value)
+                rewritten[key] = self._rewrite_keyword(key, value)
         return rewritten
 
-    def _below(self, node: Json, place: str, shared: frozenset[str]) -> Json:
-        return self._open(node) if place in shared else self.value(node)
+    def _rewrite_child(self, node: Json, place: str, shared: frozenset[str]) -> Json:
+        """Return the schema of a value at a place: closed, unless several schemas share the place."""
+        return self._rewrite_references(node) if place in shared else self.close_value(node)
 
-    def _open(self, node: Json) -> Json:
-        """Return a schema as it is, but for where its references lead."""
+    def _rewrite_references(self, node: Json) -> Json:
+        """Return a schema that is unchanged except for its references."""
         self._count()
         if isinstance(node, list):
-            return [self._open(item) for item in node]
+            return [self._rewrite_references(item) for item in node]
         if not isinstance(node, dict):
             return node
         return {
-            key: self._open_keyword(key, value)
+            key: self._rewrite_keyword(key, value)
             for key, value in node.items()
             if key not in DEFINITIONS
         }
 
-    def _open_keyword(self, key: str, value: Json) -> Json:
+    def _rewrite_keyword(self, key: str, value: Json) -> Json:
+        """Return the value of a keyword, unchanged except for the references in it."""
         if key == "$ref":
             return self._reference(value, "open", None)
         if key in VALUES:
             return value
         if key in MAPS and isinstance(value, dict):
-            return {name: self._open(child) for name, child in value.items()}
-        return self._open(value)
+            return {name: self._rewrite_references(child) for name, child in value.items()}
+        return self._rewrite_references(value)
 
     def _count(self) -> None:
-        """Count a schema that is read or written. Raises OverflowError beyond the limit."""
-        self._nodes += 1
-        if self._nodes > MAX_NODES:
+        """Count a schema that is read or written. Raises OverflowError beyond `MAX_NODES`."""
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
             raise OverflowError("the schema is too large to be rewritten")
 
     def _reference(self, reference: Json, use: str, names: tuple[str, ...] | None) -> Json:
+        """Return a reference into `$defs`; one to another document is returned as it is."""
         pointer = self._document.resolve(reference)
         return reference if pointer is None else self._define(pointer, use, names)
 
     def _define(self, pointer: str, use: str, names: tuple[str, ...] | None) -> str:
-        """Return a reference to a definition for one use of a pointer, written where it is new."""
+        """Return a reference to the definition for one use of a pointer; write it if it is new."""
         key = (pointer, use, names)
         if key not in self._keys:
             stem = re.sub(r"[^\w.-]", "_", pointer.rpartition("/")[2]) or "root"
@@ -358,19 +357,19 @@ class _Closing:
                 name = f"{stem}.{len(self.definitions)}"
             self._keys[key] = name
             self.pointers[name] = pointer
-            self.definitions[name] = True  # holds the name while what it refers to is written
+            self.definitions[name] = True  # reserves the name while the target is rewritten
             target = self._document.at(pointer)
             if use == "closed":
-                self.definitions[name] = self.value(target, names)
+                self.definitions[name] = self.close_value(target, names)
             elif use == "member" and isinstance(target, dict):
-                self.definitions[name] = self._member(target, frozenset(names or ()))
+                self.definitions[name] = self._rewrite_member(target, frozenset(names or ()))
             else:
-                self.definitions[name] = self._open(target)
+                self.definitions[name] = self._rewrite_references(target)
         return f"#/$defs/{self._keys[key]}"
 
 
 def _add_keys(node: JsonObject, group: _Group) -> None:
-    """Add what one schema says itself of an object's keys, and of which values it describes."""
+    """Add one schema's own constraints on an object's keys, and the places it has schemas for."""
     properties = node.get("properties")
     if isinstance(properties, dict):
         group.lists_properties = True
@@ -384,21 +383,24 @@ def _add_keys(node: JsonObject, group: _Group) -> None:
     for key in ("additionalProperties", "patternProperties"):
         if isinstance(node.get(key), dict):
             group.places[key] += 1
-    least = node.get("minProperties")
-    group.least = max(group.least, least) if isinstance(least, int) else group.least
-    required = node.get("required")
-    group.expected.update(
-        name for name in (required if isinstance(required, list) else ()) if isinstance(name, str)
-    )
+    min_keys = node.get("minProperties")
+    if isinstance(min_keys, int):
+        group.min_keys = max(group.min_keys, min_keys)
+    _add_required(node.get("required"), group)
     values = node.get("enum")
     for value in [*(values if isinstance(values, list) else ()), node.get("const")]:
         if isinstance(value, dict):
-            group.expected.update(value)
+            group.required.update(value)
     for key in ("dependentRequired", "dependencies"):
         dependent = node.get(key)
-        for required in dependent.values() if isinstance(dependent, dict) else ():
-            if isinstance(required, list):
-                group.expected.update(name for name in required if isinstance(name, str))
+        for names in dependent.values() if isinstance(dependent, dict) else ():
+            _add_required(names, group)
+
+
+def _add_required(names: Json, group: _Group) -> None:
+    """Add the names of a list of required keys; do nothing for another value."""
+    if isinstance(names, list):
+        group.required.update(name for name in names if isinstance(name, str))
 
 
 def _subschemas(value: Json, *, is_map: bool = False) -> list[Json]:
@@ -414,33 +416,33 @@ def _without_definitions(node: JsonObject) -> JsonObject:
 
 @dataclass(frozen=True)
 class ClosedSchema:
-    """A schema whose objects are closed, with every local reference as `#/$defs/NAME`."""
+    """A schema whose objects are closed, with local references of the form `#/$defs/NAME`."""
 
     schema: Json
     pointers: Mapping[str, str]
-    """Where each definition stood before, by its name."""
+    """The original pointer of each definition, by its name."""
     is_changed: bool
-    """Whether an object was closed."""
+    """True if an object was closed."""
 
 
 def close_objects(schema: Json, *, closes: bool = True) -> ClosedSchema:
-    """Close each object whose `properties` are listed while `additionalProperties` is missing.
+    """Return a schema with each object closed whose `properties` are listed.
 
-    It is closed over the properties of all schemas that apply to it: `allOf`, `anyOf`, `oneOf`,
-    `if`, `then`, `else`, `dependentSchemas` and what `$ref` leads to. It stays open where one of
-    them has `patternProperties` or says which other keys there may be, or where a key has to come
-    that none of them lists. So does a value below it that several of them describe. A schema with
-    inner `$id` or dynamic references is returned as it is. Without `closes` only the references
-    change.
+    An object with `additionalProperties` stays as it is. Another is closed over the properties of all
+    schemas that apply to it: `allOf`, `anyOf`, `oneOf`, `if`, `then`, `else`, `dependentSchemas` and the
+    targets of `$ref`. It stays open where one of them has `patternProperties` or says which other keys are
+    allowed, or where a key is required that none of them lists. A value with schemas in several of them
+    stays open, too. A schema with an inner `$id` or dynamic references is returned as it is. Without
+    `closes` only the references change.
     """
     document = SchemaDocument(schema)
-    closing = _Closing(document, closes=closes)
+    closer = _SchemaCloser(document, closes=closes)
     if not document.is_local or not isinstance(schema, dict):
         return ClosedSchema(schema, {}, is_changed=False)
     try:
-        rewritten = closing.value(schema)
+        rewritten = closer.close_value(schema)
     except (OverflowError, RecursionError):
         return ClosedSchema(schema, {}, is_changed=False)
-    if isinstance(rewritten, dict) and closing.definitions:
-        rewritten["$defs"] = closing.definitions
-    return ClosedSchema(rewritten, closing.pointers, closing.is_changed)
+    if isinstance(rewritten, dict) and closer.definitions:
+        rewritten["$defs"] = closer.definitions
+    return ClosedSchema(rewritten, closer.pointers, closer.is_changed)

@@ -1,6 +1,6 @@
-"""A large stack for libraries that recurse as deep as what they are given is nested.
+"""A large stack for libraries that recurse as deeply as their input is nested.
 
-Without it a chain of a thousand references would end the process: such a library has no guard.
+Such a library has no guard: on a default stack a chain of a thousand references would end the process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 STACK_BYTES = 512 << 20
-"""Of address space; only what is touched becomes memory."""
+"""Size of the stack in address space; only pages that are touched become memory."""
 _LOCK = threading.Lock()
 Result = TypeVar("Result")
 
 
 def on_large_stack(function: Callable[[], Result]) -> Result:
-    """Return what a function returns in a thread of its own. Raises what it raises.
+    """Call a function in a thread with a large stack; return its result, or raise its exception.
 
     Raises MemoryError where there is no room for such a stack.
     """

@@ -1,16 +1,19 @@
-"""What is counted while a request runs, and the records a trace is made of. No torch here.
+"""The metrics of a request, and the records of a trace. No torch here.
 
-A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes out of
-a round too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the reply. Names
-follow llama.cpp's `timings` and vLLM's `metrics.speculative_decoding`.
+A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes from a round
+too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the reply. Names follow
+llama.cpp's `timings` and vLLM's `metrics.speculative_decoding`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
-BEFORE = ("load_ms", "prompt_ms", "queue_ms", "first_token_ms")  # times up to the first token
+BEFORE_FIRST_TOKEN = ("load_ms", "prompt_ms", "queue_ms", "first_token_ms")
+"""The times up to the first token."""
+Fields: TypeAlias = "dict[str, int | float | str | list[int] | dict[str, int]]"
+"""Metrics under the names of another program's JSON."""
 
 
 @dataclass(frozen=True)
@@ -26,36 +29,39 @@ class RoundRecord:
     accepted: int
     committed: list[int]
     ms: dict[str, float]
-    """Draft, verify, rest, and host: the gap between the round before and this one, by the device's clock."""
+    """Draft, verify, rest, and host, the gap between the round before and this one, by the device's clock."""
     draft_forwards: int
-    k: int  # drafts a slot that the round had room for; `draft` may hold fewer
+    k: int
+    """Drafts a slot that the round had room for; `draft` may hold fewer."""
     match: int = 0
     """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nothing did."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Counters of one request. Accepted counts only emitted drafts; `_raw` counts all that matched."""
+    """Counters of one request. Accepted drafts are those emitted; `_raw` counts all that matched."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    load_ms: float = (
-        0.0  # of the engine, before the request: with `first_token_ms` what a cold start takes
-    )
-    queue_ms: float = 0.0  # from arrival to the first work on the prompt
+    load_ms: float = 0.0
+    """Time that the engine took to load; with `first_token_ms` it is the time of a cold start."""
+    queue_ms: float = 0.0
+    """Time from arrival to the first work on the prompt."""
     preemptions: int = 0
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
-    predicted_ms: float = 0.0  # from the first tokens to the last
-    first_tokens: int = 0  # how many came the first time
+    predicted_ms: float = 0.0
+    """Time from the first tokens to the last."""
+    first_tokens: int = 0
+    """Tokens of the first round that committed some."""
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Rounds, by how many drafts were verified, and how many of them were accepted and emitted."""
+    """Rounds, by how many drafts were verified, and how many of these were accepted and emitted."""
     draft_n_accepted_raw: int = 0
 
     @property
     def rounds(self) -> int:
-        """Rounds that it took part in and whose outcome is known."""
+        """Rounds that the request took part in and that have been read."""
         return sum(self.outcomes.values())
 
     @property
@@ -90,17 +96,18 @@ class RequestMetrics:
     @property
     def decode_tokens_per_second(self) -> float:
         """1 / TPOT."""
-        return 1000.0 / each if (each := self.time_per_output_token_ms) else 0.0
+        tpot_ms = self.time_per_output_token_ms
+        return 1000.0 / tpot_ms if tpot_ms else 0.0
 
     @property
     def time_per_output_token_ms(self) -> float:
-        """TPOT: the time after the first round's tokens over the tokens after them."""
-        later = self.completion_tokens - self.first_tokens
-        return self.predicted_ms / later if later else 0.0
+        """TPOT: the time after the first round's tokens, divided by the tokens after them."""
+        later_tokens = self.completion_tokens - self.first_tokens
+        return self.predicted_ms / later_tokens if later_tokens else 0.0
 
     @property
     def inter_token_latency_ms(self) -> float:
-        """ITL, mean: the time from one emission to the next, which may bring several tokens."""
+        """Mean ITL: the time from one emission to the next, which may have several tokens."""
         gaps = self.rounds - 1
         return self.predicted_ms / gaps if gaps > 0 else 0.0
 
@@ -111,41 +118,46 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted drafts over the rounds that had any: with the recovered or bonus token (vLLM's)."""
+        """Tokens of a round with drafts, the recovered or bonus token included, as vLLM defines it.
+
+        That is 1 + accepted drafts, divided by the rounds with drafts.
+        """
         return 1 + self.draft_n_accepted / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted and emitted drafts over verified drafts."""
+        """Accepted and emitted drafts, divided by verified drafts."""
         return self.draft_n_accepted / self.draft_n if self.draft_n else 0.0
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI-shaped token counts."""
+    def usage(self) -> Fields:
+        """Return the token counts under the names of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def timings(self) -> dict[str, Any]:
-        """llama.cpp-shaped timings; milliseconds."""
+    def timings(self) -> Fields:
+        """Return the timings in milliseconds under the names of llama.cpp."""
         return {
             "prompt_n": self.prompt_tokens - self.cached_tokens,
             "cache_n": self.cached_tokens,
-            **{name: round(getattr(self, name), 3) for name in BEFORE},
+            **{name: round(getattr(self, name), 3) for name in BEFORE_FIRST_TOKEN},
             "inter_token_ms": round(self.inter_token_latency_ms, 3),
             "preemptions": self.preemptions,
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(self.predicted_ms, 3),
             "predicted_per_second": round(self.decode_tokens_per_second, 3),
-            **{
-                name: getattr(self, name)
-                for name in ("draft_n", "draft_n_accepted", "draft_n_accepted_raw")
-            },
+            "draft_n": self.draft_n,
+            "draft_n_accepted": self.draft_n_accepted,
+            "draft_n_accepted_raw": self.draft_n_accepted_raw,
         }
 
-    def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> dict[str, Any]:
-        """vLLM-shaped speculation metrics; says whether acceptance was earned or imposed."""
+    def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> Fields:
+        """Return the metrics of speculation under the names of vLLM.
+
+        imposed: True if acceptance is synthetic, which the field "acceptance" tells.
+        """
         return {
             "method": method,
             "num_spec_tokens": k,

@@ -1,9 +1,9 @@
-"""Logical pages and checkpoints: allocate, share by chained hash, free. No torch here.
+"""Logical pages and snapshots: allocation, sharing by chained hash, release. No torch here.
 
-Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
-gathers. A page is published under a hash of everything that decided its contents: the tokens before
-it, its own tokens, and which program wrote each position. A last page that is not full is kept for one
-a sequence that goes on after just what it holds: that one writes on in it, so it is never shared.
+Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads gathers.
+A full page is published under a hash of everything that decided its contents: the tokens before it, its own
+tokens, and the program that wrote each position. A last page that is not full, a tail, is stored for one
+sequence that continues after exactly its positions: that sequence writes into it, so it is never shared.
 """
 
 from __future__ import annotations
@@ -17,48 +17,52 @@ from typing import NamedTuple
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run, kinds_in
 
-ROOT = b"spd page"  # what the first page of all is chained to
+ROOT = b"spd page"
+"""The hash before the first position."""
 
 
 class TextHashes:
-    """Chained SHA-256 of what stands before positions of a text: its tokens, and what wrote each of them."""
+    """Chained SHA-256 hashes of a text's prefixes: their tokens, and the program that wrote each."""
 
     def __init__(
         self,
         tokens: Sequence[int],
         runs: Sequence[Run],
         page_size: int,
-        known: list[bytes] | None = None,
+        computed: list[bytes] | None = None,
     ) -> None:
-        """known: hashes at the ends of its first full pages, to which those that are asked for are added."""
+        """computed: hashes at the ends of the first full pages; further ones are appended in place."""
         self.tokens = tokens
         self.runs = runs
         self.page_size = page_size
-        self.known = [] if known is None else known
+        self.computed = [] if computed is None else computed
 
-    def before(self, end: int) -> bytes:
-        """The hash of everything before position `end`."""
-        page, rest = divmod(end, self.page_size)
-        for start in range(len(self.known) * self.page_size, end - rest, self.page_size):
-            self.known.append(self._chained(start, start + self.page_size))
-        return self._chained(end - rest, end) if rest else self.known[page - 1] if page else ROOT
+    def prefix_hash(self, end: int) -> bytes:
+        """Return the hash of everything before position `end`."""
+        page, tail_positions = divmod(end, self.page_size)
+        full_end = end - tail_positions
+        for start in range(len(self.computed) * self.page_size, full_end, self.page_size):
+            self.computed.append(self._chain(start, start + self.page_size))
+        if tail_positions:
+            return self._chain(full_end, end)
+        return self.computed[page - 1] if page else ROOT
 
-    def pages(self, end: int) -> list[bytes]:
-        """The hash at the end of every full page within the first `end` positions."""
+    def page_hashes(self, end: int) -> list[bytes]:
+        """Return the hash at the end of every full page within the first `end` positions."""
         count = end // self.page_size
-        self.before(count * self.page_size)
-        return self.known[:count]
+        self.prefix_hash(count * self.page_size)
+        return self.computed[:count]
 
-    def _chained(self, start: int, stop: int) -> bytes:
-        """Of positions `start` to `stop` of one page, and of all before."""
-        state = hashlib.sha256(self.known[start // self.page_size - 1] if start else ROOT)
+    def _chain(self, start: int, stop: int) -> bytes:
+        """Return the hash of positions `start` to `stop` of one page, chained to that of all before."""
+        state = hashlib.sha256(self.computed[start // self.page_size - 1] if start else ROOT)
         state.update(",".join(map(str, self.tokens[start:stop])).encode())
         state.update(repr(kinds_in(self.runs, start, stop)).encode())
         return state.digest()
 
 
 class Tail(NamedTuple):
-    """A page that is not full: how many positions it holds, and their chained hash."""
+    """A page that is not full, the number of its positions, and the hash of the text up to their end."""
 
     page: int
     positions: int
@@ -66,40 +70,53 @@ class Tail(NamedTuple):
 
 
 class PageTable:
-    """Owns the page numbers of one pool: free, in use (counted), or kept for sharing."""
+    """Owns the page numbers of one pool: free, in use (counted), or idle and published."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = set(range(NUM_RESERVED, num_pages))
         self._users: dict[int, int] = {}
+        """Uses of each page that is in use."""
         self._page_of: dict[bytes, int] = {}
-        self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
-        self._key_of: dict[int, bytes] = {}  # in one of these two
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published or tails, unused; oldest first
+        """Published full pages, by hash."""
+        self._tails: dict[bytes, Tail] = {}
+        """Stored tails, by the hash of the text before them."""
+        self._key_of: dict[int, bytes] = {}
+        """The key of each page in one of these two."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Published pages and tails that are not in use, the oldest first."""
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones and idle ones, which could have been found."""
+        """Pages that can be allocated now: free ones, and idle ones, which are then unpublished."""
         return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages, the lowest free ones: in a pool that is hardly used they are consecutive.
+    @property
+    def num_usable(self) -> int:
+        """Pages that are not reserved."""
+        return self.num_pages - NUM_RESERVED
 
-        Raises MemoryError when fewer are available; nothing is taken then.
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences use."""
+        return self.num_usable - self.num_available
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` pages, the lowest free ones: in a pool with few uses they are consecutive.
+
+        Raises MemoryError if fewer are available; nothing is allocated then.
         """
         if count > self.num_available:
             raise MemoryError(f"{count} pages wanted, {self.num_available} available")
         while len(self._free) < count:
-            self.forget(next(iter(self._idle)))
+            self.unpublish(next(iter(self._idle)))
         pages = nsmallest(count, self._free)
         self._free.difference_update(pages)
         self._users |= dict.fromkeys(pages, 1)
         return pages
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Published pages for the longest known prefix of `hashes`, taken into use."""
+        """Return the published pages of the longest prefix of `hashes`, and count them as used."""
         pages: list[int] = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -111,29 +128,32 @@ class PageTable:
         return pages
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let others find a used page by its hash; the first page under a hash stays the one."""
+        """Publish a page in use under a hash, unless another page has that hash already."""
         if digest not in self._page_of and not self.is_published(page):
             self._page_of[digest] = page
             self._key_of[page] = digest
 
-    def keep_tail(self, before: bytes, tail: Tail) -> None:
-        """Keep a used page for a sequence that goes on from it; the latest of those after the same pages."""
+    def store_tail(self, prefix_hash: bytes, tail: Tail) -> None:
+        """Store a page in use for a sequence that continues from it, in place of an earlier tail.
+
+        prefix_hash: the hash of the text before the page.
+        """
         if self.is_published(tail.page):
             return
-        if before in self._tails:
-            self.forget(self._tails[before].page)
-        self._tails[before] = tail
-        self._key_of[tail.page] = before
+        if prefix_hash in self._tails:
+            self.unpublish(self._tails[prefix_hash].page)
+        self._tails[prefix_hash] = tail
+        self._key_of[tail.page] = prefix_hash
 
     def take_tail(self, text: TextHashes, start: int, end: int) -> Tail | None:
-        """The kept page that goes on at `start`, if all that it holds is the text's own, and before `end`.
+        """Return the stored tail at `start` if all its positions are the text's, and before `end`.
 
-        It is in use from then on, and not found again.
+        The page is then in use and no longer stored.
         """
-        tail = self._tails.get(text.before(start))
+        tail = self._tails.get(text.prefix_hash(start))
         if tail is None or tail.page not in self._idle or start + tail.positions > end:
             return None
-        if tail.digest != text.before(start + tail.positions):
+        if tail.digest != text.prefix_hash(start + tail.positions):
             return None
         del self._idle[tail.page]
         self._users[tail.page] = 1
@@ -141,11 +161,11 @@ class PageTable:
         return tail
 
     def is_published(self, page: int) -> bool:
-        """Whether others may find this page, or go on in it."""
+        """True if this page is published or a stored tail."""
         return page in self._key_of
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up one use of each page; the last use frees it, or keeps it idle if published."""
+        """Give up one use of each page; without a use it is free, or idle if published."""
         for page in pages:
             self._users[page] -= 1
             if self._users[page] == 0:
@@ -155,63 +175,68 @@ class PageTable:
                 else:
                     self._free.add(page)
 
-    def forget(self, page: int) -> None:
-        """Let a page be found no more, if it could be: what it was published for is not in it."""
-        if (key := self._key_of.pop(page, None)) is not None:
-            full = self._page_of.get(key) == page
-            del (self._page_of if full else self._tails)[key]
+    def unpublish(self, page: int) -> None:
+        """Remove a page from the published pages and the tails; an idle one becomes free."""
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            is_full = self._page_of.get(key) == page
+            del (self._page_of if is_full else self._tails)[key]
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)
 
-    def forget_all(self) -> None:
-        """Let no page be found any more."""
+    def unpublish_all(self) -> None:
+        """Remove all published pages and tails."""
         for page in list(self._key_of):
-            self.forget(page)
+            self.unpublish(page)
 
 
-class Checkpoint(NamedTuple):
-    """States as of position `end`, and what stands of its page, in one of the places."""
+class StateSnapshot(NamedTuple):
+    """Recurrent states as of position `end`, with its page up to there, in one place of the store."""
 
     place: int
     end: int
-    digest: bytes  # of all that stands before `end`
+    digest: bytes
+    """The hash of the text before `end`."""
 
 
-class Checkpoints:
-    """Owns the numbers of `places` places for recurrent states.
+class SnapshotPool:
+    """Owns the numbers of `places` places for snapshots of recurrent states.
 
-    Pages hold every position, a state only one: a sequence that finds another's pages goes on from the last
-    checkpoint within them. It is found under the hash of everything up to exactly its position, which no
-    chunk contains. The least recently used place is taken for another.
+    Pages hold every position, a state only one: a sequence that finds another's pages starts from the last
+    snapshot within them. A snapshot is found under the hash of everything before its position, which no
+    chunk contains. The place that was used least recently is reused first.
     """
 
     def __init__(self, places: int) -> None:
         self._free = list(range(places))
-        self._kept: OrderedDict[bytes, Checkpoint] = (
-            OrderedDict()
-        )  # by digest, least recently used first
+        self._snapshots: OrderedDict[bytes, StateSnapshot] = OrderedDict()
+        """By digest, the least recently used first."""
 
-    def find(self, text: TextHashes, most: int) -> Checkpoint | None:
-        """The last checkpoint of a text up to position `most`; all others are older now."""
-        there = (kept for kept in self._kept.values() if kept.end <= most)
-        for kept in sorted(there, key=lambda kept: -kept.end):
-            if kept.digest == text.before(kept.end):
-                self._kept.move_to_end(kept.digest)
-                return kept
+    def find(self, text: TextHashes, limit: int) -> StateSnapshot | None:
+        """Return a text's last snapshot up to position `limit`, and mark it as the latest used."""
+        candidates = [snapshot for snapshot in self._snapshots.values() if snapshot.end <= limit]
+        for snapshot in sorted(candidates, key=lambda snapshot: -snapshot.end):
+            if snapshot.digest == text.prefix_hash(snapshot.end):
+                self._snapshots.move_to_end(snapshot.digest)
+                return snapshot
         return None
 
-    def keep(self, text: TextHashes, end: int) -> int | None:
-        """The place to copy the states as of `end` to; None where a copy is kept already."""
-        digest = text.before(end)
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
+    def reserve(self, text: TextHashes, end: int) -> int | None:
+        """Return a place to copy the states as of `end` to; None where they are stored already."""
+        digest = text.prefix_hash(end)
+        if digest in self._snapshots:
+            self._snapshots.move_to_end(digest)
             return None
-        place = self._free.pop() if self._free else self._kept.popitem(last=False)[1].place
-        self._kept[digest] = Checkpoint(place, end, digest)
+        if self._free:
+            place = self._free.pop()
+        else:
+            _, oldest = self._snapshots.popitem(last=False)
+            place = oldest.place
+        self._snapshots[digest] = StateSnapshot(place, end, digest)
         return place
 
-    def forget_all(self) -> None:
-        """Let none be found any more."""
-        self._free += [kept.place for kept in self._kept.values()]
-        self._kept.clear()
+    def clear(self) -> None:
+        """Drop all snapshots."""
+        self._free += [snapshot.place for snapshot in self._snapshots.values()]
+        self._snapshots.clear()

@@ -1,11 +1,11 @@
-"""Orders and what comes back: sampling parameters, requests, events. No torch here."""
+"""Requests, and the events and outputs that they produce. No torch here."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.round.sampling_params import (
@@ -15,29 +15,37 @@ from spd.runtime.round.sampling_params import (
     check_range,
 )
 
+if TYPE_CHECKING:
+    from spd.runtime.engine.json_schema import JsonObject
+
 SEED_BITS = 53
-"""Of a seed that is drawn or derived: a JSON reader that holds numbers as floats keeps it as it is."""
-JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
-"""Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
+"""Bits of a drawn or derived seed: a JSON reader that stores numbers as floats reads it exactly."""
+JSON_WHITESPACE = r"(\n[ \t]{0,32}| ?)"
+"""The expression for whitespace between the parts of a JSON text: a new line, a blank or nothing.
+
+With unlimited whitespace weak models would never stop.
+"""
+JSON_STYLE: JsonObject = {"whitespace_pattern": JSON_WHITESPACE}
+"""The options under a schema's `x-guidance` that set this whitespace."""
 
 
 def derived_seed(*parts: int | str) -> int:
-    """The seed of one reply among many: it depends on nothing but these parts."""
+    """Return the seed of one reply among many, a function of these parts alone."""
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
 
 
 def partial_match_length(tag: str, text: str) -> int:
-    """Length of the longest end of `text` that begins `tag`: what may yet become it."""
-    return next(
-        (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])),
-        0,
-    )
+    """Return the length of the longest end of `text` that is a proper prefix of `tag`."""
+    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
 
 
 @dataclass(frozen=True)
 class ThinkingTokens:
-    """The tokens that `begin` and `end` thinking; `inside` says that the prompt has begun it."""
+    """The tokens that `begin` and `end` thinking; `inside` is True if the prompt has begun it."""
 
     begin: int | None
     end: int
@@ -46,22 +54,23 @@ class ThinkingTokens:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """What a reply must look like: a JSON schema, a regular expression or a Lark grammar."""
+    """The grammar of a reply: a JSON schema, a regular expression or a Lark grammar."""
 
     kind: Literal["schema", "regex", "lark"]
     text: str
-    after: int | None = (
-        None  # it applies behind the first such token: what comes before is thinking
-    )
-    optional: bool = False  # what comes before is instead a text that is whole without it
-    thinking: ThinkingTokens | None = None  # between these, `after` does not count
+    after: int | None = None
+    """The token after whose first occurrence the grammar begins; the text before it is thinking."""
+    optional: bool = False
+    """True if the text before is not thinking, but a reply that may end without the grammar."""
+    thinking: ThinkingTokens | None = None
+    """The tokens between which an occurrence of `after` does not count."""
 
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """How long a reply may think: `tokens` before token `end` is forced, which ends the thinking.
+    """The length of a reply's thinking: at most `tokens`, then token `end` is forced, which ends it.
 
-    Thinking begins behind token `begin`, or with the reply where the prompt is `inside` already. Raises
+    Thinking begins after token `begin`, or with the reply where the prompt is `inside` already. Raises
     UsageError.
     """
 
@@ -82,15 +91,19 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     spans: tuple[tuple[str, int], ...] = ()
-    """Its parts in order, each ("prompt" or "generated", length); empty: one of the prompt. Text that an
-    earlier request generated keeps its kind, so that its cache can be found again."""
+    """The parts of the prompt in order, each ("prompt" or "generated", length); empty: one prompt part.
+
+    Text that an earlier request generated keeps its kind, so that its cache can be found again.
+    """
     draft_max: int | None = None
-    """Tokens a round that are speculated at most; None: as the engine does. It changes only the speed."""
+    """Largest number of drafts a round; None: the engine's. It changes only the speed."""
     grammar: GrammarSpec | None = None
     thinking: ThinkingBudget | None = None
     prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to score at each place of the prompt beside its own; None: no scores.
-    Such a prompt is written anew, whatever of it is cached."""
+    """How many likeliest tokens to score at each position besides the prompt's token; None: no scores.
+
+    Such a prompt is written anew, even if it is cached.
+    """
 
     def __post_init__(self) -> None:
         if self.draft_max is not None:
@@ -109,27 +122,28 @@ class TokenLogprob:
 
 
 class Event(NamedTuple):
-    """What one round brought one request. A tuple: one is made a round."""
+    """The output of one round for one request. A tuple, since one is made in every round."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    text: str  # whole characters only
-    finish_reason: str | None = (
-        None  # None while it goes on, then "stop", "length", "abort" or "error"
-    )
-    drafted: tuple[bool, ...] = ()  # for each token whether it was an accepted draft
+    text: str
+    """Complete characters only."""
+    finish_reason: str | None = None
+    """None while the request goes on, then "stop", "length", "abort" or "error"."""
+    drafted: tuple[bool, ...] = ()
+    """True for each token that was an accepted draft."""
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
-    """In words why it ended by one, or what the text lacks that ended before its grammar was complete."""
+    """The message of an error, or what a text lacks that ended before its grammar was complete."""
     stop: str | None = None
-    """The stop string that ended it: of those that its last token completed, the one that begins first."""
+    """The stop string that ended the text: of those that its last token completed, the first to begin."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens but the first; with the first event of a request that asks for them."""
+    """Those of the prompt's tokens but the first; in the first event of a request that asks for them."""
 
 
 @dataclass
 class RequestOutput:
-    """What has come of one request so far."""
+    """The output of one request so far."""
 
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -138,10 +152,10 @@ class RequestOutput:
     finish_reason: str | None = None
     error: str | None = None
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, in seconds of `time.perf_counter`, and how many."""
+    """The arrivals of tokens: seconds of `time.perf_counter`, and the number of tokens."""
 
-    def take(self, event: Event) -> None:
-        """Add what an event brought."""
+    def add(self, event: Event) -> None:
+        """Append the output of an event."""
         if event.token_ids:
             self.chunks.append((time.perf_counter(), len(event.token_ids)))
         self.token_ids += event.token_ids
@@ -153,13 +167,13 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The whole text so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
 
 @dataclass
 class Completion(RequestOutput):
-    """Everything that one request brought; fields as in `Event`."""
+    """The complete output of one request; fields as in `Event`."""
 
     request_id: str = field(kw_only=True)
     metrics: RequestMetrics = field(kw_only=True, default_factory=RequestMetrics)

@@ -1,44 +1,44 @@
-"""Which sequences run, on which pages: first come, first served; the last to come gives way. No torch here.
+"""The scheduler: which sequences run, and on which pages. No torch here.
 
-A sequence waits, is prefilled (one at a time, so that a prompt finds what the one before it wrote),
-decodes, and ends. Where pages run short the latest to arrive goes back to the head of the line; its
-tokens stay, and its cache is written again by the same programs. So the first of all always goes on.
+Sequences are served in the order of their arrival. Each one waits, is prefilled, decodes and ends. One is
+prefilled at a time, so that a prompt finds the pages that the one before it wrote. Where pages run short the
+latest to arrive is preempted: it goes back to the head of the queue, keeps its tokens, and its cache is
+written again by the same programs. So the first of all is never preempted.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence as Listed
+from collections import abc, deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHashes
+from spd.runtime.engine.page_table import PageTable, SnapshotPool, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, reusable_prefix, runs_below
 
 if TYPE_CHECKING:
     from spd.runtime.round.round_queue import PendingRound
 
-INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, whatever stands there
+SNAPSHOT_INTERVAL = 4096
+"""A prefill saves a snapshot of the recurrent states at every multiple of so many positions."""
 
 
 class EnqueuedRound(NamedTuple):
-    """A round on its way: enqueued, and not yet read."""
+    """A round in flight: enqueued, and not yet read."""
 
-    ticket: PendingRound
-    sequences: Listed[Sequence]
-    pages: list[
-        int
-    ]  # given up since it was enqueued: it may touch them, and they are free afterwards
+    pending: PendingRound
+    sequences: abc.Sequence[Sequence]
+    pages: list[int]
+    """Pages released since it was enqueued. The round may still touch them; they are free afterwards."""
 
 
 class Scheduler:
-    """Owns the waiting line, the slots, and which sequence holds which pages.
+    """Owns the waiting queue, the slots, and the pages of each sequence.
 
-    `page_size` in positions, `block` in pages: a sequence grows by whole blocks while there are enough.
-    A sequence that holds `ctx` positions must fit into the pool alone. Models that keep states go on from
-    `checkpoints` only.
+    `page_size` is in positions, `block` in pages: a sequence grows by whole blocks while there are enough
+    pages. A sequence of `ctx` positions must fit into the pool alone. Models with recurrent states reuse a
+    prefix from `snapshots` only.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Scheduler:
         ctx: int,
         *,
         sharing: bool,
-        checkpoints: Checkpoints | None = None,
+        snapshots: SnapshotPool | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
@@ -59,48 +59,51 @@ class Scheduler:
         self.block = block
         self.ctx = ctx
         self.sharing = sharing
-        self.checkpoints = checkpoints
+        self.snapshots = snapshots
         self.prefilling: Sequence | None = None
-        self.by_id: dict[str, Sequence] = {}  # waiting and running ones, by their requests' ids
-        self._epoch = 0  # of the latest stay in a slot: no other has the same
+        self.by_id: dict[str, Sequence] = {}
+        """Waiting and running sequences, by the ids of their requests."""
+        self._epoch = 0
+        """The number of the latest stay in a slot; each stay has its own."""
         self.in_flight: deque[EnqueuedRound] = deque()  # oldest first
 
-    # -- the line --------------------------------------------------------------------------------
+    # -- the queue -------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; ids are unique among waiting and running ones."""
-        name = sequence.request.id
-        if name in self.by_id:
-            raise UsageError(f"request id {name!r} is already running")
-        self.by_id[name] = sequence
+        """Queue a sequence. Raises UsageError if its request id waits or runs already."""
+        request_id = sequence.request.id
+        if request_id in self.by_id:
+            raise UsageError(f"request id {request_id!r} is already running")
+        self.by_id[request_id] = sequence
         self.waiting.append(sequence)
 
     def running(self) -> list[Sequence]:
-        """Sequences in slots, in slot order."""
+        """Return the sequences in slots, in slot order."""
         return [sequence for sequence in self.slots if sequence is not None]
 
     def decoding(self) -> list[Sequence]:
-        """Sequences that take part in the next round, in slot order."""
+        """Return the sequences that take part in the next round, in slot order."""
         return [sequence for sequence in self.slots if sequence is not None and sequence.active]
 
     @property
-    def busy(self) -> bool:
-        """Whether a prompt is written already: a sequence that waits while another is prefilled stalls."""
+    def has_decoding(self) -> bool:
+        """True if a sequence has its prompt written, whose decoding each prefill pass delays."""
         return any(occupant not in (None, self.prefilling) for occupant in self.slots)
 
     @property
     def more_could_join(self) -> bool:
-        """Whether more would decode if their prompts were written than decode now."""
-        written = self.prefilling is not None
+        """True if more sequences could begin to decode than decode now."""
+        prefilling = self.prefilling is not None
         free = self.slots.count(None)
-        return min(len(self.waiting), free) + written > len(self.slots) - free - written
+        return min(len(self.waiting), free) + prefilling > len(self.slots) - free - prefilling
 
     # -- prefill ---------------------------------------------------------------------------------
 
     def next_to_prefill(self, lookahead: int) -> Sequence | None:
-        """The sequence whose cache is being written: the one at work, or the first of the line.
+        """Return the sequence whose prompt is written next; None where there is none.
 
-        The latter only with a free slot and pages for all its tokens and `lookahead` more.
+        That is the one being prefilled, or the first of the queue, which needs a free slot and pages for all
+        its tokens and `lookahead` more.
         """
         if self.prefilling is None and self.waiting:
             sequence = self.waiting[0]
@@ -109,7 +112,7 @@ class Scheduler:
                 self._epoch += 1
                 sequence.slot = self.slots.index(None)
                 sequence.epoch = self._epoch
-                sequence.placed = False
+                sequence.is_admitted = False
                 self.slots[sequence.slot] = self.prefilling = sequence
         return self.prefilling
 
@@ -119,51 +122,64 @@ class Scheduler:
         )
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
-        """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
+        """Give a sequence published pages for its cached prefix, and new pages for the remaining tokens.
+
+        Returns False, with no page taken, if too few are available.
+        """
         size = self.page_size
         end = sequence.prefill_end
         text = self._text(sequence)
-        kept = self.checkpoints
+        snapshots = self.snapshots
         sharing = self.sharing and not sequence.scores_prompt
-        shared = self.pages.match(text.pages(end)) if sharing else []
-        found = cached = len(shared) * size
-        # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
-        while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
-            cached = whole
+        shared = self.pages.match(text.page_hashes(end)) if sharing else []
+        matched = len(shared) * size
+        cached = self._uncut_prefix(text.runs, matched)
         stops = {cached, end}
-        checkpoint = None
+        snapshot = None
         tail = None
-        if kept is not None:
-            stops.add(
-                whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0)
-            )
-            kept.find(text, whole)  # it stays, for a longer prompt may have no other to go on from
-            checkpoint = kept.find(text, min(end, found + size - 1)) if sharing else None
-            cached = 0 if checkpoint is None else checkpoint.end // size * size
+        if snapshots is not None:
+            chunks_end = max((run.end for run in text.runs if run.kind == "chunk"), default=0)
+            stops.add(chunks_end)
+            # Looked up to mark it as used: a longer prompt may have no other snapshot to start from.
+            snapshots.find(text, chunks_end)
+            snapshot = snapshots.find(text, min(end, matched + size - 1)) if sharing else None
+            cached = 0 if snapshot is None else snapshot.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        if (
-            kept is None
-            and sharing
-            and (tail := self.pages.take_tail(text, cached, end)) is not None
-        ):
-            sequence.pages.append(tail.page)
+        if snapshots is None and sharing:
+            tail = self.pages.take_tail(text, cached, end)
+            if tail is not None:
+                sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
-                self.pages.keep_tail(text.before(cached), tail)
+                self.pages.store_tail(text.prefix_hash(cached), tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
         sequence.prefilled = cached + (0 if tail is None else tail.positions)
-        if kept is not None:
-            sequence.checkpoint, sequence.prefilled = checkpoint[:2] if checkpoint else (None, 0)
-            sequence.stops = self._stops(sequence, stops)
+        if snapshots is not None:
+            sequence.snapshot = None if snapshot is None else snapshot.place
+            sequence.prefilled = 0 if snapshot is None else snapshot.end
+            sequence.stops = self._snapshot_stops(sequence, stops)
         return True
 
-    def _stops(self, sequence: Sequence, ends: set[int]) -> tuple[int, ...]:
-        """Where a prefill pauses for a checkpoint: at these ends and at that of a message.
+    def _uncut_prefix(self, runs: abc.Sequence[Run], matched: int) -> int:
+        """Return the longest prefix of `matched` positions whose end cuts neither a page nor a chunk.
 
-        A message ends where two parts of the prompt meet that no turn has generated, as the system's does.
+        The chunks of a later span may start inside a page.
+        """
+        cached = matched
+        while True:
+            uncut = reusable_prefix(runs, cached) // self.page_size * self.page_size
+            if uncut >= cached:
+                return cached
+            cached = uncut
+
+    def _snapshot_stops(self, sequence: Sequence, ends: set[int]) -> tuple[int, ...]:
+        """Return where a prefill pauses for a snapshot: at `ends` and at the ends of messages.
+
+        A message ends where two prompt spans meet, with no generated turn between them, as after the
+        system message.
         """
         position = 0
         for (kind, length), (following, _) in pairwise(sequence.request.spans):
@@ -174,24 +190,31 @@ class Scheduler:
             sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end)
         )
 
-    def due(self, sequence: Sequence, start: int) -> int | None:
-        """The place for a checkpoint at the end of what was written from `start` on; None if none is due."""
-        end = sequence.prefilled
-        is_due = end > start and (end in sequence.stops or end // INTERVAL > start // INTERVAL)
-        return self.checkpoint(sequence, end) if is_due else None
+    def due_snapshot(self, sequence: Sequence, start: int) -> int | None:
+        """Return the place for a snapshot at the end of the positions written from `start` on.
 
-    def checkpoint(self, sequence: Sequence, end: int) -> int | None:
-        """The place to copy its states as of `end` to; None where none are kept, or these already."""
-        if self.checkpoints is None or not end:
+        None if no snapshot is due there.
+        """
+        end = sequence.prefilled
+        crosses_interval = end // SNAPSHOT_INTERVAL > start // SNAPSHOT_INTERVAL
+        is_due = end > start and (end in sequence.stops or crosses_interval)
+        return self.snapshot_place(sequence, end) if is_due else None
+
+    def snapshot_place(self, sequence: Sequence, end: int) -> int | None:
+        """Return the place to copy the states as of `end` to.
+
+        None where the model has no states, or a copy of these is stored already.
+        """
+        if self.snapshots is None or not end:
             return None
-        return self.checkpoints.keep(self._text(sequence), end)
+        return self.snapshots.reserve(self._text(sequence), end)
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
-        """Which program writes, or wrote, which position that a prefill covers: tiles, after the prompt."""
+        """Return which program writes, or wrote, each position of a prefill; after the prompt it is tiles."""
         return runs_below(sequence.runs, sequence.prefill_end)
 
-    def wrote(self, sequence: Sequence, end: int) -> None:
-        """Its cache is to be written up to position `end`; full pages are there for others from now on."""
+    def mark_written(self, sequence: Sequence, end: int) -> None:
+        """Record that the cache is enqueued to be written up to `end`, and publish the full pages."""
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
         last = end // self.page_size
@@ -201,29 +224,33 @@ class Scheduler:
         if end == sequence.prefill_end:
             self.prefilling = None
 
-    def forget(self) -> None:
-        """Writing broke off, and where is not known: no page and no checkpoint is found any more."""
-        self.pages.forget_all()
-        if self.checkpoints is not None:
-            self.checkpoints.forget_all()
+    def invalidate_cache(self) -> None:
+        """Unpublish every page and snapshot, after a write that failed at an unknown place."""
+        self.pages.unpublish_all()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     # -- pages -----------------------------------------------------------------------------------
 
     def grow(self, sequence: Sequence, positions: int) -> bool:
-        """Give a sequence pages for `positions` positions; False, and nothing given, if there are too few."""
-        exact = -(-min(positions, self.ctx) // self.page_size)
-        missing = exact - len(sequence.pages)
+        """Allocate pages until a sequence has room for `positions` positions.
+
+        Returns False, with nothing allocated, if there are too few.
+        """
+        required = -(-min(positions, self.ctx) // self.page_size)
+        missing = required - len(sequence.pages)
         if missing <= 0:
             return True
-        whole = -(-exact // self.block) * self.block - len(sequence.pages)
-        wanted = whole if whole <= self.pages.num_available else missing
-        if wanted > self.pages.num_available:
+        count = -(-required // self.block) * self.block - len(sequence.pages)  # to a full block
+        if count > self.pages.num_available:
+            count = missing
+        if count > self.pages.num_available:
             return False
-        sequence.pages += self.pages.allocate(wanted)
+        sequence.pages += self.pages.allocate(count)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to the head of the line. No round with it may be on its way."""
+        """Send a sequence back to the head of the queue. No round with it may be in flight."""
         assert not sequence.in_flight
         self._vacate(sequence, publish=True)
         sequence.slot = NO_SLOT
@@ -233,33 +260,40 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def retire(self, sequence: Sequence) -> list[int]:
-        """End a sequence. An "error" shares nothing: its own pages are returned, for the caller to clear."""
+        """End a sequence and release its pages.
+
+        After an "error" none of them is published: the pages that no other sequence shares are returned, for
+        the caller to zero.
+        """
         del self.by_id[sequence.request.id]
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
             return []
         failed = sequence.finish_reason == "error"
-        own = (
-            [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
-        )
+        private_pages = []
+        if failed:
+            private_pages = [page for page in sequence.pages if not self.pages.is_published(page)]
         self._vacate(sequence, publish=not failed)
-        return own
+        return private_pages
 
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
-        """Free a slot and its pages; publish those that hold committed tokens only."""
+        """Free a slot and its pages; with `publish`, publish the pages of committed tokens."""
         if publish and self.sharing and sequence is not self.prefilling:
             text = self._text(sequence)
             end = sequence.prefill_end
-            for page, digest in zip(sequence.pages, text.pages(end), strict=False):
+            for page, digest in zip(sequence.pages, text.page_hashes(end), strict=False):
                 self.pages.publish(page, digest)
-            if (held := end % self.page_size) and self.checkpoints is None:
-                last = Tail(sequence.pages[end // self.page_size], held, text.before(end))
-                self.pages.keep_tail(text.before(end - held), last)
+            tail_positions = end % self.page_size
+            if tail_positions and self.snapshots is None:
+                tail_page = sequence.pages[end // self.page_size]
+                tail = Tail(tail_page, tail_positions, text.prefix_hash(end))
+                self.pages.store_tail(text.prefix_hash(end - tail_positions), tail)
         if sequence is self.prefilling:
             self.prefilling = None
         sequence.active = False
-        # Last page first: the end of a chain is of no use without its beginning.
-        pages, sequence.pages = sequence.pages[::-1], []
+        # Last page first: later pages of a chain are useless without the earlier ones.
+        pages = sequence.pages[::-1]
+        sequence.pages = []
         self.slots[sequence.slot] = None
         if self.in_flight:
             self.in_flight[-1].pages.extend(pages)
@@ -267,5 +301,5 @@ class Scheduler:
             self.pages.release(pages)
 
     def finish_round(self) -> None:
-        """The oldest round on its way has run, or broke off: it touches no page any more."""
+        """Drop the oldest round in flight, which has run or failed, and release its pages."""
         self.pages.release(self.in_flight.popleft().pages)

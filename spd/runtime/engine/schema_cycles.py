@@ -1,8 +1,7 @@
-"""Schemas that refer to themselves: which of their definitions hold a value at all.
+"""Recursive schemas: which of their definitions have a value at all.
 
-A reference that leads back to itself before a value is complete has none: a grammar would begin
-such a value and never end it. llguidance finds a schema without values only where it does not refer
-to itself.
+A definition whose references lead back to it before a value is complete has no value: a grammar would begin
+such a value and never end it. llguidance detects a schema without values only where it is not recursive.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from spd.runtime.engine.json_schema import VALUES, ClosedSchema, Json, JsonObjec
 
 PREFIX = "#/$defs/"
 MAX_COST = 10_000
-"""Definitions written to ask which of them hold a value."""
+"""Definitions written while testing which of them have a value."""
 IsSatisfiable = Callable[[JsonObject], bool]
-"""Says whether a schema has a value, each of whose references is known to lead to one."""
+"""True for a schema with a value, if each of its references leads to a definition with one."""
 
 
 class EndlessSchemaError(Exception):
-    """A schema without any value: its references lead back to themselves. The message names them."""
+    """A schema without any value, since its references form a cycle, which the message names."""
 
 
 def without_endless(closed: ClosedSchema, is_satisfiable: IsSatisfiable) -> Json:
-    """Return a schema with `false` in place of each reference to what holds no value.
+    """Return a schema with `false` in place of each reference to a definition without a value.
 
-    Raises EndlessSchemaError where nothing is left. A schema that does not refer to itself is
-    returned as it is.
+    A schema that is not recursive is returned as it is. Raises EndlessSchemaError if the schema has no value
+    then.
     """
     schema = closed.schema
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
@@ -46,7 +45,7 @@ def without_endless(closed: ClosedSchema, is_satisfiable: IsSatisfiable) -> Json
     if pruned is False or not is_satisfiable(root):
         endless = definitions.keys() - complete
         raise EndlessSchemaError(
-            _cycle_in_words(graph, endless, _referred({**schema, "$defs": {}}), closed.pointers)
+            _describe_cycle(graph, endless, _referred({**schema, "$defs": {}}), closed.pointers)
         )
     return root
 
@@ -57,17 +56,17 @@ def _complete(
     options: JsonObject,
     is_satisfiable: IsSatisfiable,
 ) -> set[str]:
-    """Return the definitions that hold a value: the least fixed point, from those without a cycle
-    upwards (llguidance finds out itself whether these have a value).
+    """Return the definitions that have a value.
 
-    Beyond `MAX_COST` all are taken to hold one.
+    They are the least fixed point that contains the acyclic definitions: llguidance itself detects those of
+    them without a value. Where the search would exceed `MAX_COST`, all definitions are returned.
     """
     complete = {*acyclic}
     cost = 0
     size = -1
     while size != len(complete):
         size = len(complete)
-        for name in reversed(definitions):  # what a definition refers to stands behind it
+        for name in reversed(definitions):  # a definition's targets come after it
             node = _pruned(definitions[name], complete)
             if name in complete or node is False:
                 continue
@@ -75,15 +74,14 @@ def _complete(
             if cost > MAX_COST:
                 return {*definitions}
             schema: JsonObject = {**options, **node} if isinstance(node, dict) else {**options}
-            schema["$defs"] = {known: _pruned(definitions[known], complete) for known in complete}
+            schema["$defs"] = {other: _pruned(definitions[other], complete) for other in complete}
             if is_satisfiable(schema):
                 complete.add(name)
     return complete
 
 
 def _pruned(node: Json, complete: Collection[str]) -> Json:
-    """Return a schema with `false` for each reference to a definition that is not among the
-    complete ones."""
+    """Return a schema with `false` for each reference to a definition that is not complete."""
     if isinstance(node, list):
         return [_pruned(item, complete) for item in node]
     if not isinstance(node, dict):
@@ -98,7 +96,7 @@ def _pruned(node: Json, complete: Collection[str]) -> Json:
 
 
 def _referred(node: Json) -> set[str]:
-    """Return the names of the definitions to which a schema refers."""
+    """Return the names of the definitions that a schema refers to."""
     return {
         reference.removeprefix(PREFIX)
         for reference in references(node)
@@ -107,48 +105,47 @@ def _referred(node: Json) -> set[str]:
 
 
 def _acyclic(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the definitions from which references lead into no cycle (Kahn, 1962)."""
+    """Return the definitions whose references lead into no cycle (Kahn, 1962)."""
     users: dict[str, list[str]] = {name: [] for name in graph}
     for name, targets in graph.items():
         for target in targets:
             users[target].append(name)
-    left = {name: len(targets) for name, targets in graph.items()}
-    ends = [name for name, count in left.items() if not count]
-    for end in ends:
-        for name in users[end]:
-            left[name] -= 1
-            if not left[name]:
-                ends.append(name)
-    return ends
+    unresolved = {name: len(targets) for name, targets in graph.items()}
+    acyclic = [name for name, count in unresolved.items() if not count]
+    for target in acyclic:  # grows while it is read
+        for name in users[target]:
+            unresolved[name] -= 1
+            if not unresolved[name]:
+                acyclic.append(name)
+    return acyclic
 
 
 def _cycle(graph: Mapping[str, set[str]], start: str) -> list[str]:
-    """Return a shortest way of references from a definition back to itself; empty without one."""
-    before: dict[str, str] = {}
-    waiting = [start]
-    for name in waiting:
-        for target in sorted(graph[name] - before.keys()):
-            before[target] = name
-            waiting.append(target)
-    if start not in before:
+    """Return a shortest path of references from a definition back to itself; empty without one."""
+    predecessors: dict[str, str] = {}
+    queue = [start]
+    for name in queue:
+        for target in sorted(graph[name] - predecessors.keys()):
+            predecessors[target] = name
+            queue.append(target)
+    if start not in predecessors:
         return []
-    way = [start]
-    while len(way) == 1 or way[-1] != start:
-        way.append(before[way[-1]])
-    return way[::-1]
+    path = [start]
+    while len(path) == 1 or path[-1] != start:
+        path.append(predecessors[path[-1]])
+    return path[::-1]
 
 
-def _cycle_in_words(
+def _describe_cycle(
     graph: Mapping[str, set[str]],
     endless: Collection[str],
-    begin: Collection[str],
+    root_targets: Collection[str],
     pointers: Mapping[str, str],
 ) -> str:
-    """Return words that name a cycle of definitions without a value, near the schema's root."""
-    inner = {name: graph[name] & set(endless) for name in endless}
-    order = sorted(endless, key=lambda name: (name not in begin, name))
-    cycle = next((way for name in order if (way := _cycle(inner, name))), order[:1])
-    steps = [pointers.get(name, name) for name in cycle]
-    return (
-        f"it refers to itself without an end ({' -> '.join(steps)}), so no value is ever complete"
-    )
+    """Return a message that names a cycle of definitions without a value, near the schema's root."""
+    endless_graph = {name: graph[name] & set(endless) for name in endless}
+    names = sorted(endless, key=lambda name: (name not in root_targets, name))
+    cycles = (_cycle(endless_graph, name) for name in names)
+    cycle = next(filter(None, cycles), names[:1])
+    path = " -> ".join(pointers.get(name, name) for name in cycle)
+    return f"it refers to itself without an end ({path}), so no value is ever complete"

@@ -1,14 +1,14 @@
-"""What is done to JSON schemas before llguidance reads them, alone or within a Lark grammar.
+"""Preparation of JSON schemas for llguidance, alone or within a Lark grammar.
 
-Objects are closed, what holds no value is cut off or refused, and what would take too many states
-is refused. `llguidance` is imported with the first schema. No torch here.
+Objects are closed. References without a value are removed, and a schema without a value is refused, as is
+one that would need too many states. `llguidance` is imported with the first schema. No torch here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from math import isfinite, lcm
@@ -17,44 +17,49 @@ from typing import TYPE_CHECKING
 from spd.errors import UsageError
 from spd.runtime.engine.json_schema import (
     DEFINITIONS,
+    DESCRIPTIONS,
     IN_PLACE_LISTS,
     MAPS,
-    NOTES,
     Json,
     JsonObject,
     close_objects,
 )
 from spd.runtime.engine.large_stack import on_large_stack
-from spd.runtime.engine.request import JSON_STYLE
+from spd.runtime.engine.request import JSON_WHITESPACE
 from spd.runtime.engine.schema_cycles import PREFIX, EndlessSchemaError, without_endless
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MOST_STATES = 100_000
-MOST_PATTERNS = 12
-"""Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref`
-combine some."""
+MAX_STATES = 100_000
+"""Largest common multiple of all `multipleOf` in a schema."""
+MAX_PATTERNS = 12
+"""Largest number of patterns in a schema where `allOf` or `$ref` combine some."""
 MAX_BYTES = 512 * 1024
-"""Of a grammar's text: those of 128 tools with twenty arguments each take about 200 KiB."""
+"""Largest size of a grammar's text; 128 tools with twenty arguments each take about 200 KiB."""
 MAX_PATTERN_BYTES = 64 * 1024
-"""Of all expressions of one grammar: what a long one takes grows with the square of its length."""
+"""Largest size of all expressions of a grammar; the cost of one grows with the square of its length."""
 SHALLOW_BYTES = 8 * 1024
-"""A text up to which nothing can be nested so deep that it needs a large stack."""
-MOST_OPTIONAL = 2000
-"""Properties that may be absent where an object stands, those of alternatives together. For each
-llguidance's parser holds four items in a row, and its time grows with their square."""
-MOST_PARTS = 10_000
-"""Objects and lists in all schemas of a grammar, with what those lists, `enum` and `const` hold.
-llguidance takes seconds for so many, and its time grows with their square; an `enum` of plain
-values is one part, since they become one expression."""
+"""Size up to which a text cannot be nested so deeply that it needs a large stack."""
+MAX_OPTIONAL = 2000
+"""Largest number of optional properties of a value, summed over all schemas that apply to it.
+
+For each of them llguidance's parser needs four items in a row, and its time grows with their square.
+"""
+MAX_PARTS = 10_000
+"""Largest number of objects and lists in all schemas of a grammar, with the elements of lists, `enum` and
+`const`.
+
+llguidance takes seconds for so many, and its time grows with their square. An `enum` of plain values is one
+part, since they become one expression.
+"""
 MAX_ROW_ITEMS = 80_000
 MAX_STEP_ITEMS = 400_000
 TOO_MANY_SYMBOLS = "grammar.symbols.len() < u16::MAX as usize - 10"
-"""What llguidance's panic says of a grammar with more symbols than its tables can number."""
-MOST_SYMBOLS = (1 << 16) - 1 - 10
-EMPTY = "Unsatisfiable schema"
-"""How llguidance begins to say that a schema has no value."""
+"""llguidance's panic message for a grammar with more symbols than its tables can number."""
+MAX_SYMBOLS = (1 << 16) - 1 - 10
+UNSATISFIABLE = "Unsatisfiable schema"
+"""The beginning of llguidance's message for a schema without a value."""
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
@@ -63,33 +68,37 @@ FLAGS = {
 """The option for each kind of grammar, and an example of its value."""
 
 
-# A text, an expression, a comment, or the beginning of a schema.
-_LARK = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|(%json\s*)(?=[{tf])')
+# A string, an expression, a comment, or the beginning of a schema.
+_LARK_TOKEN = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|(%json\s*)(?=[{tf])'
+)
 
 
 def with_schemas(kind: str, text: str, prepare: Callable[[Json], Json]) -> str:
-    """Return a grammar's text with each JSON schema in it prepared; what is no JSON stays."""
+    """Return a grammar's text with each JSON schema replaced by `prepare(schema)`.
+
+    Text that is not valid JSON is left as it is.
+    """
     if kind == "schema":
         try:
             return json.dumps(prepare(json.loads(text)))
-        except (ValueError, RecursionError):  # of which llguidance says more
+        except (ValueError, RecursionError):  # llguidance reports these in more detail
             return text
     if kind != "lark":
         return text
     parts = list[str]()
     end = 0
-    while found := _LARK.search(text, end):
-        parts.append(text[end : found.end()])
-        end = found.end()
-        if found[1]:
-            schema, end = _prepared(text, end, prepare)
+    while match := _LARK_TOKEN.search(text, end):
+        parts.append(text[end : match.end()])
+        end = match.end()
+        if match[1]:
+            schema, end = _prepare_schema(text, end, prepare)
             parts.append(schema)
     return "".join([*parts, text[end:]])
 
 
-def _prepared(text: str, begin: int, prepare: Callable[[Json], Json]) -> tuple[str, int]:
-    """Return the schema that begins at a place, prepared, and where it ends; nothing where none
-    does."""
+def _prepare_schema(text: str, begin: int, prepare: Callable[[Json], Json]) -> tuple[str, int]:
+    """Return the prepared schema that begins at `begin`, and its end; empty text for invalid JSON."""
     try:
         schema, end = json.JSONDecoder().raw_decode(text, begin)
         return json.dumps(prepare(schema)), end
@@ -107,61 +116,61 @@ def closed_schema(schema: Json, *, closes: bool = True) -> Json:
 
 @lru_cache(8)
 def _closed_text(text: str, closes: bool) -> Json:
-    """Return a schema prepared by `closed_schema`; one that llguidance refuses is wanted twice."""
+    """Return a schema prepared by `closed_schema`, which is called twice where llguidance refuses it."""
     schema: Json = json.loads(text)
     _check_states(schema)
-    live = _without_dead_keys(schema)
-    closed = close_objects(live, closes=closes)
+    reduced = _without_unmatched_patterns(schema)
+    closed = close_objects(reduced, closes=closes)
     try:
         pruned = without_endless(closed, is_satisfiable)
     except EndlessSchemaError as error:
         if _is_lenient(schema):
             return _free(schema)
-        raise refused("schema", str(error)) from None
+        raise grammar_error("schema", str(error)) from None
     _check_rows(pruned)
-    return pruned if closed.is_changed or pruned is not closed.schema else live
+    return pruned if closed.is_changed or pruned is not closed.schema else reduced
 
 
-def _without_dead_keys(node: Json) -> Json:
-    """Return a schema without the `patternProperties` whose pattern no key matches."""
+def _without_unmatched_patterns(node: Json) -> Json:
+    """Return a schema without the `patternProperties` whose pattern matches no key."""
     if isinstance(node, list):
-        return [_without_dead_keys(item) for item in node]
+        return [_without_unmatched_patterns(item) for item in node]
     if not isinstance(node, dict):
         return node
-    live = {key: _without_dead_keys(value) for key, value in node.items()}
-    patterns = live.get("patternProperties")
+    reduced = {key: _without_unmatched_patterns(value) for key, value in node.items()}
+    patterns = reduced.get("patternProperties")
     if isinstance(patterns, dict):
-        live["patternProperties"] = {
+        reduced["patternProperties"] = {
             pattern: value
             for pattern, value in patterns.items()
-            if not _fault({"type": "string", "pattern": pattern}).startswith(EMPTY)
+            if is_satisfiable({"type": "string", "pattern": pattern})
         }
-    return live
+    return reduced
 
 
 def usable_schema(schema: Json) -> Json:
-    """Return a schema that llguidance takes: closed, else open, else free if it is lenient.
+    """Return a schema that llguidance accepts: closed, else open, else unrestricted if it is lenient.
 
     Raises UsageError.
     """
     for closes in (True, False):
         usable = closed_schema(schema, closes=closes)
-        fault = _fault(usable)
-        if not fault:
+        error = _library_error(usable)
+        if not error:
             return usable
     if not _is_lenient(schema):
-        raise refused("schema", fault)
+        raise grammar_error("schema", error)
     return _free(schema)
 
 
 def _is_lenient(schema: Json) -> bool:
-    """True if a grammar may pass over what it cannot hold of a schema."""
+    """True if a grammar may ignore the constraints of a schema that it cannot express."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
     return isinstance(options, dict) and options.get("lenient") is True
 
 
 def _free(schema: Json) -> Json:
-    """Return a schema that allows any object, or any value where it is not one for objects."""
+    """Return a schema that allows any object, or any value where `schema` is not for objects."""
     if not isinstance(schema, dict):
         return True
     free: JsonObject = {"x-guidance": schema["x-guidance"]}
@@ -169,21 +178,21 @@ def _free(schema: Json) -> Json:
 
 
 def is_satisfiable(schema: Json) -> bool:
-    """False if no value fits a schema, as far as llguidance can tell."""
-    return not _fault(schema).startswith(EMPTY)
+    """True if a schema has a value, as far as llguidance can tell."""
+    return not _library_error(schema).startswith(UNSATISFIABLE)
 
 
 def full_match_pattern(pattern: str) -> str | None:
-    """Return the expression of the whole texts in which a pattern is found.
+    """Return an expression for the full texts in which `pattern` has a match.
 
-    None for one with look-around within, or that llguidance does not read.
+    None for a pattern with look-around inside, or one that llguidance does not support.
     """
     from llguidance import LLMatcher
 
     branches = []
     for branch in _branches(pattern):
         begins = branch.startswith("^")
-        ends = _PARTS.findall(branch)[-1:] == ["$"]
+        ends = _PATTERN_PART.findall(branch)[-1:] == ["$"]
         inner = branch[begins : len(branch) - ends]
         free = "(?s:.*)"
         branches.append(f"{'' if begins else free}(?:{inner}){'' if ends else free}")
@@ -193,15 +202,15 @@ def full_match_pattern(pattern: str) -> str | None:
     return None if is_error else expression
 
 
-_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """A part of an expression: an escape, a class, or a character."""
 
 
 def _branches(pattern: str) -> list[str]:
-    """Return the alternatives of an expression that no group holds."""
+    """Return the alternatives of an expression outside of groups."""
     branches = [""]
     depth = 0
-    for part in _PARTS.findall(pattern):
+    for part in _PATTERN_PART.findall(pattern):
         depth += (part == "(") - (part == ")")
         if part == "|" and not depth:
             branches.append("")
@@ -211,58 +220,63 @@ def _branches(pattern: str) -> list[str]:
 
 
 def check_size(kind: str, text: str) -> None:
-    """Raises UsageError for the text of a grammar, or of schemas in one, that is too long."""
+    """Raise UsageError for the text of a grammar, or of schemas in one, that is too long."""
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        raise refused(kind, f"it is longer than {MAX_BYTES // 1024} KiB")
+        raise grammar_error(kind, f"it is longer than {MAX_BYTES // 1024} KiB")
 
 
 def check_patterns(kind: str, text: str) -> None:
-    """Raises UsageError for a grammar whose expressions together are too long."""
+    """Raise UsageError for a grammar whose expressions together are too long."""
     if len(text) <= MAX_PATTERN_BYTES:
         return
     if sum(map(len, _expressions(kind, text))) > MAX_PATTERN_BYTES:
-        raise refused(kind, f"its expressions are longer than {MAX_PATTERN_BYTES // 1024} KiB")
+        raise grammar_error(
+            kind, f"its expressions are longer than {MAX_PATTERN_BYTES // 1024} KiB"
+        )
 
 
 def check_parts(kind: str, text: str) -> None:
-    """Raises UsageError for a grammar whose schemas together have too many parts."""
-    if len(text) <= 2 * MOST_PARTS:  # each is a character and a comma at least
+    """Raise UsageError for a grammar whose schemas together have more than `MAX_PARTS` parts."""
+    if len(text) <= 2 * MAX_PARTS:  # a part is at least a character and a comma
         return
     counts: list[int] = []
 
     def count(schema: Json) -> Json:
-        counts.append(_parts(schema))
+        counts.append(_count_parts(schema))
         return True
 
     with_schemas(kind, text, count)
-    if (parts := sum(counts)) > MOST_PARTS:
-        words = f"it has {parts} parts (objects, lists, and what lists, enum and const hold)"
-        raise refused(kind, f"{words}, {MOST_PARTS} at most are supported")
+    parts = sum(counts)
+    if parts > MAX_PARTS:
+        excess = f"it has {parts} parts (objects, lists, and what lists, enum and const hold)"
+        raise grammar_error(kind, f"{excess}, {MAX_PARTS} at most are supported")
 
 
-def _parts(schema: Json) -> int:
-    """Return how many parts a schema, or a value of one of its keywords, has."""
+def _count_parts(schema: Json) -> int:
+    """Return the number of parts of a schema, or of a keyword's value."""
     if isinstance(schema, list):
-        return 1 + sum(_parts(item) if isinstance(item, dict | list) else 1 for item in schema)
+        return 1 + sum(
+            _count_parts(item) if isinstance(item, dict | list) else 1 for item in schema
+        )
     if not isinstance(schema, dict):
         return 0
     parts = 1
     for key, value in schema.items():
         if key in (*MAPS, *DEFINITIONS) and isinstance(value, dict):
-            parts += 1 + sum(map(_parts, value.values()))
+            parts += 1 + sum(map(_count_parts, value.values()))
         elif key == "const":
-            parts += _held(value)
+            parts += _count_value_parts(value)
         elif key == "enum" and isinstance(value, list):
-            parts += 1 + sum(_held(one) for one in value if isinstance(one, dict | list))
-        elif key not in NOTES:
-            parts += _parts(value)
+            containers = (member for member in value if isinstance(member, dict | list))
+            parts += 1 + sum(map(_count_value_parts, containers))
+        elif key not in DESCRIPTIONS:
+            parts += _count_parts(value)
     return parts
 
 
-def _held(value: Json) -> int:
-    """Return how many parts a value has that a schema's `enum` or `const` holds."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(_held, inner))
+def _count_value_parts(value: Json) -> int:
+    """Return the number of parts of a value in `enum` or `const`."""
+    return 1 + sum(map(_count_value_parts, _children(value)))
 
 
 def _expressions(kind: str, text: str) -> list[str]:
@@ -276,8 +290,8 @@ def _expressions(kind: str, text: str) -> list[str]:
         expressions += [pattern] if isinstance(pattern, str) else []
         expressions += patterns if isinstance(patterns, dict) else []
     if kind == "lark":
-        words = (match[0] for match in _LARK.finditer(text))
-        expressions += [word for word in words if word.startswith("/") and word[1] != "/"]
+        tokens = (match[0] for match in _LARK_TOKEN.finditer(text))
+        expressions += [token for token in tokens if token.startswith("/") and token[1] != "/"]
     return expressions
 
 
@@ -294,28 +308,38 @@ def _schemas(kind: str, text: str) -> list[JsonObject]:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return what llguidance's parser may use for one token: more than it allows by itself, so
-    that objects of `MOST_OPTIONAL` properties fit."""
+    """Return the limits of llguidance's parser for one token.
+
+    They are above its defaults, so that objects of `MAX_OPTIONAL` properties fit.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, step_max_items=MAX_STEP_ITEMS)
 
 
-def _fault(schema: Json) -> str:
-    """Return what llguidance has against a schema, in its words; nothing where it takes it."""
-    text = json.dumps(schema)
-    if len(text) <= SHALLOW_BYTES:
-        return _fault_of(text)
-    return on_large_stack(lambda: _fault_of(text))
-
-
-def _fault_of(text: str) -> str:
-    """Return what llguidance has against the text of a schema."""
+def library_schema_grammar(text: str) -> str:
+    """Return the grammar of a JSON schema in llguidance's own form. Raises ValueError, RuntimeError."""
     from llguidance import LLMatcher
 
-    style = JSON_STYLE if text.startswith("{") else None
+    if text.lstrip().startswith("{"):
+        return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": JSON_WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(text, None)  # `true` or `false` has no options
+
+
+def _library_error(schema: Json) -> str:
+    """Return llguidance's error message for a schema; empty if it accepts it."""
+    text = json.dumps(schema)
+    if len(text) <= SHALLOW_BYTES:
+        return _library_error_of_text(text)
+    return on_large_stack(lambda: _library_error_of_text(text))
+
+
+def _library_error_of_text(text: str) -> str:
+    """Return llguidance's error message for the text of a schema; empty if it accepts it."""
+    from llguidance import LLMatcher
+
     try:
-        grammar = LLMatcher.grammar_from_json_schema(text, style)
+        grammar = library_schema_grammar(text)
     except (ValueError, RuntimeError) as error:
         return str(error)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -323,59 +347,58 @@ def _fault_of(text: str) -> str:
 
 
 def _check_states(schema: Json) -> None:
-    """Raises UsageError for a schema whose numbers or combined patterns make a grammar of too many
-    states."""
+    """Raise UsageError for a schema whose numbers or combined patterns need too many states."""
     nodes = list(_objects(schema))
-    numbers = (node.get("multipleOf", 0) for node in nodes)
-    steps = [
-        Fraction(str(step))
-        for step in numbers
-        if isinstance(step, int | float) and step and isfinite(step) and step is not True
-    ]
-    if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
-        raise refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
-    patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
+    common_multiple = 1
+    for node in nodes:
+        step = node.get("multipleOf", 0)
+        if isinstance(step, int | float) and step and isfinite(step) and step is not True:
+            fraction = Fraction(str(step))
+            common_multiple = lcm(common_multiple, fraction.numerator * fraction.denominator)
+    if common_multiple > MAX_STATES:
+        raise grammar_error("schema", f"its multipleOf have no common multiple up to {MAX_STATES}")
+    patterns = {node["pattern"] for node in nodes if isinstance(node.get("pattern"), str)}
     combines = any("allOf" in node or {"$ref", "pattern"} <= node.keys() for node in nodes)
-    if len(patterns) > MOST_PATTERNS and combines:
-        raise refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
+    if len(patterns) > MAX_PATTERNS and combines:
+        raise grammar_error("schema", f"it combines more than {MAX_PATTERNS} patterns")
 
 
 def _check_rows(schema: Json) -> None:
-    """Raises UsageError for a closed schema with more properties than a row of the parser holds."""
+    """Raise UsageError for a closed schema with an object of more than `MAX_OPTIONAL` optional keys."""
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
     visited = set[int]()
     for node in _objects(schema):
-        if id(node) in visited:  # it adds to what was counted
+        if id(node) in visited:  # counted with the schema that it belongs to
             continue
         nodes = _in_place(node, definitions if isinstance(definitions, dict) else {})
         visited.update(map(id, nodes))
         optional = sum(map(_optional_properties, nodes))
-        if optional > MOST_OPTIONAL:
-            words = f"an object has {optional} properties that may be absent"
-            raise refused("schema", f"{words}, {MOST_OPTIONAL} at most are supported")
+        if optional > MAX_OPTIONAL:
+            excess = f"an object has {optional} properties that may be absent"
+            raise grammar_error("schema", f"{excess}, {MAX_OPTIONAL} at most are supported")
 
 
 def _in_place(node: JsonObject, definitions: JsonObject) -> list[JsonObject]:
-    """Return a schema and all that may apply to the same value, each once."""
+    """Return a schema and all schemas that may apply to the same value, each once."""
     nodes = [node]
-    seen = {id(node)}
-    for schema in nodes:
-        below: list[Json] = []
+    visited = {id(node)}
+    for schema in nodes:  # grows while it is read
+        candidates: list[Json] = []
         for key in IN_PLACE_LISTS:
             branches = schema.get(key)
-            below += branches if isinstance(branches, list) else []
+            candidates += branches if isinstance(branches, list) else []
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith(PREFIX):
-            below.append(definitions.get(reference.removeprefix(PREFIX)))
-        for branch in below:
-            if isinstance(branch, dict) and id(branch) not in seen:
-                seen.add(id(branch))
-                nodes.append(branch)
+            candidates.append(definitions.get(reference.removeprefix(PREFIX)))
+        for candidate in candidates:
+            if isinstance(candidate, dict) and id(candidate) not in visited:
+                visited.add(id(candidate))
+                nodes.append(candidate)
     return nodes
 
 
 def _optional_properties(node: JsonObject) -> int:
-    """Return how many properties of an object's schema may be absent."""
+    """Return the number of optional properties of an object's schema."""
     properties = node.get("properties")
     required = node.get("required")
     if not isinstance(properties, dict):
@@ -388,25 +411,32 @@ def _objects(node: Json) -> Iterator[JsonObject]:
     """Yield every object in a JSON value."""
     if isinstance(node, dict):
         yield node
-    for child in (
-        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    ):
+    for child in _children(node):
         yield from _objects(child)
 
 
+def _children(value: Json) -> Collection[Json]:
+    """Return the values of an object or a list; none of another value."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def summarize_error(text: str) -> str:
-    """The first line of what the library says, and the reason that it gives below."""
+    """Return the first line of a message of llguidance, and the reason in its later lines."""
     if TOO_MANY_SYMBOLS in text:
-        return f"it needs more than the {MOST_SYMBOLS} symbols that llguidance can number"
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [
-        "for no reason it gave"
-    ]
-    why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
-    return " ".join([lines[0][:200], *why])
+        return f"it needs more than the {MAX_SYMBOLS} symbols that llguidance can number"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = lines or ["for no reason it gave"]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join([lines[0][:200], *reasons])
 
 
-def refused(kind: str, why: str) -> UsageError:
+def grammar_error(kind: str, reason: str) -> UsageError:
+    """Return the error for a grammar of a kind that cannot be used."""
     flag, example = FLAGS[kind]
     return UsageError(
-        f"{flag} cannot be used: {summarize_error(why)}", fix=[f"{flag} {example}"], code="grammar"
+        f"{flag} cannot be used: {summarize_error(reason)}",
+        fix=[f"{flag} {example}"],
+        code="grammar",
     )

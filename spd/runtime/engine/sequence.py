@@ -1,10 +1,10 @@
-"""The engine's record of one request, from its checks to its end, and its text as it grows. No torch here."""
+"""The engine's record of one request, the validation of requests, and their detokenizer. No torch here."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
-from collections.abc import Sequence as Listed
+from collections import abc
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from spd.runtime.round.round_queue import HostLogprobs
 
 NO_SLOT = -1
+FINISH_REASONS = (None, "stop", "length", "error")
+"""Finish reasons by the code that a round emits: GOING_ON, STOPPED, FULL, FAILED."""
 NO_NUMBER = "the model gave no finite number"
 DEAD_END = "grammar dead end: no token is allowed, or none has a finite number"
 NEVER_BEGAN = "the model stopped before its thinking ended, so the grammar never began"
@@ -31,72 +33,75 @@ INCOMPLETE = "the text ended before the {} was complete"
 
 
 class Detokenizer:
-    """Turns tokens into text for one request: whole characters only, stop strings across tokens and rounds.
+    """Turns tokens into text for one request: complete characters, cut at stop strings.
 
-    `bytes_of` gives the exact bytes of some tokens (none for special ones). Bytes that are not UTF-8
-    become U+FFFD once it is sure that no continuation follows.
+    A stop string may span tokens and rounds. `decode_bytes` returns the exact bytes of some tokens (none for
+    special ones). Bytes that are not UTF-8 become U+FFFD once no continuation can follow.
     """
 
     __slots__ = (
-        "_bytes_of",
         "_count",
+        "_decode_bytes",
         "_ignored",
         "_min_tokens",
         "_pending",
-        "_rest",
         "_stops",
+        "_undecoded",
         "stop",
     )
 
     def __init__(
-        self, bytes_of: Callable[[Listed[int]], bytes], stops: Listed[str], min_tokens: int
+        self,
+        decode_bytes: Callable[[abc.Sequence[int]], bytes],
+        stops: abc.Sequence[str],
+        min_tokens: int,
     ) -> None:
-        self._bytes_of = bytes_of
+        self._decode_bytes = decode_bytes
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
-        self._rest = b""  # the beginning of a character, whose other bytes are to come
-        self._pending = ""
-        self._ignored = (
-            0  # leading characters of `_pending` that came within the first min_tokens tokens
-        )
-        self._count = 0
+        self._undecoded = b""  # the first bytes of a character whose other bytes are to come
+        self._pending = ""  # decoded text that `take` has not returned
+        self._ignored = 0
+        """Leading characters of `_pending` that came within the first min_tokens tokens."""
+        self._count = 0  # tokens pushed
         self.stop: str | None = None
-        """The stop string whose text was cut away, with all behind it."""
+        """The stop string that ended the text; the text is cut before it."""
 
     def push(self, token_id: int) -> bool:
-        """Take one token; True when it completes a stop string, whose text is then cut away."""
+        """Append one token; True if it completes a stop string, before which the text is then cut."""
         self._count += 1
         self._pending += self.pass_on((token_id,))
         if self._count <= self._min_tokens:
             self._ignored = len(self._pending)
         return self._look_for_stop()
 
-    def pass_on(self, token_ids: Listed[int], *, final: bool = False) -> str:
-        """Take several tokens and hand out the whole characters that there are: with `final` all.
+    def pass_on(self, token_ids: abc.Sequence[int], *, final: bool = False) -> str:
+        """Append several tokens and return the complete characters; with `final` all characters.
 
-        Enough where no text ends the request.
+        This suffices for a request without stop strings.
         """
-        data = self._rest + self._bytes_of(token_ids)
-        text, used = codecs.utf_8_decode(data, "replace", final)
-        self._rest = data[used:]
+        data = self._undecoded + self._decode_bytes(token_ids)
+        text, num_decoded = codecs.utf_8_decode(data, "replace", final)
+        self._undecoded = data[num_decoded:]
         return text
 
     def _look_for_stop(self) -> bool:
+        """Cut the pending text before the first completed stop string; True if there is one."""
         if self._count <= self._min_tokens:
             return False
-        # A stop counts when it is completed after the minimum, however tokens fall into rounds.
-        places: list[tuple[int, int, str]] = []
+        # A stop counts if it is completed after the minimum, however tokens are split into rounds.
+        matches: list[tuple[int, int, str]] = []
         for stop in self._stops:
-            place = self._pending.find(stop, max(0, self._ignored - len(stop) + 1))
-            if place >= 0:
-                places.append((place, len(stop), stop))
-        if places:
-            place, _, self.stop = min(places)  # of two that begin together the shorter one
-            self._pending = self._pending[:place]
+            start = self._pending.find(stop, max(0, self._ignored - len(stop) + 1))
+            if start >= 0:
+                matches.append((start, len(stop), stop))
+        if matches:
+            start, _, self.stop = min(matches)  # of two with one start the shorter stop
+            self._pending = self._pending[:start]
         return self.stop is not None
 
     def take(self, *, final: bool = False) -> str:
-        """Text that no later token can change; everything that is left when `final`."""
+        """Return and remove the text that no later token can change; with `final` all text."""
         if final and self.stop is None:
             self._pending += self.pass_on((), final=True)
             self._look_for_stop()
@@ -113,7 +118,10 @@ class Detokenizer:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request. With slots, for its fields are read and written in every round."""
+    """One request while it waits and runs.
+
+    With slots, since its fields are read and written in every round.
+    """
 
     request: Request
     length_limit: int
@@ -121,161 +129,173 @@ class Sequence:
     detokenizer: Detokenizer
     needs: SamplingSteps
     grammar: Grammar | None = None
-    """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
-    waits: bool = False
-    """Whether the grammar has to begin yet, behind the last of `stop_ids`: it keeps out of none before."""
-    paused: bool = False
-    """Whether that token, which silences the slot, was the last to come; in thinking nothing begins."""
-    silent: int = (
-        0  # rounds on their way that were enqueued before it stopped there: they do nothing for it
-    )
+    """With a grammar, the sequence sits out rounds until the masks for its next round are written."""
+    defers_grammar: bool = False
+    """True until the grammar begins, after the last of `stop_ids`; it sits out no round before."""
+    is_paused: bool = False
+    """True if that token was the last one emitted, which deactivates the slot."""
+    ignored_rounds: int = 0
+    """Rounds in flight that were enqueued before the pause: they emit nothing for the sequence."""
     runs: list[Run] = field(default_factory=list)
-    """Which program writes the prompt's positions; what follows is written by tiles."""
+    """The programs that write the prompt's positions; later positions are written by tiles."""
     slot: int = NO_SLOT
     epoch: int = 0
+    """The number of its stay in a slot; later stays have larger numbers."""
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Of the full pages that a prefill will have written; see `TextHashes`."""
-    prefilled: int = (
-        0  # positions whose cache is there; all but the last token's before it may decode
-    )
-    checkpoint: int | None = None
-    """The place of the states as of `prefilled` that it begins with, where its model keeps some."""
-    stops: tuple[int, ...] = ()  # positions at which its prefill pauses, for a checkpoint
-    placed: bool = False  # whether the device knows of its stay in the slot
-    active: bool = False  # whether it takes part in rounds: prefilled, and waiting for nothing
+    """Hashes of the full pages that a prefill will have written; see `TextHashes`."""
+    prefilled: int = 0
+    """Positions whose cache is written; it decodes once all but the last token's are."""
+    snapshot: int | None = None
+    """The place of the recurrent states as of `prefilled` that it starts from, where its model has some."""
+    stops: tuple[int, ...] = ()
+    """Positions at which its prefill pauses for a snapshot."""
+    is_admitted: bool = False
+    """True once the slot's row is written on the device."""
+    active: bool = False
+    """True while it takes part in rounds: it is prefilled, and its masks are written."""
     generated: list[int] = field(default_factory=list)
-    length: int = field(init=False)  # committed tokens the host knows of, the prompt included
+    length: int = field(init=False)
+    """Committed tokens that the host has read, the prompt included."""
     in_flight: int = 0
-    """Widths (k + 1) of rounds enqueued and not yet read: what they commit is known late, see `bound`."""
+    """Sum of the widths (k + 1) of its rounds that are enqueued and not yet read; see `length_bound`."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_at: float = field(default_factory=clock.now)
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """Scores of the prompt, once it is written; None before, and where none are asked for."""
+    """Scores of the prompt once it is written; None before, and where none are requested."""
 
     def __post_init__(self) -> None:
         self.length = self.metrics.prompt_tokens = len(self.request.prompt_ids)
 
-    def take(
+    def apply_round(
         self,
         tokens: list[int],
         drafts: int,
         matched: int,
-        ended: str | None,
+        round_reason: str | None,
         now: float,
         scores: HostLogprobs | None = None,
     ) -> Event:
-        """What a round brought, read at `now` in seconds: the tokens that it committed, and why it ended.
+        """Append the tokens that a round committed for this sequence; return their event.
 
-        Of so many drafts `matched` equal the target's tokens. The tokens are walked in order; the first stop
-        cuts the rest away. At each token stop ids come first, then stop strings, then the length limit, so a
-        stop on the last allowed token is a stop.
+        drafts: how many drafts the round verified, of which `matched` equal the target's tokens.
+        round_reason: the finish reason that the round emitted, if any. now: when it was read, in seconds.
+
+        The tokens are checked in order, and the text ends at the first stop. At each token stop ids come
+        first, then stop strings, then the length limit, so a stop on the last allowed token is a stop.
         """
-        ended = self._begin_grammar(tokens, ended)
-        reason = ended
+        round_reason = self._begin_grammar(tokens, round_reason)
+        reason = round_reason
         error = None
-        spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
+        text_tokens = tokens[:-1] if round_reason == "stop" else tokens  # a stop id has no text
         if self.grammar is None and not self.request.params.stop:
-            text = self.detokenizer.pass_on(spoken, final=reason is not None)
+            text = self.detokenizer.pass_on(text_tokens, final=reason is not None)
         else:
-            count, stopped, error = self._walk(spoken)
-            if stopped is not None:
+            count, host_reason, error = self._find_end(text_tokens)
+            if host_reason is not None:
                 tokens = tokens[:count]
-                reason = stopped
-            if reason in ("stop", "length") and self.grammar and not self.grammar.complete:
+                reason = host_reason
+            if reason in ("stop", "length") and self.grammar and not self.grammar.is_complete:
                 reason, error = self._incomplete(tokens, reason)
             text = self.detokenizer.take(final=reason is not None)
-        if ended == reason == "error" and error is None:
+        if round_reason == reason == "error" and error is None:
             error = NO_NUMBER if self.grammar is None else DEAD_END
         accepted = min(matched, len(tokens))
         prompt_scores = () if self.generated else self.prompt_logprobs or ()
         self.commit(tokens, drafts, accepted, now)
         self.metrics.draft_n_accepted_raw += matched
         logprobs = () if scores is None else self._logprobs(scores, tokens)
-        marks = (True,) * accepted + (False,) * (len(tokens) - accepted)
+        drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
         return Event(
             self.request.id,
             tuple(tokens),
             text,
             reason,
-            marks,
+            drafted,
             logprobs,
             error,
             self.detokenizer.stop if reason == "stop" else None,
             prompt_scores,
         )
 
-    def _begin_grammar(self, tokens: list[int], ended: str | None) -> str | None:
-        """Start a deferred grammar if its opening token came last; return why the sequence ended, if it did.
+    def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
+        """Start a deferred grammar if its opening token came last; return the finish reason, if any.
 
-        The opening token is the last of `stop_ids`, so the round pauses there: that is no end.
+        The opening token is the last of `stop_ids`, so the round stops there, which does not end the text.
         """
-        self.paused = self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]
-        if not self.paused:
-            return ended
+        self.is_paused = (
+            self.defers_grammar and reason == "stop" and tokens[-1] == self.stop_ids[-1]
+        )
+        if not self.is_paused:
+            return reason
         assert self.grammar is not None
-        if self.grammar.begins_behind(tokens):
-            self.waits = False
+        if self.grammar.begins_after(tokens):
+            self.defers_grammar = False
             self.stop_ids = self.stop_ids[:-1]
             self.needs = replace(self.needs, grammar=True)
         return "length" if self.length + len(tokens) >= self.length_limit else None
 
     def _incomplete(self, tokens: list[int], reason: str) -> tuple[str, str | None]:
         """Return the finish reason and the error of a text whose grammar is not complete."""
-        shape = self.request.grammar
-        if shape is None:
+        spec = self.request.grammar
+        if spec is None:
             return reason, None
-        if reason == "stop" and shape.after not in (None, *self.generated, *tokens):
+        if reason == "stop" and spec.after not in (None, *self.generated, *tokens):
             return "error", NEVER_BEGAN
-        return reason, INCOMPLETE.format("grammar" if shape.kind == "lark" else shape.kind)
+        return reason, INCOMPLETE.format("grammar" if spec.kind == "lark" else spec.kind)
 
-    def _walk(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
-        """Follow tokens to a stop string, a grammar's end or fault: how many count, finish reason, error."""
+    def _find_end(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
+        """Follow tokens to a stop string, or to the end or an error of the grammar.
+
+        Returns how many tokens belong to the text, the finish reason and the error; None where it goes on.
+        """
         for i, token in enumerate(tokens, 1):
             if self.detokenizer.push(token):
                 return i, "stop", None
             if self.grammar is not None:
                 try:
                     self.grammar.accept(token)
-                    if self.grammar.finished:
+                    if self.grammar.is_finished:
                         return i, "stop", None
                 except GrammarError as failure:
                     return i, "error", str(failure)
         return len(tokens), None, None
 
     def _logprobs(self, scores: HostLogprobs, tokens: list[int]) -> tuple[TokenLogprob, ...]:
-        """Of tokens, with as many of the likeliest as the request wants; none where it wants none."""
-        wanted = self.request.params.logprobs
-        if wanted is None:
+        """Return the tokens' log-probabilities with those of the likeliest ones, if they are requested."""
+        count = self.request.params.logprobs
+        if count is None:
             return ()
-        own = scores.own[self.slot]
+        sampled = scores.sampled[self.slot]
         values = scores.values[self.slot]
         ids = scores.ids[self.slot]
-        return tuple(
-            TokenLogprob(
-                token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True))
-            )
-            for i, token in enumerate(tokens)
-        )
+        logprobs = []
+        for i, token in enumerate(tokens):
+            likeliest = tuple(zip(ids[i][:count], values[i][:count], strict=True))
+            logprobs.append(TokenLogprob(token, sampled[i], likeliest))
+        return tuple(logprobs)
 
     @property
     def scores_prompt(self) -> bool:
-        """True while the prompt has still to be scored: then all of it is written, cached or not."""
+        """True while the prompt is to be scored: then all of it is written, cached or not."""
         return self.request.prompt_logprobs is not None and self.prompt_logprobs is None
 
-    def take_prompt_scores(self, scores: PromptScores) -> None:
-        """Keep the scores of the prompt's tokens but the first, in order."""
+    def set_prompt_scores(self, scores: PromptScores) -> None:
+        """Set the scores of all the prompt's tokens but the first, in order."""
         tokens = self.request.prompt_ids[1:]
-        rows = zip(tokens, scores.own, scores.values, scores.ids, strict=False)
+        rows = zip(tokens, scores.prompt, scores.values, scores.ids, strict=False)
         self.prompt_logprobs = tuple(
-            TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
-            for token, own, values, ids in rows
+            TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+            for token, logprob, values, ids in rows
         )
 
-    def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:
-        """Add a round's tokens, read at `now` in seconds; so many of its drafts are among them."""
+    def commit(self, tokens: abc.Sequence[int], drafts: int, accepted: int, now: float) -> None:
+        """Append a round's tokens, `accepted` of which are drafts, and update the metrics.
+
+        drafts: how many the round verified. now: when it was read, in seconds.
+        """
         metrics = self.metrics
         outcome = (drafts, accepted)
         metrics.outcomes[outcome] = metrics.outcomes.get(outcome, 0) + 1
@@ -284,29 +304,29 @@ class Sequence:
         self.generated += tokens
         self.length += len(tokens)
         metrics.completion_tokens += len(tokens)
-        since = 1000 * (now - self.arrived_at)
+        elapsed_ms = 1000 * (now - self.arrived_at)
         if not metrics.first_tokens:
             metrics.first_tokens = len(tokens)
-            metrics.first_token_ms = since
-        metrics.predicted_ms = since - metrics.first_token_ms
+            metrics.first_token_ms = elapsed_ms
+        metrics.predicted_ms = elapsed_ms - metrics.first_token_ms
 
     @property
-    def bound(self) -> int:
-        """At most this many tokens are committed once every enqueued round has run."""
+    def length_bound(self) -> int:
+        """Upper bound of the length once every enqueued round has run."""
         return min(self.length + self.in_flight, self.length_limit)
 
     @property
     def prefill_end(self) -> int:
-        """Positions that a prefill writes: all but the last token's, which a round feeds."""
+        """Number of positions that a prefill writes: all but the last token's, which a round feeds."""
         return self.length - 1
 
     def tokens(self) -> list[int]:
-        """Prompt and generated ids, in order."""
+        """Return the prompt's ids and the generated ids, in order."""
         return [*self.request.prompt_ids, *self.generated]
 
 
 class RequestValidator:
-    """Everything about a model that decides whether a request can run: vocabulary, ends, context."""
+    """Checks requests against a model: vocabulary, stop tokens, context. Makes their sequences."""
 
     def __init__(self, plan: EnginePlan) -> None:
         config = plan.model.config
@@ -314,45 +334,50 @@ class RequestValidator:
         self.plan = plan
         self.vocab_size = config.vocab_size
         self.tokenizer = folder.tokenizer
-        if (
-            self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size
-        ):  # which may be padded
-            why = f"{self.tokenizer.vocab_size} token ids, but vocab_size is {self.vocab_size}"
+        # vocab_size may be padded, so it may be the larger one.
+        if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
+            sizes = f"{self.tokenizer.vocab_size} token ids, but vocab_size is {self.vocab_size}"
             path = folder.path / TOKENIZER_FILE if folder.gguf is None else folder.path
             reason = ["Some tokens would have no embedding."]
-            raise CheckpointError(f"{path}: {why}", reason=reason)
+            raise CheckpointError(f"{path}: {sizes}", reason=reason)
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
-        """Ids that can be drawn; vocab_size of them have an embedding."""
+        """Number of ids that can be drawn; the first vocab_size ids have an embedding."""
         self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
-    def sequence(self, request: Request) -> Sequence:
-        """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""
+    def new_sequence(self, request: Request) -> Sequence:
+        """Check a request and return its sequence. Raises UsageError or IncompatibleError."""
         self._check(request)
         params = request.params
         length = len(request.prompt_ids)
-        ends = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
-        stops = tuple(ends)[:NUM_STOP_IDS]
+        eos_ids = () if params.ignore_eos else self.eos_ids
+        stops = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))[:NUM_STOP_IDS]
         limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
         grammar = self._grammars.compile(request.grammar, stops, request.thinking)
         after = None if request.grammar is None else request.grammar.after
-        free = request.thinking is None and not params.min_tokens and after not in (None, *stops)
-        waits = free and len(stops) < NUM_STOP_IDS
-        bytes_of = self.tokenizer.decode_bytes if self.tokenizer else lambda _tokens: b""
+        defers_grammar = (
+            request.thinking is None
+            and not params.min_tokens
+            and after not in (None, *stops)
+            and len(stops) < NUM_STOP_IDS
+        )
+        decode_bytes = self.tokenizer.decode_bytes if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
             length_limit=min(self.plan.shape.ctx, limit),
-            stop_ids=(*stops, after) if waits and after is not None else stops,
-            detokenizer=Detokenizer(bytes_of, params.stop, params.min_tokens),
+            stop_ids=(*stops, after) if defers_grammar and after is not None else stops,
+            detokenizer=Detokenizer(decode_bytes, params.stop, params.min_tokens),
             needs=replace(
-                SamplingSteps.from_params(params), grammar=grammar is not None and not waits
+                SamplingSteps.from_params(params),
+                grammar=grammar is not None and not defers_grammar,
             ),
             grammar=grammar,
-            waits=waits,
+            defers_grammar=defers_grammar,
             runs=program_runs(request.spans or (("prompt", length),), self.plan.shape.chunk),
         )
 
     def _check(self, request: Request) -> None:
+        """Raise UsageError or IncompatibleError for a request that cannot run."""
         params = request.params
         length = len(request.prompt_ids)
         if not length:
@@ -360,26 +385,32 @@ class RequestValidator:
                 "the prompt has no tokens", reason=["a first token is needed to continue from"]
             )
         if length >= self.plan.shape.ctx:
-            why = f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}"
-            fix = [f"--ctx N above {length}", "a shorter prompt"]
-            raise IncompatibleError(why, fix=fix, code="context_overflow")
-        end = () if request.thinking is None else (request.thinking.end,)
-        named = (*params.stop_token_ids, *(token for token, _ in params.logit_bias), *end)
-        for what, ids, size in (
-            ("prompt token id", request.prompt_ids, self.vocab_size),
-            ("token id", named, self.usable_vocab),
-        ):
-            if (wrong := next((each for each in ids if not 0 <= each < size), None)) is not None:
-                raise UsageError(
-                    f"{what} {wrong} is out of range", reason=[f"valid: 0 to {size - 1}"]
-                )
-        for wanted, what in (
+            raise IncompatibleError(
+                f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}",
+                fix=[f"--ctx N above {length}", "a shorter prompt"],
+                code="context_overflow",
+            )
+        _check_ids("prompt token id", request.prompt_ids, self.vocab_size)
+        option_ids = [*params.stop_token_ids, *(token for token, _ in params.logit_bias)]
+        if request.thinking is not None:
+            option_ids.append(request.thinking.end)
+        _check_ids("token id", option_ids, self.usable_vocab)
+        for option, clause in (
             (params.stop, "stop strings need"),
             (request.grammar, "a grammar needs"),
         ):
-            if wanted and self.tokenizer is None:
+            if option and self.tokenizer is None:
                 raise IncompatibleError(
-                    f"{what} a tokenizer, and the model folder has no tokenizer.json"
+                    f"{clause} a tokenizer, and the model folder has no tokenizer.json"
                 )
         if request.spans and sum(n for _, n in request.spans) != length:
             raise UsageError("the prompt's spans do not add up to its length")
+
+
+def _check_ids(name: str, ids: Collection[int], size: int) -> None:
+    """Raise UsageError for the first id that is not from 0 to `size` - 1."""
+    for token_id in ids:
+        if not 0 <= token_id < size:
+            raise UsageError(
+                f"{name} {token_id} is out of range", reason=[f"valid: 0 to {size - 1}"]
+            )

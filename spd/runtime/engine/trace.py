@@ -20,10 +20,10 @@ def round_record(
     result: RoundResult,
     committed: tuple[int, ...],
 ) -> RoundRecord:
-    """Return the trace's line for one round of a sequence, which keeps the tokens `committed`."""
-    draft_seconds, verify_seconds, rest_seconds = result.seconds
+    """Return the trace's record of one round of a sequence, to which `committed` tokens were appended."""
+    draft_seconds, verify_seconds, other_seconds = result.seconds
     draft_ids = emission.draft[: emission.num_drafts]
-    # The other rules draw one token a round, and none in the rows behind it.
+    # The rules other than "coupled" draw one token a round, and none in the rows after it.
     rows = len(draft_ids) if plan.config.verify == "coupled" else emission.accepted
     return RoundRecord(
         request=sequence.request.id,
@@ -37,7 +37,7 @@ def round_record(
         ms={
             "draft": round(1000 * draft_seconds, 3),
             "verify": round(1000 * verify_seconds, 3),
-            "rest": round(1000 * rest_seconds, 3),
+            "rest": round(1000 * other_seconds, 3),
             "host": round(1000 * result.gap, 3),
         },
         draft_forwards=result.draft_forwards,

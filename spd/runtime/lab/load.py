@@ -76,7 +76,7 @@ def run_pass(
     try:
         for events in drive(engine.step, add_due):
             for event in events:
-                lines[event.request_id].take(event)
+                lines[event.request_id].add(event)
                 running -= event.finish_reason is not None
             watch(admitted - running)
     finally:

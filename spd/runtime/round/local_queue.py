@@ -158,11 +158,11 @@ class LocalRoundQueue:
         prefilled = admission.prefilled
         proposer = self.proposer
         reads_kept_states = prefilled and proposer is not None and proposer.reads_target_states
-        if admission.checkpoint is not None or reads_kept_states:
+        if admission.snapshot is not None or reads_kept_states:
             self.flush()  # the slot begins with what unwritten parts keep on its pages
-        if admission.checkpoint is not None:
+        if admission.snapshot is not None:
             page = page_of(admission.pages, prefilled)
-            self.states.load(admission.checkpoint, slot, prefilled, page)
+            self.states.load(admission.snapshot, slot, prefilled, page)
         self.scores.pop(slot, None)
         ids = to_device(admission.tokens, torch.long, self.state.device)
         self._ids = ids

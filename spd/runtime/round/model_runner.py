@@ -73,7 +73,7 @@ class ModelRunner:
         """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
         self.kernels = kernels
         self.dtype = cache.dtype
-        self.merges = kernels.capabilities.row_independent
+        self.merges_prompts = kernels.capabilities.row_independent
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         self.pages_per_block = (
             KV_BLOCK // cache.page_size
@@ -343,7 +343,7 @@ class ModelRunner:
         states: of each part's slot, for models that read some.
         """
         rings: Sequence[HeadStates | None] = states or [None] * len(parts)
-        if self.merges and parts:
+        if self.merges_prompts and parts:
             return self._write_together(parts, rings)
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 

@@ -17,7 +17,7 @@ ROWS = 16
 class PromptScores(NamedTuple):
     """Scores of the tokens behind the first, in host values: own [n], the likeliest ones [n][top]."""
 
-    own: list[float]
+    prompt: list[float]
     values: list[list[float]]
     ids: list[list[int]]
 

@@ -23,7 +23,7 @@ from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 class HostLogprobs(NamedTuple):
     """Log-probabilities in host values: of the samples [S][R]; the likeliest, values and ids [S][R][N]."""
 
-    own: list[list[float]]
+    sampled: list[list[float]]
     values: list[list[list[float]]]
     ids: list[list[list[int]]]
 
@@ -65,8 +65,8 @@ class SlotAdmission:
     prefilled: int
     """Positions that the pages hold, but for those that come from the checkpoint."""
     pages: list[int]
-    checkpoint: int | None
-    """The place of the recurrent states as of `prefilled`, where the model keeps some."""
+    snapshot: int | None
+    """The place of the recurrent states as of `prefilled`, where the model has some."""
 
 
 class RoundQueue(Protocol):
