@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
 
 from spd.cli.terminal.console import write_stderr
 from spd.errors import EngineError
 from spd.runtime.ranks.follower import EXIT_LEADER_LOST, NO_ANSWER, follow
-from spd.runtime.ranks.rendezvous import END, connect_store, next_engine
+from spd.runtime.ranks.rendezvous import END, RankSpec, connect_store, next_engine
 
 COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """What runs engines."""
@@ -28,7 +27,7 @@ def main() -> None:
     """Serve as the rank that the line on standard input describes."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 decides what they mean
-    spec = json.loads(sys.stdin.buffer.readline())
+    spec: RankSpec = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
@@ -44,7 +43,7 @@ def _watch_parent() -> None:
     os._exit(1)
 
 
-def _leave(spec: dict[str, Any], status: int) -> None:
+def _leave(spec: RankSpec, status: int) -> None:
     """End this process, and before it a rank 0 that is its parent and hangs: with its error."""
     if status == EXIT_LEADER_LOST and os.getppid() == spec.get("leader"):
         with suppress(OSError):

@@ -219,7 +219,7 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
         with suppress(AuthenticationError):
             connect(*place, b"another key")
         line, _ = connect(*place, bytes.fromhex(told["key"]))
-        line.send_message("hello", 1, describe_rank("cpu"))
+        line.send_message(("hello", 1, describe_rank("cpu")))
         wait_until(lambda: line.closed, 1)
         while silent:  # each was asked for what it knows, and has heard nothing else
             with silent.pop() as stranger:

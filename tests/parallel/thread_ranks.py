@@ -18,7 +18,7 @@ class ThreadLeader:
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
-        self.pulse = Heartbeat()
+        self.heartbeat = Heartbeat()
         self.broken = False
         self.failures: list[BaseException] = []
         # Documented, but imported by torch without a name of its own.

@@ -14,7 +14,7 @@ from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.plan.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, METHODS, VERIFY_RULES
 from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.plan import _draft_tiers, _graphs
+from spd.runtime.plan.plan import _draft_tiers, _resolve_graphs
 from spd.runtime.proposers import BY_MODELS
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance, conditional_rate
 
@@ -156,9 +156,9 @@ ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 )
 def test_graphs_need_a_device(device: str, kernels: str) -> None:
     with pytest.raises(IncompatibleError, match="CUDA device and Triton kernels"):
-        _graphs(True, Machine(device, 2**30), kernels)
-    assert not _graphs(None, Machine(device, 2**30), kernels)
-    assert _graphs(None, Machine("cuda:0", 2**30), "triton")
+        _resolve_graphs(True, Machine(device, 2**30), kernels)
+    assert not _resolve_graphs(None, Machine(device, 2**30), kernels)
+    assert _resolve_graphs(None, Machine("cuda:0", 2**30), "triton")
 
 
 def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypatch: Any) -> None:

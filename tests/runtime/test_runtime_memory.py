@@ -172,7 +172,7 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     read = (
         2 * shape.chunk * 3 * read_model_config(target).hidden_size * 4
     )  # streams, and side by side
-    assert memory._aux_states(shape, shape.draft) == states + read
+    assert memory._eagle3_bytes(shape, shape.draft) == states + read
 
 
 def test_the_largest_that_fits_is_found() -> None:

@@ -1,4 +1,7 @@
-"""The engine's configuration as the user requested it, `auto` allowed; checked on construction. No torch."""
+"""The engine's configuration as the user requested it, `auto` allowed; checked on construction.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """What proposes tokens: so many a round at most, if no other number is asked for."""
+    """A way to propose tokens: its default limit of drafts, and options that name its weights."""
 
     draft_max: int
     weights: tuple[str, ...] = ()  # the options that can name the model or head that drafts
@@ -30,17 +33,15 @@ METHODS = {
     "eagle3": Method(4, ("draft_model",)),
     "assistant": Method(4, ("draft_model",)),
 }
-"""Every method that can be asked for; `auto` becomes another one."""
+"""Every method that --spec accepts; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
-"""Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
-DRAFTER_OPTIONS = (
-    "draft_model",
-    "mtp",
-    "draft_tp",
-)  # what can be asked of a model or head that drafts
-# tokens of a match: where lookup drafts alone, and instead of a model
+"""Two proposers: each slot verifies the drafts of one, of lookup where its match is long."""
+DRAFTER_OPTIONS = ("draft_model", "mtp", "draft_tp")
+"""Options of a model or head that drafts."""
 NGRAM_MIN = 3
+"""Tokens of a match from which lookup drafts where it is the only proposer."""
 LONG_MATCH = 5
+"""Tokens of a match from which lookup drafts instead of a model."""
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
@@ -50,7 +51,7 @@ MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose."""
+    """Everything that can be requested of an engine; defaults are `auto` where possible."""
 
     model: Path | ModelFolder
     draft_model: Path | ModelFolder | None = None
@@ -71,8 +72,8 @@ class EngineConfig:
     kernels: str = "auto"
     slots: int = 1  # requests that decode together
     cache_pages: int | None = None
-    """Pages of 64 positions of keys and values: enough for every slot at full context, or as many as fit.
-    With fewer, the latest request may have to wait and be prefilled again, which changes no text."""
+    """Pages of 64 positions of keys and values. None: enough for every slot at full context, or as
+    many as fit. With fewer, the latest request may wait and be prefilled again; no text changes."""
     ctx: int | None = None
     memory_fraction: float = 0.9
     prefix_sharing: bool = True
@@ -80,22 +81,21 @@ class EngineConfig:
     load: str = "auto"
     tp: int = 1
     draft_tp: int | None = None
-    rendezvous: int | None = (
-        None  # ranks that torchrun has started; without it the engine starts its own
-    )
+    rendezvous: int | None = None
+    """Ranks that torchrun has started; None: the engine starts its own."""
 
     @property
     def method(self) -> str:
-        """Of `spec`, the method beside prompt lookup."""
+        """Return the method of `spec`, without prompt lookup."""
         return split_spec(self.spec)[0]
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """See `Method`."""
+        """Return the options that can name the method's weights; see `Method`."""
         return METHODS[self.method].weights
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
+        for flag, value, choices in (
             ("--spec", self.spec, (*METHODS, *ARBITRATED)),
             ("--verify", self.verify, VERIFY_RULES),
             ("--dtype", self.dtype, DTYPES),
@@ -103,8 +103,10 @@ class EngineConfig:
             ("--kernels", self.kernels, KERNELS),
             ("--load", self.load, ("auto", "dummy")),
         ):
-            if value not in known:
-                raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
+            if value not in choices:
+                raise UsageError(
+                    f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(choices)}"]
+                )
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise UsageError(
                 f"--device {self.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"]
@@ -133,7 +135,7 @@ class EngineConfig:
 
 
 def format_size(size: int) -> str:
-    """Bytes in the unit that suits them, two decimals."""
+    """Return a number of bytes as text, in the largest suitable unit with two decimals."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(size) >= scale / 10:
             return f"{size / scale:.2f} {unit}"
@@ -141,7 +143,7 @@ def format_size(size: int) -> str:
 
 
 def split_spec(spec: str) -> tuple[str, bool]:
-    """A method, and whether prompt lookup is arbitrated with it."""
+    """Return the method, and True if prompt lookup is arbitrated with it."""
     method, _, other = spec.partition("+")
     return method, bool(other)
 
@@ -227,4 +229,4 @@ CLASHES = (
         ["Ranks form groups of one size that each run the drafter."],
     ),
 )
-"""Every combination of options that is refused; each has its own message."""
+"""Every combination of options that is refused, each with its own message."""

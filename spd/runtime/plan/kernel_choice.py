@@ -1,6 +1,6 @@
-"""Which kernels run a model: Triton's on a GPU, C's on a CPU that has the instructions, torch's elsewhere.
+"""The choice of kernels: Triton's on a GPU, C's on a CPU with the instructions, torch's elsewhere.
 
-And the form in which its weights are kept: from the request, the stored form, and what those kernels know.
+Also the form of the weights, which follows from the request, the stored form and those kernels.
 """
 
 from __future__ import annotations
@@ -34,19 +34,16 @@ from spd.runtime.models.weights import (
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
-OLDEST_CAPABILITY = (
-    8,
-    0,
-)  # of a GPU with bfloat16 products and the shared memory that the kernels need
-AS_STORED = "as the dtype says"  # why weights are wide that were not quantized
-SCALES = {
-    "int8": "a scale a row",
-    "int4": f"a scale for {INT4_GROUP} columns",
-}  # what --quantize makes
+OLDEST_CAPABILITY = (8, 0)
+"""CUDA's capability of the oldest GPU with bfloat16 products and enough shared memory."""
+AS_STORED = "as the dtype says"
+"""The reason for wide weights that were not quantized."""
+SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
+"""The scales that --quantize makes."""
 
 
 def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> str | None:
-    """What keeps the C kernels from running models of these layers; nothing is compiled for an answer."""
+    """Return the reason why the C kernels cannot run such layers, or None; compiles nothing."""
     if not machine.on_cpu:
         return "they are a CPU's"
     if dtype not in DTYPE_FLAGS:
@@ -63,11 +60,14 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
 def choose_kernels(
     requested: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]
 ) -> tuple[str, str]:
-    """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
+    """Return the kernels and the reason for them.
+
+    Raises ResourceError and IncompatibleError where the requested kernels cannot run.
+    """
     if requested == "torch":
         return requested, "asked for"
     if requested == "native" or (requested == "auto" and machine.on_cpu):
-        return _native(
+        return _choose_native(
             requested, native_obstacle(machine, dtype, layers), dtype, machine.from_driver_only
         )
     if not machine.from_driver_only and find_spec("triton") is None:
@@ -79,36 +79,47 @@ def choose_kernels(
     if not machine.on_cpu:
         if machine.capability >= OLDEST_CAPABILITY or machine.capability == (0, 0):
             return "triton", "a GPU's"
-        found = (*OLDEST_CAPABILITY, *machine.capability)
-        return _torch_instead(
-            requested, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found)
+        oldest = _architecture(OLDEST_CAPABILITY)
+        reason = (
+            f"Triton's need a GPU of {oldest}, and this one is {_architecture(machine.capability)}"
         )
+        return _fall_back_to_torch(requested, reason)
     from triton import knobs
 
     if not knobs.runtime.interpret:
-        reason = [
+        hint = (
             "Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."
-        ]
-        why = "--kernels triton needs a CUDA device"
-        raise ResourceError(why, reason=reason, fix=["--kernels torch"])
+        )
+        message = "--kernels triton needs a CUDA device"
+        raise ResourceError(message, reason=[hint], fix=["--kernels torch"])
     if dtype == "bfloat16":
-        why = "Triton's interpreter gets bfloat16 products wrong"
-        raise IncompatibleError(why, fix=["--dtype float32", "--kernels torch"])
+        message = "Triton's interpreter gets bfloat16 products wrong"
+        raise IncompatibleError(message, fix=["--dtype float32", "--kernels torch"])
     return "triton", "asked for"
 
 
-def _torch_instead(requested: str, why: str) -> tuple[str, str]:
-    """Torch's kernels, and why not others. Raises IncompatibleError where others were asked for."""
+def _architecture(capability: tuple[int, int]) -> str:
+    """Return NVIDIA's name of an architecture, such as sm_90."""
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _fall_back_to_torch(requested: str, reason: str) -> tuple[str, str]:
+    """Return torch's kernels and the reason against others.
+
+    Raises IncompatibleError where others were requested.
+    """
     if requested == "auto":
-        return "torch", why
-    why_not = f"--kernels {requested} cannot run this model here"
-    raise IncompatibleError(why_not, reason=[f"{why}."], fix=["--kernels auto"])
+        return "torch", reason
+    message = f"--kernels {requested} cannot run this model here"
+    raise IncompatibleError(message, reason=[f"{reason}."], fix=["--kernels auto"])
 
 
-def _native(requested: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple[str, str]:
-    if why_not is None and foreseen:
+def _choose_native(
+    requested: str, obstacle_text: str | None, dtype: str, from_driver_only: bool
+) -> tuple[str, str]:
+    if obstacle_text is None and from_driver_only:
         return "native", "foreseen"
-    if why_not is None:
+    if obstacle_text is None:
         from spd.kernels.native.library import open_library
 
         try:
@@ -117,9 +128,9 @@ def _native(requested: str, why_not: str | None, dtype: str, foreseen: bool) -> 
                 f"compiled for this processor's {open_library(spd_cache_folder, dtype).instructions}",
             )
         except NativeUnavailable as error:
-            why_not = str(error)
-    return _torch_instead(
-        requested, why_not if requested == "native" else f"not the C kernels: {why_not}"
+            obstacle_text = str(error)
+    return _fall_back_to_torch(
+        requested, obstacle_text if requested == "native" else f"not the C kernels: {obstacle_text}"
     )
 
 
@@ -131,25 +142,29 @@ def choose_form(
     kernels: str,
     dtype: str,
 ) -> tuple[WeightForm, str]:
-    """The form of a folder's weights, and why; headers are read where they are quantized, and only there."""
+    """Return the form of a folder's weights and the reason for it.
+
+    Reads the checkpoint's headers only where its weights are quantized.
+    """
     types = () if folder.gguf is None else folder.gguf.packed_types
     if config.quantize != "none":
         if model.quantization is not None or types:
-            reason = [f"The file's tensors are {', '.join(types)}."]
+            causes = [f"The file's tensors are {', '.join(types)}."]
             if model.quantization is not None:
                 method = model.quantization.method
-                reason = [f"quantization_config in config.json speaks of {method} weights."]
-            why = f"--quantize {config.quantize}, but the weights of {folder.path.name} are quantized already"
-            raise IncompatibleError(why, reason=reason, fix=["leave --quantize out"])
-        why = f"--quantize {config.quantize}: {SCALES[config.quantize]}, made at load"
-        rows = config.quantize == "int8"
-        form = WeightForm("int8") if rows else int4_form(kernels, dtype)
-        return (
-            form,
-            f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why,
-        )
+                causes = [f"quantization_config in config.json speaks of {method} weights."]
+            message = (
+                f"--quantize {config.quantize}, "
+                f"but the weights of {folder.path.name} are quantized already"
+            )
+            raise IncompatibleError(message, reason=causes, fix=["leave --quantize out"])
+        reason = f"--quantize {config.quantize}: {SCALES[config.quantize]}, made at load"
+        form = WeightForm("int8") if config.quantize == "int8" else int4_form(kernels, dtype)
+        if form.widened:
+            reason += f", kept as {dtype}, for these kernels want wide weights"
+        return form, reason
     if model.quantization is not None:
-        return _packed(model.quantization, folder, config, kernels, dtype)
+        return _packed_form(model.quantization, folder, config, kernels, dtype)
     if not types:
         return WIDE, AS_STORED
     return _gguf_form(folder, types, config, kernels)
@@ -158,48 +173,48 @@ def choose_form(
 def _gguf_form(
     folder: ModelFolder, types: Sequence[str], config: EngineConfig, kernels: str
 ) -> tuple[WeightForm, str]:
-    """Return the form of a GGUF file's weights, and why; blocks are kept where kernels multiply them."""
-    found = ", ".join(types)
+    """Return the form of a GGUF file's weights and the reason for it.
+
+    Blocks stay packed where the kernels multiply them.
+    """
+    type_names = ", ".join(types)
     if kernels != "native" or config.load == "dummy":
-        return WIDE, f"{found} multiplied out: the C kernels alone keep them packed"
+        return WIDE, f"{type_names} multiplied out: the C kernels alone keep them packed"
     assert folder.gguf is not None
     packed = packed_specs(folder.gguf.checkpoint.stored)
-    kept = {spec.kind for spec in packed.values()}
-    if not kept:
-        return WIDE, f"{found} multiplied out"
+    kinds = {spec.kind for spec in packed.values()}
+    if not kinds:
+        return WIDE, f"{type_names} multiplied out"
     form = WeightForm("packed", packed=packed, packs_tables=config.tp == 1)
-    return form, f"{found}: what has four bits or more is multiplied as stored"
+    return form, f"{type_names}: what has four bits or more is multiplied as stored"
 
 
-def _packed(
-    how: Quantization, folder: ModelFolder, config: EngineConfig, kernels: str, dtype: str
+def _packed_form(
+    quantization: Quantization, folder: ModelFolder, config: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
-    """Codes as they are stored, where these kernels multiply them."""
+    """Return the form that keeps codes as stored, where these kernels multiply them."""
     if config.load == "dummy":
         return WIDE, AS_STORED
     if kernels == "triton" and dtype == "float16":
-        why = "float16 could overflow before the norm's scales"
-        return WIDE, f"{how.method} weights are multiplied out: {why}"
+        reason = "float16 could overflow before the norm's scales"
+        return WIDE, f"{quantization.method} weights are multiplied out: {reason}"
     tensors = folder.checkpoint.tensors
     packed = dict[str, PackedSpec]()
-    odd = 0
+    odd_count = 0
     for name in tensors:
         stem, _, last = name.rpartition(".")
-        scheme = how.scheme_of(stem) if last in CODES else None
+        scheme = quantization.scheme_of(stem) if last in CODES else None
         if scheme is None or scheme.codes_name != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
-        if scheme.reordered or (
-            (scheme.group_size or STEP) not in (16, 32, 64) and (scheme.group_size or STEP) % STEP
-        ):
-            odd += 1
+        group = scheme.group_size or STEP
+        if scheme.reordered or (group not in (16, 32, 64) and group % STEP):
+            odd_count += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
         kind: ScaleKind = "bfloat16" if narrow else "float32"
-        packed[f"{stem}.weight"] = PackedSpec(
-            scheme.code_kind, scheme.group_size, not scheme.symmetric, kind
-        )
-    why = f"{how.method} weights are multiplied as stored, activations are not rounded"
-    if odd:
-        why += f"; {odd} with act-order or odd groups are multiplied out"
-    return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
+        packed[f"{stem}.weight"] = PackedSpec(scheme.code_kind, scheme.group_size, not scheme.symmetric, kind)
+    reason = f"{quantization.method} weights are multiplied as stored, activations are not rounded"
+    if odd_count:
+        reason += f"; {odd_count} with act-order or odd groups are multiplied out"
+    return (WeightForm("packed", packed=packed), reason) if packed else (WIDE, reason)

@@ -1,4 +1,4 @@
-"""The device that a run goes to, as a plan sees it. Imports torch only to ask a device."""
+"""The device of a run, as a plan sees it. Imports torch only to query a device."""
 
 from __future__ import annotations
 
@@ -13,46 +13,42 @@ from typing import Any
 from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
-# NVIDIA's management library, and the status of a call that worked
 LIBRARY = "libnvidia-ml.so.1"
+"""NVIDIA's management library."""
 OK = 0
-FAST_BFLOAT16 = {
-    "amx_tile",
-    "avx512_bf16",
-}  # of processors on which torch multiplies bfloat16 quickly
+"""The status of a call of that library that succeeded."""
+FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
+"""Features of processors on which torch multiplies bfloat16 quickly."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device: its name for torch, its free bytes, and what it can do."""
+    """One device: its name for torch, its free bytes, and its capabilities."""
 
     device: str
     free: int
-    capability: tuple[int, int] = (
-        0,
-        0,
-    )  # of CUDA; (0, 0) without one, or where the driver does not say
-    from_driver_only: bool = (
-        False  # known from the driver alone: nothing is compiled for a plan on it
-    )
+    capability: tuple[int, int] = (0, 0)
+    """CUDA's; (0, 0) without one, or where the driver does not say."""
+    from_driver_only: bool = False
+    """True: known from the driver alone, and nothing is compiled for a plan on it."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether no GPU takes part."""
+        """True if no GPU takes part."""
         return self.device == "cpu"
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether torch multiplies bfloat16 quickly: by AMX or AVX512-BF16 on a CPU."""
+        """True if torch multiplies bfloat16 quickly: by AMX or AVX512-BF16 on a CPU."""
         return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16)
 
     def count_sharing_ranks(self, ranks: int) -> int:
-        """Ranks that share this machine's memory and cores: all of them on a CPU."""
+        """Return how many ranks share this machine's memory and cores: all of them on a CPU."""
         return ranks if self.on_cpu else 1
 
 
 def find_machine(requested: str) -> Machine:
-    """The machine that `--device` comes to. Raises ResourceError for a device that is not there."""
+    """Return the machine for `--device`. Raises ResourceError for a device that is absent."""
     import torch
 
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
@@ -70,10 +66,12 @@ def find_machine(requested: str) -> Machine:
 
 
 def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
-    """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
-    # nvmlMemory_t: total, free, used
+    """Return the first GPU that the driver lists, else the CPU; imports no torch.
+
+    load: opens the driver's library.
+    """
     device = ctypes.c_void_p()
-    memory = (ctypes.c_ulonglong * 3)()
+    memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     major = ctypes.c_int()
     minor = ctypes.c_int()
     with suppress(OSError, AttributeError):
@@ -92,13 +90,15 @@ def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be had on a device; beyond all bounds where the system does not say."""
+    """Return the free bytes of a device; 2**62 where the system does not say."""
     if device == "cpu":
-        told = Path("/proc/meminfo")  # Linux's own
-        said = re.search(r"MemAvailable: *(\d+) kB", told.read_text() if told.exists() else "")
-        return int(said[1]) * 1024 if said else 2**62
+        meminfo = Path("/proc/meminfo")  # on Linux
+        match = re.search(
+            r"MemAvailable: *(\d+) kB", meminfo.read_text() if meminfo.exists() else ""
+        )
+        return int(match[1]) * 1024 if match else 2**62
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
-    # What torch holds and does not use is handed out before anything new.
+    # Torch hands out what it has reserved and does not use before it takes more.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

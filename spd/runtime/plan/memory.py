@@ -1,4 +1,4 @@
-"""How much memory an engine takes, part by part, what fits, and what frees how much of it. No torch here.
+"""The memory of an engine, part by part: what fits, and which options free how much. No torch here.
 
 The parts are bounds from shapes alone, so a plan can refuse before anything is loaded.
 """
@@ -33,10 +33,13 @@ from spd.runtime.plan.config import METHODS, EngineConfig, format_size
 from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
-"""Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
-GRAPH_BYTES = 2**29  # kept free for captured graphs and their private pools
-SHARE_OF_CHECKPOINTS = 8  # checkpoints of recurrent states take at most this part of usable memory
-WORTH_NAMING = 0.01  # share of the whole below which a remedy is not mentioned, unless it suffices
+"""Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws in tensors."""
+GRAPH_BYTES = 2**29
+"""Bytes left free for captured graphs and their private pools."""
+SHARE_OF_CHECKPOINTS = 8
+"""Snapshots of recurrent states take at most one part in so many of the usable memory."""
+WORTH_NAMING = 0.01
+"""A remedy that frees a smaller share of the total is not mentioned, unless it suffices."""
 
 
 @dataclass(frozen=True)
@@ -53,88 +56,86 @@ class EngineShape:
     kernels: str
     graphs: bool
     on_cpu: bool
-    pages: int | None = (
-        None  # of the caches; None for all slots at full length, one where `minimal_pages`
-    )
+    pages: int | None = None
+    """Pages of the caches; None: for all slots at full length, for one where `minimal_pages`."""
     minimal_pages: bool = False
     stores_distributions: bool = (
         False  # whether what each draft was drawn from is kept until it is verified
     )
-    model_drafts: int = (
-        0  # the most that a draft model or head drafts; lookup may draft `draft_max`
-    )
+    model_drafts: int = 0
+    """The most tokens that a draft model or head drafts; lookup may draft `draft_max`."""
     mtp: MtpSource | None = None
-    head_embedding: bool = (
-        False  # whether an EAGLE-3 head holds embeddings, which may not be the target's
-    )
+    head_embedding: bool = False
+    """True: an EAGLE-3 head holds embeddings, which may not be the target's."""
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE  # of the draft model or the MTP head
-    tp: int = 1  # ranks that share the target; everything here is of the first one, which has most
+    tp: int = 1
+    """Ranks that share the target; all sizes are those of the first rank, which are the largest."""
     draft_tp: int = 1  # ranks of each group that runs the drafter
-    checkpoints: int = 0  # places for states that recurrent layers go on from, in the host's memory
+    checkpoints: int = 0  # snapshots of recurrent states, in the host's memory
 
     @property
     def chunk(self) -> int:
-        """Tokens of a prompt that go through a model together."""
+        """Return the tokens of a prompt that go through a model together."""
         return CAPABILITIES[self.kernels].chunk
 
     @property
     def num_pages(self) -> int:
-        """Pages of each cache, the reserved ones included."""
-        wanted = (
+        """Return the pages of each cache, the reserved ones included."""
+        default_pages = (
             min_pages(self.ctx) if self.minimal_pages else self.slots * pages_per_slot(self.ctx)
         )
-        return NUM_RESERVED + (wanted if self.pages is None else self.pages)
+        return NUM_RESERVED + (default_pages if self.pages is None else self.pages)
 
     @property
     def mtp_modules(self) -> int:
-        """Modules of an MTP head that are used: no more than there are drafts."""
+        """Return the modules of an MTP head that are used: no more than there are drafts."""
         return 0 if self.mtp is None else min(self.mtp.layout.modules, self.model_drafts)
 
     @property
     def draft_shard(self) -> Shard:
-        """The first rank's part of what drafts."""
+        """Return the first rank's shard of the drafter."""
         return Shard(0, self.draft_tp)
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of each part."""
+    """The bytes of each part of an engine."""
 
     weights: int
     draft_weights: int
     cache: int
     draft_cache: int
-    states: int  # what recurrent layers keep of the slots, of the target and of a draft model
+    states: int  # the slots' states and rings of recurrent layers, of the target and a draft model
     workspace: int
     graphs: int
     checkpoints: int = 0  # on the host; with a GPU, not part of its memory
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(vars(self).values())
 
     @property
     def caches(self) -> int:
-        """Bytes of the target's cache and the drafter's, and of states."""
+        """Return the bytes of the target's and the drafter's caches, and of states."""
         return self.cache + self.draft_cache + self.states
 
     def summary(self) -> str:
-        """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
-        named = {name.replace("_", " "): size for name, size in vars(self).items()}
-        return " + ".join(f"{name} {format_size(size)}" for name, size in named.items() if size)
+        """Return every non-empty part as text, such as `weights 15.26 GiB + cache 4.50 GiB`."""
+        sizes = {name.replace("_", " "): size for name, size in vars(self).items()}
+        return " + ".join(f"{name} {format_size(size)}" for name, size in sizes.items() if size)
 
 
 @lru_cache
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
-    """The first rank's part of a model's layout."""
+    """Return the first rank's part of a model's layout."""
     return family_layout(config).sharded(Shard(0, ranks))
 
 
 @lru_cache
 def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
-    """Bytes of the tensors that a rank reads from a checkpoint, in the form they are kept in."""
+    """Return the bytes of the tensors that a rank reads, in the form they are stored in memory."""
     return layout_bytes(config, rank_layout(config, ranks), dtype, form)
 
 
@@ -144,44 +145,46 @@ def pages_per_slot(ctx: int) -> int:
 
 
 def min_pages(ctx: int) -> int:
-    """Pages that one request at full length needs: with fewer it could never end."""
+    """Return the pages of one request at full length: with fewer it could never end."""
     return -(-ctx // PAGE_SIZE)
 
 
 def page_bytes(config: ModelConfig, dtype: str, ranks: int = 1) -> int:
-    """Bytes of one page over all layers, on one of `ranks`."""
+    """Return the bytes of one page over all layers, on one of `ranks`."""
     return PAGE_SIZE * position_size(config, ranks) * DTYPE_BYTES[dtype]
 
 
 def position_size(config: ModelConfig, ranks: int = 1) -> int:
-    """Elements that one position takes in the caches of all layers, on one of `ranks`."""
+    """Return the elements of one position in the caches of all layers, on one of `ranks`."""
     layers = rank_layout(config, ranks).layers
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
 def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
-    """Bytes of one slot's states in all recurrent layers, on one of `ranks`; rings stand beside them."""
+    """Return the bytes of one slot's recurrent states on one of `ranks`, without their rings."""
     return sum(4 * math.prod(block.state_shape) for block in rank_layout(config, ranks).recurrent)
 
 
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
-    """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
+    """Return the bytes of one slot in recurrent layers on a rank: states, and rings of rows."""
     width = DTYPE_BYTES[shape.dtype]
     depth = ring_depth(shape.draft_max)
-    kept = [
-        each for block in rank_layout(config, ranks).recurrent for each in block.slot_shapes(depth)
-    ]
-    return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
+    total = 0
+    for block in rank_layout(config, ranks).recurrent:
+        for sizes, exact in block.slot_shapes(depth):
+            total += math.prod(sizes) * (4 if exact else width)
+    return total
 
 
 def checkpoint_bytes(shape: EngineShape) -> int:
-    """Bytes of one checkpoint: states and latest inputs, and a page, of the target and of what drafts."""
+    """Return the bytes of one snapshot: states, latest inputs and a page, drafter included."""
     width = DTYPE_BYTES[shape.dtype]
     total = 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
             inputs = sum(
-                (each.kernel - 1) * each.channels for each in rank_layout(config, ranks).recurrent
+                (block.kernel - 1) * block.channels
+                for block in rank_layout(config, ranks).recurrent
             )
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
@@ -193,7 +196,7 @@ def checkpoint_bytes(shape: EngineShape) -> int:
 
 
 def measure(shape: EngineShape) -> MemoryNeed:
-    """What an engine of this shape takes."""
+    """Return the memory that an engine of this shape takes."""
     target = shape.target
     draft = shape.draft
     ranks = shape.draft_tp
@@ -202,21 +205,21 @@ def measure(shape: EngineShape) -> MemoryNeed:
     window = rows + shape.slots * CATCH_UP
     draft_weights = draft_cache = 0
     states = shape.slots * slot_bytes(target, shape, shape.tp)
-    workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
+    workspace = _workspace_bytes(shape, target, shape.ctx, rows, rows, shape.tp)
     if shape.stores_distributions:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     if draft is not None:
-        draft_weights = _weights(draft, shape, shape.draft_form, ranks)
+        draft_weights = _weight_bytes(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
         draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
         states += shape.slots * slot_bytes(draft, shape, ranks)
-        workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
-        workspace += _aux_states(shape, draft)
+        workspace += _workspace_bytes(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
+        workspace += _eagle3_bytes(shape, draft)
     elif shape.mtp is not None and shape.mtp_modules:
-        draft_weights, draft_cache = _mtp_head(shape, shape.mtp)
-        workspace += _workspace(shape, target, shape.draft_ctx, window, shape.slots, ranks)
+        draft_weights, draft_cache = _mtp_bytes(shape, shape.mtp)
+        workspace += _workspace_bytes(shape, target, shape.draft_ctx, window, shape.slots, ranks)
     return MemoryNeed(
-        weights=_weights(target, shape, shape.form, shape.tp),
+        weights=_weight_bytes(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
         cache=pages * page_bytes(target, shape.dtype, shape.tp),
         draft_cache=draft_cache,
@@ -229,41 +232,44 @@ def measure(shape: EngineShape) -> MemoryNeed:
     )
 
 
-def _states(shape: EngineShape, modules: int) -> int:
-    """States that a head's stream keeps: one a page, and a ring of them a slot."""
+def _stream_states(shape: EngineShape, modules: int) -> int:
+    """Return the hidden states that a head's stream stores: one a page, and a ring a slot."""
     return shape.num_pages + shape.slots * (state_depth(shape.chunk, shape.draft_max, modules) + 1)
 
 
-def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
-    """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
-    if (facts := draft.eagle3) is None:
+def _eagle3_bytes(shape: EngineShape, draft: ModelConfig) -> int:
+    """Return the bytes of an EAGLE-3 head's states, read streams and own embeddings."""
+    if (head := draft.eagle3) is None:
         return 0
     rows = max(
         shape.chunk, CAPABILITIES[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1)
     )
-    own = 0
-    if facts.target_hidden_size == draft.hidden_size and (
+    embedding_elements = 0
+    if head.target_hidden_size == draft.hidden_size and (
         shape.head_embedding or shape.draft_tp != shape.tp
     ):
-        own = (
+        embedding_elements = (
             -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size
         )  # else it is among the weights
-    streams = 2 * rows * facts.num_aux_layers * facts.target_hidden_size
-    return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
+    streams = 2 * rows * head.num_aux_layers * head.target_hidden_size
+    return (
+        _stream_states(shape, 1) * draft.hidden_size + streams + embedding_elements
+    ) * DTYPE_BYTES[shape.dtype]
 
 
-def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
-    """Bytes of an MTP head's weights, and of its cache and states."""
+def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
+    """Return the bytes of an MTP head's weights, and of its cache and states."""
     config = mtp.config
     modules = shape.mtp_modules
     width = DTYPE_BYTES[shape.dtype]
     shard = shape.draft_shard
     positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
-    states = _states(shape, modules) * config.hidden_size
+    states = _stream_states(shape, modules) * config.hidden_size
     weights = sum(
         module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
     )
-    # Each module has both tables where the target's are divided among other ranks, and Step's their heads.
+    # Each module has its own embedding and head where the target's are divided among other ranks;
+    # modules of Step's layout always have a head.
     tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.private_tables] == ["head"]
     weights += (
         modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
@@ -271,8 +277,11 @@ def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     return weights, modules * (positions + states) * width
 
 
-def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
-    """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
+def _weight_bytes(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
+    """Return the bytes of the tensors, on a CPU with the packed copy of a tied head.
+
+    float16 is not packed.
+    """
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
     if form.packs_tables and EMBEDDING in form.packed:
@@ -283,10 +292,10 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
     )
 
 
-def _workspace(
+def _workspace_bytes(
     shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int
 ) -> int:
-    """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
+    """Return the most bytes besides weights and cache of passes over `rows`, `sampled` of them."""
     rows = max(rows, CAPABILITIES[shape.kernels].tail_rows)
     width = DTYPE_BYTES[shape.dtype]
     widest = max(shape.chunk, rows)
@@ -295,7 +304,8 @@ def _workspace(
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
     context = pages_per_slot(ctx) * PAGE_SIZE
-    # Sums of the split softmax; torch also has a mask a head of a group and window, and perhaps scores.
+    # Sums of the split softmax; torch also holds a mask for each head of a group and each window,
+    # and scores where they are capped or have sinks.
     attention = (
         sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
     )
@@ -317,80 +327,86 @@ def _workspace(
     return logits + history + attention + activations + rotary
 
 
-def find_largest(fits: Callable[[int], bool], most: int, step: int) -> int:
-    """The largest multiple of `step` below `most`, or `most` itself, that fits; 0 if none does."""
-    if fits(most):
-        return most
-    counts = range(1, -(-most // step))
+def find_largest(fits: Callable[[int], bool], limit: int, step: int) -> int:
+    """Return the largest multiple of `step` below `limit`, or `limit`, that fits; 0 if none."""
+    if fits(limit):
+        return limit
+    counts = range(1, -(-limit // step))
     return step * bisect_left(counts, True, key=lambda count: not fits(count * step))
 
 
 def fits(shape: EngineShape, usable: int | None) -> bool:
-    """Whether it takes no more than so many bytes; not, where they are unknown."""
+    """True if the shape takes no more than `usable` bytes; False where they are unknown."""
     return usable is not None and measure(shape).total <= usable
 
 
-def fit_to_memory(shape: EngineShape, config: EngineConfig, device: str, free: int) -> EngineShape:
-    """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
+def fit_to_memory(
+    shape: EngineShape, config: EngineConfig, device: str, free_bytes: int
+) -> EngineShape:
+    """Return the shape with an automatic context and number of pages cut to `free_bytes`.
 
-    Pages are cut first, down to what one request needs. Raises ResourceError, UsageError for fewer.
+    Pages are cut first, down to those of one request. Raises ResourceError, UsageError for fewer.
     """
-    usable = int(free * config.memory_fraction)
+    usable_bytes = int(free_bytes * config.memory_fraction)
     if shape.checkpoints:
-        room = usable // SHARE_OF_CHECKPOINTS // checkpoint_bytes(shape)
-        shape = replace(shape, checkpoints=min(room, shape.checkpoints))
+        checkpoint_limit = usable_bytes // SHARE_OF_CHECKPOINTS // checkpoint_bytes(shape)
+        shape = replace(shape, checkpoints=min(checkpoint_limit, shape.checkpoints))
 
-    def least(ctx: int) -> EngineShape:
+    def with_min_pages(ctx: int) -> EngineShape:
         return replace(at_context(shape, ctx), minimal_pages=shape.slots > 1)
 
     ctx = shape.ctx
     if not config.ctx:
-        ctx = find_largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
-    if not ctx or not fits(least(ctx), usable):
-        smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
+        ctx = find_largest(lambda n: fits(with_min_pages(n), usable_bytes), ctx, PAGE_SIZE)
+    if not ctx or not fits(with_min_pages(ctx), usable_bytes):
+        smallest = with_min_pages(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(
-            smallest, device, free, config.memory_fraction, bool(config.draft_model or config.mtp)
+            smallest,
+            device,
+            free_bytes,
+            config.memory_fraction,
+            bool(config.draft_model or config.mtp),
         )
-    whole = at_context(shape, ctx)
-    if whole.pages is not None:
-        if whole.pages < min_pages(ctx):
-            held = f"{whole.pages} cache pages hold {whole.pages * PAGE_SIZE:,} positions"
+    full = at_context(shape, ctx)
+    if full.pages is not None:
+        if full.pages < min_pages(ctx):
+            capacity = f"{full.pages} cache pages hold {full.pages * PAGE_SIZE:,} positions"
             fix = [f"cache_pages={min_pages(ctx)} or more", "a smaller ctx"]
             reason = ["A request at full length could never end."]
-            raise UsageError(f"{held}, but the context is {ctx:,}", reason=reason, fix=fix)
-        return whole
-    if fits(whole, usable):
-        return whole
+            raise UsageError(f"{capacity}, but the context is {ctx:,}", reason=reason, fix=fix)
+        return full
+    if fits(full, usable_bytes):
+        return full
     step = KV_BLOCK // PAGE_SIZE
-    pages = find_largest(lambda n: fits(replace(whole, pages=n), usable), whole.num_pages, step)
-    return replace(whole, pages=max(pages, min_pages(ctx)))
+    pages = find_largest(lambda n: fits(replace(full, pages=n), usable_bytes), full.num_pages, step)
+    return replace(full, pages=max(pages, min_pages(ctx)))
 
 
 def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
-    """Return every option that would take noticeably less memory, and how much less, sufficient ones first.
+    """Return every option that would free memory noticeably, and how much: sufficient ones first.
 
-    `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
-    `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
+    usable: bytes that are there; None where only the device knows: contexts and slots are halved.
+    draft_flag: the drafter was requested by --draft-model or --mtp, which other methods refuse.
     """
     now = measure(shape).total
-    found = []
-    for flag, changed in [*_smaller(shape, usable), *_otherwise(shape, draft_flag)]:
+    options = []
+    for flag, changed in [*_shorter_or_fewer(shape, usable), *_other_options(shape, draft_flag)]:
         frees = now - measure(changed).total
         suffices = fits(changed, usable)
         if suffices or frees >= WORTH_NAMING * now:
             alone = "" if suffices or usable is None else ", not enough alone"
             order = (0, frees) if suffices else (1, -frees)
-            found.append((order, f"{flag}  (frees {format_size(frees)}{alone})"))
-    return [words for _, words in sorted(found)]
+            options.append((order, f"{flag}  (frees {format_size(frees)}{alone})"))
+    return [words for _, words in sorted(options)]
 
 
-def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
-    """The same with fewer positions or slots: as many as fit, or half."""
+def _shorter_or_fewer(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
+    """Yield options for fewer positions or slots: as many as fit, or half."""
     ctx = (
         find_largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
         or shape.ctx // 2
     )
-    ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # easy to type
+    ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # a round number
     if 2 <= ctx < shape.ctx:
         yield f"--ctx {ctx}", at_context(shape, ctx)
     slots = (
@@ -401,14 +417,17 @@ def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, Engi
         yield f"--concurrency {slots}", replace(shape, slots=slots)
 
 
-def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
-    """Another method, dtype or way of running."""
+def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
+    """Yield options for another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
         without = (
             f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
         )
-        most = METHODS["ngram"].draft_max
-        yield f"--spec ngram{without}", replace(shape, draft=None, mtp=None, draft_max=most)
+        ngram_draft_max = METHODS["ngram"].draft_max
+        yield (
+            f"--spec ngram{without}",
+            replace(shape, draft=None, mtp=None, draft_max=ngram_draft_max),
+        )
     elif shape.draft_max:
         yield "--spec off", replace(shape, draft_max=0)
     if shape.stores_distributions:
@@ -429,7 +448,7 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
 def refusal(
     shape: EngineShape, device: str, free: int, fraction: float, draft_flag: bool = False
 ) -> ResourceError:
-    """The error for a shape that takes more than `fraction` of the `free` bytes of a device."""
+    """Return the error for a shape that takes more than `fraction` of a device's `free` bytes."""
     need = measure(shape)
     usable = int(free * fraction)
     fix = remedies(shape, usable, draft_flag)
@@ -437,24 +456,24 @@ def refusal(
     if percent <= 100:
         gained = free * percent // 100 - usable
         fix.append(f"--memory-fraction {percent / 100:g}  (allows {format_size(gained)} more)")
-    why = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
+    message = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
     share = f"{fraction:g} of the {format_size(free)} that are free"
     reason = [
         f"needed are {format_size(need.total)}, usable {format_size(usable)}: {share}",
         need.summary(),
     ]
     return ResourceError(
-        why, reason=reason, fix=fix or ["a smaller model, or a device with more memory"]
+        message, reason=reason, fix=fix or ["a smaller model, or a device with more memory"]
     )
 
 
 def longest_context(shape: EngineShape, usable: int) -> int:
-    """The longest context of the model with which a shape fits into so many bytes; 0 where none does."""
+    """Return the longest context with which a shape fits into `usable` bytes; 0 if none does."""
     return find_largest(
         lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE
     )
 
 
 def at_context(shape: EngineShape, ctx: int) -> EngineShape:
-    """The shape with another context, the draft model's no longer than it."""
+    """Return the shape with another context, and the draft model's no longer than it."""
     return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))

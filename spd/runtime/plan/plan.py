@@ -1,7 +1,7 @@
-"""What will be done: every `auto` resolved, before any weight is loaded.
+"""The plan of an engine: every `auto` resolved, before any weight is loaded.
 
-A plan holds what it follows from: the config, the model folder, the drafter, the shape that memory is counted
-from. It is printed by `inspect`, logged with `-v`, and part of every JSON result.
+A plan holds the config, the model folder, the drafter and the shape that it follows from. It is
+printed by `inspect`, logged with `-v`, and part of every JSON result.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from spd.runtime.plan.memory import (
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
-AUTO_CTX = 32768  # context that `auto` stops at; longer ones are had by asking
-CHECKPOINTS = 8  # of recurrent states, besides two a slot
+AUTO_CTX = 32768
+"""The longest context that `auto` takes; --ctx may name a longer one."""
+CHECKPOINTS = 8
+"""Snapshots of recurrent states, besides two a slot."""
 MOST_RANKS = 64
 FROM_CONFIG = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
@@ -56,12 +58,12 @@ FROM_SHAPE = (
     "tp",
     "draft_tp",
 )
-"""What `as_dict` shows of what a plan holds."""
+"""The fields of the config and of the shape that `as_dict` lists."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine's resolved decisions."""
+    """The resolved decisions of one engine."""
 
     config: EngineConfig
     model: ModelFolder
@@ -69,7 +71,7 @@ class EnginePlan:
     shape: EngineShape
     device: str
     weights_reason: str
-    spec: str  # what drafts, `+ngram` where lookup is arbitrated with it; off where nothing does
+    spec: str  # the method, `+ngram` where lookup is arbitrated with it; off where nothing drafts
     draft_tiers: tuple[int, ...]
     adaptive: bool
     ngram_min: int
@@ -79,49 +81,49 @@ class EnginePlan:
     token_tiles_reason: str
     draft_kernels: str  # of a draft model or a head
     threads: int
-    threads_follow: bool  # whether fewer are used while other programs need CPUs: for C kernels
+    threads_follow: bool  # True: fewer are used while other programs need CPUs; for C kernels
     draft_tp_reason: str
     memory_budget_bytes: int
 
     @property
     def need(self) -> MemoryNeed:
-        """Bytes that the engine takes, part by part."""
+        """Return the bytes that the engine takes, part by part."""
         return measure(self.shape)
 
     @property
     def copy_draft_max(self) -> int:
-        """Drafts of a round that lookup makes alone where a request copies text; 0 where it never does."""
+        """Return the drafts of a round of lookup alone where text is copied; 0 if never."""
         return self.shape.draft_max if self.shape.draft_max > self.shape.model_drafts else 0
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a request may begin with another's pages; with states only where they are kept."""
-        recurrent = _recurrent(self.shape.target, self.shape.draft)
+        """True if a request may begin with another's pages; states need snapshots."""
+        recurrent = _any_recurrent(self.shape.target, self.shape.draft)
         return self.config.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
 
     @property
     def drafter_is_recurrent(self) -> bool:
-        """Whether what drafts takes tokens into states: none that are taken back can leave them."""
-        return _recurrent(self.shape.draft)
+        """True if the drafter has recurrent states: drafts cannot be removed from them."""
+        return _any_recurrent(self.shape.draft)
 
     @property
     def drafting_model(self) -> ModelFolder | None:
-        """The folder of the draft model, EAGLE-3 head or assistant that drafts; None where none does."""
+        """Return the folder of the drafting model, EAGLE-3 head or assistant, if any."""
         return self.drafter.folder if self.shape.draft is not None else None
 
     @property
     def weights(self) -> str:
-        """What the matrices of the target's layers are kept in: a dtype, int8, or a kind of codes."""
+        """Return the form of the target's matrices: a dtype, int8, or a kind of codes."""
         form = self.shape.form
         return self.shape.dtype if form.kind == "wide" or form.widened else form.words
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values, flat; folders by their paths."""
+        """Return the plan as flat, plain JSON values; folders as their paths."""
         mtp = self.shape.mtp
         draft = self.drafter.folder
         need = self.need
         shape = self.shape
-        held = ("config", "model", "drafter", "shape")
+        nested = ("config", "model", "drafter", "shape")
         return {
             "model": str(self.model),
             "architecture": self.model.config.architecture,
@@ -132,7 +134,7 @@ class EnginePlan:
             "mtp_layout": None if mtp is None else mtp.layout.description,
             **{name: getattr(self.config, name) for name in FROM_CONFIG},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
-            **{name: value for name, value in vars(self).items() if name not in held},
+            **{name: value for name, value in vars(self).items() if name not in nested},
             "prefix_sharing": self.shares_prefixes,
             "checkpoint_bytes": shape.checkpoints and shape.checkpoints * checkpoint_bytes(shape),
             "page_size": PAGE_SIZE,
@@ -145,27 +147,30 @@ class EnginePlan:
         }
 
 
-def _recurrent(*models: ModelConfig | None) -> bool:
-    """Whether a model among them keeps states."""
+def _any_recurrent(*models: ModelConfig | None) -> bool:
+    """True if a model among them has recurrent states."""
     return any(model is not None and model.recurrent is not None for model in models)
 
 
-def _context(requested: int | None, model: ModelConfig) -> int:
-    """The context that is asked for; an automatic one is as long as it may become."""
-    most = model.max_positions
-    if requested is not None and requested > most:
-        why = f"--ctx {requested} is more than the model's {most} positions"
-        raise IncompatibleError(why, fix=[f"--ctx {most}"])
-    return requested or max(2, min(most, AUTO_CTX))
+def _resolve_context(requested: int | None, model: ModelConfig) -> int:
+    """Return the requested context; an automatic one is as long as the model allows."""
+    limit = model.max_positions
+    if requested is not None and requested > limit:
+        message = f"--ctx {requested} is more than the model's {limit} positions"
+        raise IncompatibleError(message, fix=[f"--ctx {limit}"])
+    return requested or max(2, min(limit, AUTO_CTX))
 
 
 def draft_context(draft: ModelConfig | None, ctx: int) -> int:
-    """Positions that a drafter can keep of a context; a head that reads the target's states follows it."""
+    """Return the positions of a context that a drafter can store.
+
+    A head that reads the target's states follows the target.
+    """
     return ctx if draft is None or draft.head_kind is not None else min(draft.max_positions, ctx)
 
 
-def _dtype(requested: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
-    """What `auto` comes to: bfloat16 on a CPU where the kernels, as wished for or chosen, are quick at it."""
+def _resolve_dtype(requested: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
+    """Return the dtype; `auto` is bfloat16 on a CPU where the kernels are fast at it."""
     if requested != "auto":
         return requested
     if not machine.on_cpu:
@@ -174,49 +179,60 @@ def _dtype(requested: str, machine: Machine, model: ModelConfig, kernels: str) -
     return "bfloat16" if model.dtype != "float32" and quick else "float32"
 
 
-def _kernels(
+def _resolve_kernels(
     config: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
 ) -> tuple[str, ...]:
-    """The dtype, the form of the kernels, which no drafter changes, why, and that of what drafts."""
+    """Return the dtype, the kernels, the reason for them, and the drafter's kernels.
+
+    The drafter does not change the target's kernels.
+    """
     layers = family_layout(model).layers
-    dtype = _dtype(config.dtype, machine, model, config.kernels)
-    kernels, why = choose_kernels(config.kernels, machine, dtype, layers)
-    dtype = _dtype(config.dtype, machine, model, kernels)
+    dtype = _resolve_dtype(config.dtype, machine, model, config.kernels)
+    kernels, reason = choose_kernels(config.kernels, machine, dtype, layers)
+    dtype = _resolve_dtype(config.dtype, machine, model, kernels)
     drafting = () if drafter.folder is None else family_layout(drafter.folder.config).layers
     if drafter.mtp is not None:
         drafting = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)
-    others = kernels == "native" and native_obstacle(machine, dtype, drafting) is not None
-    return dtype, kernels, why, "torch" if others else kernels
+    needs_torch = kernels == "native" and native_obstacle(machine, dtype, drafting) is not None
+    return dtype, kernels, reason, "torch" if needs_torch else kernels
 
 
-def _graphs(requested: bool | None, machine: Machine, kernels: str) -> bool:
-    """Rounds are captured where their kernels ask nothing of the host."""
+def _resolve_graphs(requested: bool | None, machine: Machine, kernels: str) -> bool:
+    """True if rounds are captured: where the kernels need nothing of the host."""
     possible = not machine.on_cpu and kernels == "triton"
     if requested and not possible:
         reason = [f"device {machine.device}, kernels {kernels}"]
-        why = "--graphs on needs a CUDA device and Triton kernels"
-        raise IncompatibleError(why, reason=reason, fix=["--graphs off"])
+        message = "--graphs on needs a CUDA device and Triton kernels"
+        raise IncompatibleError(message, reason=reason, fix=["--graphs off"])
     return possible and requested is not False
 
 
-def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
-    """Resolve `spec`; return it, the most tokens that a model or head drafts, and the most drafted by any.
+def _resolve_draft_lengths(
+    config: EngineConfig, method: str, adaptive: bool
+) -> tuple[str, int, int]:
+    """Return the resolved `spec`, the most drafts of a model or head, and of any proposer.
 
-    With adaptive k and two drafters, lookup may draft more tokens at once than the model's default maximum.
+    With adaptive k and two drafters, lookup may draft more at once than the model does.
     """
-    usual = METHODS[method].draft_max
-    asked = config.draft_max
-    if method == "off" or asked == 0:
+    default = METHODS[method].draft_max
+    requested = config.draft_max
+    if method == "off" or requested == 0:
         return "off", 0, 0
     if method == "ngram" or not split_spec(config.spec)[1]:
-        most = usual if asked is None else asked
-        return method, most, most
-    most = max(usual, METHODS["ngram"].draft_max if adaptive else 0) if asked is None else asked
-    return f"{method}+ngram", min(most, usual) if adaptive else most, most
+        limit = default if requested is None else requested
+        return method, limit, limit
+    if requested is not None:
+        limit = requested
+    else:
+        limit = max(default, METHODS["ngram"].draft_max if adaptive else 0)
+    return f"{method}+ngram", min(limit, default) if adaptive else limit, limit
 
 
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
-    """The values of k that adapting may choose: few with graphs, none below MTP modules, which all run."""
+    """Return the values of k that adapting may choose.
+
+    Few with graphs, none below the number of MTP modules, which all run.
+    """
     tiers: Iterable[int] = range(draft_max + 1)
     if graphs:
         tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
@@ -226,7 +242,10 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
 def choose_draft_ranks(
     config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
-    """Ranks of each group that runs the drafter, and why so many. Raises IncompatibleError, UsageError."""
+    """Return the ranks of each group that runs the drafter, and the reason.
+
+    Raises IncompatibleError, UsageError.
+    """
     tp = config.tp
     draft_tp = config.draft_tp
     if tp == 1:
@@ -235,13 +254,20 @@ def choose_draft_ranks(
     drafter = draft if mtp is None else mtp.config
     if drafter is None:
         if draft_tp is not None:
-            why = f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts"
-            raise UsageError(why, fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"])
+            message = (
+                f"--draft-tp {draft_tp} says how many ranks share a drafter, "
+                "and here no model drafts"
+            )
+            raise UsageError(
+                message, fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"]
+            )
         return 1, "nothing drafts with a model"
     if draft is not None and draft.assistant is not None:
         if draft_tp not in (None, tp):
-            why = f"--draft-tp {draft_tp}: an assistant reads its target's cache, on the same ranks"
-            raise IncompatibleError(why, fix=[f"--draft-tp {tp}"])
+            message = (
+                f"--draft-tp {draft_tp}: an assistant reads its target's cache, on the same ranks"
+            )
+            raise IncompatibleError(message, fix=[f"--draft-tp {tp}"])
         _check_ranks("--tp", tp, draft, "the assistant")
         return tp, "as the target, whose cache an assistant reads"
     if draft_tp is not None:
@@ -253,17 +279,18 @@ def choose_draft_ranks(
 
 
 def possible_rank_counts(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
-    """Those numbers of ranks among which a model can be divided."""
+    """Return those numbers of ranks among which a model can be divided."""
     layout = family_layout(config)
-    found = []
+    counts = []
     for size in sizes:
         with suppress(IncompatibleError):
             layout.sharded(Shard(0, size))
-            found.append(size)
-    return found
+            counts.append(size)
+    return counts
 
 
-def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
+def _check_ranks(flag: str, ranks: int, config: ModelConfig, divided_model: str) -> None:
+    """Raise IncompatibleError where a model cannot be divided among so many ranks."""
     possible = possible_rank_counts(config, range(1, MOST_RANKS + 1))
     if ranks in possible:
         return
@@ -275,30 +302,36 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     reason += f", MLPs {config.intermediate_size:,}"
     if config.experts:
         reason += f" and {config.experts.intermediate_size:,}"
-    why = f"{flag} {ranks} does not divide {what}"
+    message = f"{flag} {ranks} does not divide {divided_model}"
     fix = [f"{flag} {n}" for n in possible[:6]]
-    raise IncompatibleError(why, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
+    raise IncompatibleError(message, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
+
+
+def _check_synthetic_acceptance(length: float | None, draft_max: int) -> None:
+    """Raise UsageError where rounds of `draft_max` drafts cannot commit that many tokens."""
+    if length is None or 1 <= length <= draft_max + 1:
+        return
+    reason = f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
+    message = f"--synthetic-acceptance {length:g} is out of range"
+    raise UsageError(message, reason=[reason], fix=["--draft-max K with a larger K"])
 
 
 def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
-    """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
+    """Resolve every `auto` but those that memory decides.
+
+    Context and pages are as requested, or the most possible.
+    """
     target = ModelFolder.from_path(config.model)
     model = target.config
     drafter = choose_drafter(config, target)
-    dtype, kernels, why_kernels, draft_kernels = _kernels(config, machine, model, drafter)
-    graphs = _graphs(config.graphs, machine, kernels)
+    dtype, kernels, why_kernels, draft_kernels = _resolve_kernels(config, machine, model, drafter)
+    graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
-    spec, model_drafts, draft_max = _draft_lengths(config, drafter.method, adaptive)
-    length = config.synthetic_acceptance
-    if length is not None and not 1 <= length <= draft_max + 1:
-        reason = (
-            f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
-        )
-        why = f"--synthetic-acceptance {length:g} is out of range"
-        raise UsageError(why, reason=[reason], fix=["--draft-max K with a larger K"])
+    spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter.method, adaptive)
+    _check_synthetic_acceptance(config.synthetic_acceptance, draft_max)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
-    form, why_form = form_of(model, target)
-    ctx = _context(config.ctx, model)
+    form, weights_reason = form_of(model, target)
+    ctx = _resolve_context(config.ctx, model)
     source = drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
@@ -324,9 +357,9 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         tp=config.tp,
         draft_tp=draft_tp,
         checkpoints=(CHECKPOINTS + 2 * config.slots)
-        * (config.prefix_sharing and _recurrent(model, draft)),
+        * (config.prefix_sharing and _any_recurrent(model, draft)),
     )
-    beside = machine.count_sharing_ranks(config.tp)
+    sharing_ranks = machine.count_sharing_ranks(config.tp)
     shortest = min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
     return EnginePlan(
         config=config,
@@ -342,24 +375,27 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         kernels_reason=why_kernels,
         token_tiles={},
         token_tiles_reason="narrow ones suffice",
-        weights_reason=why_form,
+        weights_reason=weights_reason,
         draft_kernels=draft_kernels,
         draft_tp_reason=why_ranks,
-        threads=config.threads or max(1, len(usable_cpus()) // beside),
+        threads=config.threads or max(1, len(usable_cpus()) // sharing_ranks),
         threads_follow=config.threads is None and kernels == "native",
-        memory_budget_bytes=int(machine.free // beside * config.memory_fraction),
+        memory_budget_bytes=int(machine.free // sharing_ranks * config.memory_fraction),
     )
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
-    """Resolve every `auto`. Raises the errors of what cannot be, ResourceError where memory is too small."""
+    """Resolve every `auto`.
+
+    Raises the errors of what cannot be, ResourceError where memory is too small.
+    """
     from spd.runtime.load.token_tiles import widest_tiles
 
     machine = find_machine(config.device)
     plan = resolve_plan(config, machine)
-    free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
-    tiles, why = widest_tiles(
+    free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
+    tiles, tiles_reason = widest_tiles(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder
     )
-    shape = fit_to_memory(plan.shape, config, machine.device, free)
-    return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)
+    shape = fit_to_memory(plan.shape, config, machine.device, free_bytes)
+    return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=tiles_reason)

@@ -1,4 +1,4 @@
-"""Torch's classes for stores and process groups, as they are: without a process-wide group."""
+"""Torch's own classes of stores and process groups, used without a process-wide group."""
 
 from __future__ import annotations
 
@@ -8,3 +8,4 @@ import torch
 import torch._C._distributed_c10d
 
 c10d: Any = torch._C._distributed_c10d
+Store = torch._C._distributed_c10d.Store

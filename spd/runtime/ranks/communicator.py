@@ -1,7 +1,7 @@
-"""Which ranks exchange what inside a round: parts in, whole tensors out, the same bits on every rank.
+"""The exchanges of ranks inside a round: parts in, full tensors out, the same bits on every rank.
 
-One collective does all the sums: an all-gather of parts, added in rank order. Library sums choose another
-order for another size, so a row's bits would depend on how many rows there are.
+One collective does all the sums: an all-gather of parts, added in rank order. Library sums choose
+another order for another size, so a row's bits would depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from datetime import timedelta
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.ranks.c10d import c10d
+from spd.runtime.ranks.c10d import Store, c10d
 from spd.runtime.ranks.rendezvous import RENDEZVOUS_SECONDS, connect_store
 from spd.version import __version__
 
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
 EXCHANGE_TIMEOUT = timedelta(hours=1)
-"""Of one exchange. A rank that is dead or hangs is found by other means, much sooner."""
+"""The timeout of one exchange. A rank that is dead or hangs is found much sooner by other means."""
 
 
 class LostRank(Exception):
@@ -34,38 +37,47 @@ class LostRank(Exception):
 
 @dataclass
 class Heartbeat:
-    """Signs of life that a rank gives: steps it has done, and whether it waits for the others now."""
+    """Signs of life of a rank: the steps it has done, and True while it waits for the others."""
 
     steps: int = 0
     waiting: bool = False
 
     def beat(self) -> None:
-        """Something was done."""
+        """Count a step."""
         self.steps += 1
 
 
-class ProcessGroup:
-    """A group of ranks, seen from one of them. The group is gloo's on CPU, NCCL's on CUDA."""
+class TorchGroup(Protocol):
+    """The collectives that are used of a process group of torch."""
 
-    def __init__(self, group: Any, rank: int, size: int, pulse: Heartbeat) -> None:
+    def _allgather_base(self, output: Tensor, input: Tensor, options: object) -> Work: ...
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> Work: ...
+
+
+class ProcessGroup:
+    """A group of ranks, seen from one of them: gloo's on a CPU, NCCL's on CUDA."""
+
+    def __init__(self, group: TorchGroup, rank: int, size: int, heartbeat: Heartbeat) -> None:
         self.group = group
         self.rank = rank
         self.size = size
-        self.pulse = pulse
+        self.heartbeat = heartbeat
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks in rank order: [N, *part.shape], the same shape everywhere."""
+        """Return the parts of all ranks in rank order: [N, *part.shape]; shapes must be equal."""
         part = part.contiguous()
-        whole = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        gathered = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
         # As bytes: not every backend knows every dtype, and nothing is computed on the way.
-        sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (part, whole))
+        sent = part.view(-1).view(torch.uint8)
+        received = gathered.view(-1).view(torch.uint8)
         options = c10d.AllgatherOptions()
         options.timeout = EXCHANGE_TIMEOUT
         self._wait(lambda: self.group._allgather_base(received, sent, options))
-        return whole
+        return gathered
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts in rank order, in float32 and rounded once to their dtype."""
+        """Return the sum of all ranks' parts in rank order, in float32 and then rounded once."""
         parts = self.gather(part)
         total = parts[0].float()
         for other in parts[1:]:
@@ -82,19 +94,19 @@ class ProcessGroup:
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
-    def _wait(self, start: Callable[[], Any]) -> None:
-        self.pulse.beat()
-        self.pulse.waiting = True
+    def _wait(self, start: Callable[[], Work]) -> None:
+        self.heartbeat.beat()
+        self.heartbeat.waiting = True
         try:
             start().wait()
         except RuntimeError as error:
             raise LostRank(str(error)) from error
-        self.pulse.waiting = False
+        self.heartbeat.waiting = False
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's groups. Each group of `draft.size` ranks runs the whole drafter."""
+    """One rank's groups. Each group of `draft.size` ranks runs the full drafter."""
 
     target: ProcessGroup
     draft: ProcessGroup | None  # None: this rank drafts alone
@@ -102,53 +114,64 @@ class Ranks:
     """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
 
 
-def open_store(place: str) -> Any:
-    """Where ranks leave their addresses: a file that only rank 0's user can open, or a part of torchrun's."""
-    if not place.startswith("/"):
-        return c10d.PrefixStore(place, connect_store())
-    store = c10d.FileStore(place)
+def open_store(address: str) -> Store:
+    """Return the store of addresses: a file that only rank 0's user can open, or torchrun's."""
+    if not address.startswith("/"):
+        prefix_store: Store = c10d.PrefixStore(address, connect_store())
+        return prefix_store
+    store: Store = c10d.FileStore(address)
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
     return store
 
 
-def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Heartbeat) -> Ranks:
+def open_ranks(store: Store, rank: int, plan: EnginePlan, host: str, heartbeat: Heartbeat) -> Ranks:
     """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
     size = plan.shape.tp
     draft_size = plan.shape.draft_tp
-    number, place = divmod(rank, draft_size)
+    draft_group, draft_rank = divmod(rank, draft_size)
     draft = None
-    pulse.waiting = True
+    heartbeat.waiting = True
     try:
-        everyone = _group(store, "target", rank, size, plan.device, host)
+        target_group = _process_group(store, "target", rank, size, plan.device, host)
         if 1 < draft_size < size:
-            group = _group(store, f"draft {number}", place, draft_size, plan.device, host)
-            draft = ProcessGroup(group, place, draft_size, pulse)
+            group = _process_group(
+                store, f"draft {draft_group}", draft_rank, draft_size, plan.device, host
+            )
+            draft = ProcessGroup(group, draft_rank, draft_size, heartbeat)
     finally:
-        pulse.waiting = False
-    target, all_ranks = (ProcessGroup(everyone, rank, size, pulse) for _ in range(2))
-    return Ranks(target, all_ranks, None) if draft_size == size else Ranks(target, draft, all_ranks)
+        heartbeat.waiting = False
+    target = ProcessGroup(target_group, rank, size, heartbeat)
+    all_ranks = ProcessGroup(target_group, rank, size, heartbeat)
+    if draft_size == size:
+        return Ranks(target, draft=all_ranks, broadcast_group=None)
+    return Ranks(target, draft, broadcast_group=all_ranks)
 
 
-def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) -> Any:
-    """gloo over the interface of one address; on CUDA NCCL, which finds its own ways."""
-    own = c10d.PrefixStore(name, store)
+def _process_group(
+    store: Store, name: str, rank: int, size: int, device: str, host: str
+) -> TorchGroup:
+    """Return a group of gloo over the interface of one address; on CUDA of NCCL."""
+    group_store = c10d.PrefixStore(name, store)
     if device == "cpu":
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-        return c10d.ProcessGroupGloo(own, rank, size, options)
-    return c10d.ProcessGroupNCCL(own, rank, size, c10d.ProcessGroupNCCL.Options())
+        gloo: TorchGroup = c10d.ProcessGroupGloo(group_store, rank, size, options)
+        return gloo
+    nccl_options = c10d.ProcessGroupNCCL.Options()
+    nccl: TorchGroup = c10d.ProcessGroupNCCL(group_store, rank, size, nccl_options)
+    return nccl
 
 
 def describe_rank(device: str) -> dict[str, str]:
-    """What must be the same on every rank, or their bits may part ways."""
-    found = {name: version(name) for name in ("torch", "triton") if find_spec(name) is not None}
+    """Return the facts that must be equal on every rank, or their bits may differ."""
+    versions = {name: version(name) for name in ("torch", "triton") if find_spec(name) is not None}
     if device != "cpu":
-        return {"spd": __version__, **found, "device": torch.cuda.get_device_name(device)}
-    said = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    name = platform.machine() if said is None else said[1].strip()
+        return {"spd": __version__, **versions, "device": torch.cuda.get_device_name(device)}
+    match = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = platform.machine() if match is None else match[1].strip()
     return {
         "spd": __version__,
-        **found,
+        **versions,
         "device": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
     }

@@ -1,4 +1,4 @@
-"""Rank 0 and the ranks that follow it: started, told what to do, watched, and ended together."""
+"""Rank 0 and the ranks that follow it: started, given orders, monitored, and ended together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spd.runtime.ranks.communicator import (
     open_store,
 )
 from spd.runtime.ranks.follower import LOOPBACK, RankConnection, authenticate
-from spd.runtime.ranks.rendezvous import announce_engine, connect_store
+from spd.runtime.ranks.rendezvous import RankSpec, announce_engine, connect_store
 from spd.runtime.ranks.watch import HANG_TICKS, TICK, RankMonitor, exit_text, rank_error
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -42,30 +42,30 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingSteps
 
-START_SECONDS = 120  # in which a rank must have imported torch and said that it is there
-PROGRAM = "from spd.cli.rank import main; main()"  # what another rank runs; the command line owns processes
+START_SECONDS = 120
+"""Seconds in which a rank must have imported torch and sent its first message."""
+PROGRAM = "from spd.cli.rank import main; main()"
+"""The program of another rank, which the command line owns as it owns all processes."""
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
-def start_rank_process(
-    spec: dict[str, Any], descriptors: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """A rank's process on this machine, without a terminal; it ends when its input does.
+def start_rank_process(spec: RankSpec, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a rank's process on this machine, without a terminal; it ends when its input does.
 
-    It is handed descriptors, and holds standard error under another number, for what no other process is
-    left to say.
+    The process inherits `descriptors`, and standard error under another number, for errors that no
+    other process is left to print.
     """
-    with open(os.dup(2), "wb") as told:
+    with open(os.dup(2), "wb") as stderr_copy:
         process = subprocess.Popen(
             isolated_command(PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(told.fileno(), *descriptors),
+            pass_fds=(stderr_copy.fileno(), *descriptors),
         )
-        spec = {**spec, "stderr": told.fileno(), "lines": descriptors}
+        spec = {**spec, "stderr": stderr_copy.fileno(), "lines": list(descriptors)}
     assert process.stdin is not None
     process.stdin.write(json.dumps(spec).encode() + b"\n")
     process.stdin.flush()  # and left open: its end says that this process has ended
@@ -80,7 +80,7 @@ class Leader:
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self.pulse = Heartbeat()
+        self.heartbeat = Heartbeat()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pending: list[RankConnection] = []
         self._connections: dict[int, RankConnection] = {}
@@ -96,13 +96,13 @@ class Leader:
             self._stop_ranks()
             raise
         self._monitor = RankMonitor(
-            self._connections, self._processes, self.pulse, self._stop_ranks
+            self._connections, self._processes, self.heartbeat, self._stop_ranks
         )
 
     # -- the start -------------------------------------------------------------------------------
 
     def _start_processes(self) -> None:
-        """Start the other ranks on this machine, each with the far end of a line and a file to meet in.
+        """Start the other ranks on this machine, each with a connection and a file to meet in.
 
         That file is never closed: torch's store looks into it once more when it is freed.
         """
@@ -110,77 +110,91 @@ class Leader:
         self._store_address = f"/proc/self/fd/{memory}"
         for rank in range(1, self.plan.shape.tp):
             device = "cpu" if self.plan.device == "cpu" else f"cuda:{rank}"
-            own, far = socket.socketpair()
-            with own, far:
-                self._pending.append(RankConnection.from_socket(own))
-                told = {"host": self._host, "rank": rank, "device": device, "leader": os.getpid()}
-                self._processes[rank] = start_rank_process(told, (far.fileno(), memory))
+            near, far = socket.socketpair()
+            with near, far:
+                self._pending.append(RankConnection.from_socket(near))
+                spec: RankSpec = {
+                    "host": self._host,
+                    "rank": rank,
+                    "device": device,
+                    "leader": os.getpid(),
+                }
+                self._processes[rank] = start_rank_process(spec, (far.fileno(), memory))
         self._wait_for_ranks([], b"")
 
     def _announce(self, started: int) -> None:
-        """Say to ranks that are there already where to come."""
+        """Announce to ranks of torchrun where this engine listens."""
         if (tp := self.plan.shape.tp) > started:
             fix = [f"--tp {started}", f"torchrun with {tp} processes in all"]
             raise UsageError(f"--tp {tp}, but torchrun started {started} ranks", fix=fix)
         key = secrets.token_bytes(32)
         store = connect_store()
         self._store_address = key.hex()
-        master = store
-        self._store = store  # where no agent of torchrun holds one, it ends with this one
+        self._store = store  # where no agent of torchrun has a store, it ends with this one
+        master: Any = store
         while hasattr(master, "underlying_store"):
             master = master.underlying_store
-        with socket.create_connection((master.host, master.port), timeout=30) as there:
-            self._host = str(there.getsockname()[0])  # on the way to the others
+        with socket.create_connection((master.host, master.port), timeout=30) as probe:
+            self._host = str(probe.getsockname()[0])  # on the way to the others
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         with socket.create_server((self._host, 0), family=family, backlog=128) as listener:
-            told = {"host": self._host, "port": listener.getsockname()[1], "key": key.hex()}
-            announce_engine(store, {**told, "tp": tp, "device": self.plan.device})
+            address: RankSpec = {
+                "host": self._host,
+                "port": listener.getsockname()[1],
+                "key": key.hex(),
+                "tp": tp,
+                "device": self.plan.device,
+            }
+            announce_engine(store, address)
             self._wait_for_ranks([listener], key)
 
     def _wait_for_ranks(self, listeners: Sequence[socket.socket], key: bytes) -> None:
-        """Wait until all have said that they are there, and that they are of one kind."""
-        own = describe_rank(self.plan.device)
-        until = time.monotonic() + START_SECONDS
-        others = range(1, self.plan.shape.tp)
-        while missing := [n for n in others if n not in self._connections]:
-            for line in self._connections.values():
-                line.send_heartbeat()
+        """Wait until all ranks have reported, and are of one kind."""
+        description = describe_rank(self.plan.device)
+        deadline = time.monotonic() + START_SECONDS
+        other_ranks = range(1, self.plan.shape.tp)
+        while missing := [rank for rank in other_ranks if rank not in self._connections]:
+            for connected in self._connections.values():
+                connected.send_heartbeat()
             for rank in missing:
                 if rank in self._processes and (status := self._processes[rank].poll()) is not None:
                     raise EngineError(f"rank {rank}: {exit_text(status)} before it had begun")
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise EngineError(f"rank {missing[0]}: did not come within {START_SECONDS} seconds")
             for ready in wait([*self._pending, *listeners], TICK):
                 if isinstance(ready, RankConnection):
                     self._pending.remove(ready)
-                    self._admit(ready, own)
-                else:  # a stranger may say nothing for long: no rank waits for it
-                    there = listeners[0].accept()[0]
+                    self._admit(ready, description)
+                else:  # in a thread: a stranger that sends nothing must not delay the ranks
+                    connection = listeners[0].accept()[0]
                     threading.Thread(
-                        target=authenticate, args=(there, key, self._pending), daemon=True
+                        target=authenticate, args=(connection, key, self._pending), daemon=True
                     ).start()
 
-    def _admit(self, line: RankConnection, own: dict[str, str]) -> None:
-        """Take in what has come: a rank's first words."""
+    def _admit(self, connection: RankConnection, description: dict[str, str]) -> None:
+        """Receive a rank's first message."""
         try:
-            kind, rank, *told = line.recv()
-        except (EOFError, OSError):  # it has ended: so its process will say
-            line.close()
+            kind, rank, *payload = connection.recv()
+        except (EOFError, OSError):  # it has ended, as its process's status will show
+            connection.close()
             return
-        self._connections[rank] = line
+        self._connections[rank] = connection
         if kind == "error":
-            raise rank_error(rank, *told)
-        for name, value in told[0].items():
-            if value != own[name]:
-                why = f"rank {rank} has another {name} than rank 0, so that their bits may differ"
-                reason = [f"rank 0: {own[name]}", f"rank {rank}: {value}"]
-                raise IncompatibleError(why, reason=reason, code="tensor_parallel")
+            message, details = payload
+            raise rank_error(rank, message, details)
+        for name, value in payload[0].items():
+            if value != description[name]:
+                message = (
+                    f"rank {rank} has another {name} than rank 0, so that their bits may differ"
+                )
+                reason = [f"rank 0: {description[name]}", f"rank {rank}: {value}"]
+                raise IncompatibleError(message, reason=reason, code="tensor_parallel")
 
     def open(self, usable_vocab: int) -> Ranks:
-        """Let every rank load its part, and meet them; the own part is loaded by the caller."""
+        """Let every rank load its part, and meet them; the caller loads this rank's part."""
         return self.guard(
             lambda: open_ranks(
-                open_store(self._store_address), 0, self.plan, self._host, self.pulse
+                open_store(self._store_address), 0, self.plan, self._host, self.heartbeat
             ),
             order=(self.plan, usable_vocab, self._store_address),
         )
@@ -188,47 +202,49 @@ class Leader:
     # -- orders ----------------------------------------------------------------------------------
 
     def guard(
-        self, act: Callable[[], Result], *, order: Sequence[Any] = (), waits: bool = False
+        self, act: Callable[[], Result], *, order: tuple[object, ...] = (), waits: bool = False
     ) -> Result:
-        """Act, and have the other ranks do so by an order; whatever breaks off ends the crew.
+        """Act, and have the other ranks do so by an order; whatever breaks off ends the ranks.
 
-        waits: whether that waits for them. Raises EngineError naming a rank that has failed.
+        waits: True if the act waits for them. Raises EngineError naming a rank that has failed.
         """
         if self.broken:
             raise self._monitor.failure or EngineError(
                 "the ranks have ended: an earlier order broke off"
             )
         try:
-            self.pulse.beat()
-            self.pulse.waiting = waits
+            self.heartbeat.beat()
+            self.heartbeat.waiting = waits
             if order:
-                self._send(*order)
+                self._send(order)
             return act()
         except BaseException as error:
-            self.broken = True  # where the other ranks are is not known
-            lost = isinstance(error, (LostRank, OSError))
-            # Of another rank's failure a moment tells.
-            if lost or (isinstance(error, RuntimeError) and self._monitor.failed.wait(4 * TICK)):
-                raise self._verdict(str(error)) from None
+            self.broken = True  # how far the other ranks are is not known
+            is_connection_lost = isinstance(error, (LostRank, OSError))
+            # The news of another rank's failure comes a moment later.
+            if is_connection_lost or (
+                isinstance(error, RuntimeError) and self._monitor.failed.wait(4 * TICK)
+            ):
+                raise self._find_error(str(error)) from None
             self.close()
             raise
         finally:
-            self.pulse.waiting = False
+            self.heartbeat.waiting = False
 
-    def _verdict(self, words: str) -> EngineError:
-        """The error that says which rank failed, and how."""
+    def _find_error(self, message: str) -> EngineError:
+        """Return the error that says which rank failed, and how."""
         self._monitor.failed.wait(TICK * (HANG_TICKS + 8))
         self.close()
-        return self._monitor.failure or EngineError("the ranks lost each other", reason=[words])
+        return self._monitor.failure or EngineError("the ranks lost each other", reason=[message])
 
-    def _send(self, *message: Any) -> None:
-        for line in self._connections.values():
-            line.send_message(*message)
+    def _send(self, message: tuple[object, ...]) -> None:
+        for connection in self._connections.values():
+            connection.send_message(message)
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the other ranks at once: they hold nothing that is worth keeping."""
+        """End the other ranks at once: they hold nothing that must be saved."""
         self.broken = True
         self._monitor.close()
         self._stop_ranks()
@@ -286,7 +302,7 @@ class LeadingQueue:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> None:
-        """Call a method that only cleans up: where the ranks have ended there is nothing to clean."""
+        """Call a method that only cleans up, unless the ranks have ended."""
         if not self.leader.broken:
             self.order(method, *args, **kwargs)
 
@@ -339,6 +355,7 @@ class LeadingQueue:
         num_logprobs: int | None,
         next_k: int,
     ) -> PendingRound:
+        """Launch a round on every rank, and return this rank's pending round."""
         ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k)
         fetch = ticket.fetch
         # On a GPU a rank that hangs is noticed where the round's result is fetched.
@@ -356,11 +373,11 @@ class LeadingQueue:
 
 
 def start_ranks(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> LeadingQueue:
-    """Start the ranks that a plan names, or meet them, and load this rank's part."""
+    """Start the ranks of a plan, or meet them, and load this rank's part."""
     leader = Leader(plan)
 
     def report_progress(news: LoadProgress) -> None:
-        leader.pulse.beat()
+        leader.heartbeat.beat()
         if progress is not None:
             progress(news)
 

@@ -1,7 +1,7 @@
-"""Where ranks that torchrun has started meet: its store, whose address the environment gives all of them.
+"""The store where ranks of torchrun meet; the environment gives its address to all of them.
 
-Rank 0 leaves there, for each of its engines, where it listens. The key stands beside it: what can reach
-the store is trusted, as by `torchrun` itself.
+Rank 0 leaves there, for each of its engines, the address where it listens, and the key with it:
+whatever can reach the store is trusted, as by `torchrun` itself.
 """
 
 from __future__ import annotations
@@ -10,28 +10,44 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from spd.errors import EngineError
 
-RENDEZVOUS_SECONDS = (
-    60  # in which ranks that have said that they are there must have found each other
-)
+if TYPE_CHECKING:
+    from spd.runtime.ranks.c10d import Store
+
+RENDEZVOUS_SECONDS = 60
+"""Seconds in which ranks that have reported to rank 0 must connect to each other."""
 PAUSE = 0.2
 END = "end"
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class RankSpec(TypedDict, total=False):
+    """The JSON that starts a rank: where rank 0's engine listens, and the rank's own place."""
+
+    host: str
+    port: int
+    key: str  # hex
+    tp: int
+    device: str
+    rank: int
+    leader: int  # the process of rank 0, where that starts the rank
+    stderr: int  # a descriptor of rank 0's standard error
+    lines: list[int]  # inherited descriptors: the connection to rank 0, and the store's file
+
+
 def torchrun_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process's rank, and how many ranks torchrun has started; None outside of it."""
-    rank, world, *address = (environment.get(name, "") for name in NAMES)
-    if not (rank.isdigit() and world.isdigit() and all(address)) or int(world) < 2:
+    """Return this process's rank and how many ranks torchrun has started; None outside of it."""
+    rank, world_size, *address = (environment.get(name, "") for name in NAMES)
+    if not (rank.isdigit() and world_size.isdigit() and all(address)) or int(world_size) < 2:
         return None
-    return int(rank), int(world)
+    return int(rank), int(world_size)
 
 
-def connect_store() -> Any:
-    """The store. Raises EngineError where it does not answer."""
+def connect_store() -> Store:
+    """Return torchrun's store. Raises EngineError where it does not answer."""
     from torch.distributed.rendezvous import rendezvous
 
     from spd.runtime.ranks.c10d import c10d
@@ -43,18 +59,19 @@ def connect_store() -> Any:
         raise EngineError(
             "the ranks cannot meet", reason=str(error).splitlines()[:1], fix=fix
         ) from None
-    return c10d.PrefixStore("spd", store)
+    prefix_store: Store = c10d.PrefixStore("spd", store)
+    return prefix_store
 
 
-def announce_engine(store: Any, told: Mapping[str, Any]) -> None:
-    """Say where an engine's rank 0 listens."""
-    store.set(f"crew {store.add('crews', 1)}", json.dumps(dict(told)))
+def announce_engine(store: Store, address: RankSpec) -> None:
+    """Write to the store where an engine's rank 0 listens."""
+    store.set(f"crew {store.add('crews', 1)}", json.dumps(address))
 
 
-def next_engine(store: Any, number: int) -> dict[str, Any] | None:
-    """What was announced as crew `number`, from 1 on; None where it is not there yet, after a pause."""
+def next_engine(store: Store, number: int) -> RankSpec | None:
+    """Return the address of engine `number`, from 1 on; None, after a pause, before it exists."""
     if not store.check([f"crew {number}"]):
         time.sleep(PAUSE)
         return None
-    told: dict[str, Any] = json.loads(store.get(f"crew {number}"))
-    return told
+    address: RankSpec = json.loads(store.get(f"crew {number}"))
+    return address

@@ -1,6 +1,6 @@
-"""Signs of life of the other ranks: what rank 0 makes of them, and of their absence.
+"""The monitor of the other ranks' heartbeats, on rank 0.
 
-Rank 0 watches which rank has died, has failed, or keeps the others waiting.
+It finds a rank that has died, has failed, or keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -23,74 +23,76 @@ from spd.runtime.ranks.follower import (
     RankConnection,
 )
 
-TICK = 0.25  # seconds between two looks of rank 0, each of which is a sign of life to the others
+TICK = 0.25
+"""Seconds between two checks of rank 0, each of which sends a heartbeat to the others."""
 HANG_TICKS = round(HANG_SECONDS / TICK)
-"""Looks without a step while others wait, or without a word, after which a rank is given up.
+"""Checks without a step while others wait, or without a message, after which a rank is given up.
 
-Counted in looks, not by the clock: while the terminal has stopped the program, there are no looks."""
+Counted in checks, not by the clock: while the terminal has stopped the program, there are none."""
 LAST_WORDS_TICKS = 8
-"""Looks for which a rank that ended because of another one waits for the news of that one."""
+"""Checks for which a rank that ended because of another one waits for the news of that one."""
 KEPT_WAITING = f"has kept the others waiting for {HANG_SECONDS} seconds"
-NOTICE_SECONDS = (
-    4  # in which rank 0 notices that a rank has failed; if it does not, it hangs itself
-)
+NOTICE_SECONDS = 4
+"""Seconds in which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
 
 
-def rank_error(rank: int, words: str, details: str = "") -> EngineError:
-    """Why a run ended: a rank's number, what happened, and the end of its traceback where it had one."""
-    return EngineError(f"rank {rank}: {words}", reason=details.strip().splitlines()[-12:])
+def rank_error(rank: int, message: str, details: str = "") -> EngineError:
+    """Return the error that ends a run: the rank, its message, and the end of its traceback."""
+    return EngineError(f"rank {rank}: {message}", reason=details.strip().splitlines()[-12:])
 
 
 @dataclass
 class _RankStatus:
-    """What is known of one rank."""
+    """The latest known state of one rank."""
 
-    line: RankConnection | None = None
+    connection: RankConnection | None = None
     process: subprocess.Popen[bytes] | None = None
     steps: int = 0
     waiting: bool = False
-    quiet: int = 0  # looks since its last word
-    still: int = 0  # looks since its last step
-    gone: int = 0  # looks since it ended because of another rank
+    silent_ticks: int = 0  # checks since its last message
+    idle_ticks: int = 0  # checks since its last step
+    ended_ticks: int = 0  # checks since it ended because of another rank
 
     def beat(self, steps: int, waiting: bool) -> None:
-        """Take in how far it is."""
-        self.still = 0 if steps != self.steps else self.still
+        """Record how far the rank is."""
+        self.idle_ticks = 0 if steps != self.steps else self.idle_ticks
         self.steps = steps
         self.waiting = waiting
 
 
 class RankMonitor:
-    """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`.
+    """A thread that checks every rank; `failure` is set once one has failed, and all are ended.
 
-    Each look is a sign of life for the others too. Where rank 0 does not notice a failure, because it hangs
+    Each check sends the others a heartbeat. Where rank 0 does not notice a failure, because it hangs
     or has nothing to do, the thread ends with the EngineError that rank 0 would have raised: see
     `threading.excepthook`.
     """
 
     def __init__(
         self,
-        lines: Mapping[int, RankConnection],
+        connections: Mapping[int, RankConnection],
         processes: Mapping[int, subprocess.Popen[bytes]],
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         kill: Callable[[], None],
     ) -> None:
         self.failure: EngineError | None = None
         self.failed = threading.Event()
-        self._lines = list(lines.values())
-        self._pulse = pulse
+        self._connections = list(connections.values())
+        self._heartbeat = heartbeat
         self._kill = kill
-        others = {rank: _RankStatus(line, processes.get(rank)) for rank, line in lines.items()}
-        self._others = others
-        self._all = {0: _RankStatus(), **others}
+        self._followers = {
+            rank: _RankStatus(connection, processes.get(rank))
+            for rank, connection in connections.items()
+        }
+        self._all = {0: _RankStatus(), **self._followers}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more: what ends from now on was meant to, and what has failed is known.
+        """Stop checking: ranks that end from now on do so on purpose, and failures are known.
 
-        Waits for the look under way: the lines may be closed then, and their descriptors used anew.
+        Waits for the check under way: connections may be closed then, and their descriptors reused.
         """
         self._closing.set()
         if threading.current_thread() is not self._thread:
@@ -98,73 +100,87 @@ class RankMonitor:
 
     def _run(self) -> None:
         while not self._closing.is_set() and self.failure is None:
-            for line in self._lines:
-                line.send_heartbeat()
-            with suppress(OSError):  # the lines were closed meanwhile
-                self._hear(time.monotonic() + TICK)
+            for connection in self._connections:
+                connection.send_heartbeat()
+            with suppress(OSError):  # the connections were closed meanwhile
+                self._receive_reports(time.monotonic() + TICK)
             if self._closing.is_set():
                 return
-            self.failure = self.failure or self._dead() or self._stalled()
+            self.failure = self.failure or self._find_dead_rank() or self._find_stalled_rank()
         if self.failure is not None:
             self._kill()
             self.failed.set()
             if not self._closing.wait(NOTICE_SECONDS):
                 raise self.failure
 
-    def _hear(self, until: float) -> None:
-        """Take in what the ranks say until then."""
-        for member in self._all.values():
-            member.quiet += 1
-            member.still += 1
-        while (left := until - time.monotonic()) > 0:
-            talking = {m.line: m for m in self._others.values() if m.line is not None}
-            if not talking:
-                time.sleep(left)
-            for line in wait(list(talking), left):
-                self._take(talking[line])  # type: ignore[index]
-        self._all[0].beat(self._pulse.steps, self._pulse.waiting)
+    def _receive_reports(self, deadline: float) -> None:
+        """Receive the messages of all ranks until the deadline."""
+        for status in self._all.values():
+            status.silent_ticks += 1
+            status.idle_ticks += 1
+        while (remaining := deadline - time.monotonic()) > 0:
+            senders = {
+                status.connection: status
+                for status in self._followers.values()
+                if status.connection is not None
+            }
+            if not senders:
+                time.sleep(remaining)
+            for connection in wait(list(senders), remaining):
+                assert isinstance(connection, RankConnection)
+                self._receive(connection, senders[connection])
+        self._all[0].beat(self._heartbeat.steps, self._heartbeat.waiting)
 
-    def _take(self, member: _RankStatus) -> None:
-        assert member.line is not None
+    def _receive(self, connection: RankConnection, status: _RankStatus) -> None:
+        """Receive one message of a rank: its heartbeat or its error."""
         try:
-            kind, *rest = member.line.recv()
+            kind, *payload = connection.recv()
         except (EOFError, OSError):
-            member.line = None
+            status.connection = None
             return
-        member.quiet = 0
+        status.silent_ticks = 0
         if kind == "beat":
-            member.beat(*rest)
-        else:
-            self.failure = self.failure or rank_error(*rest)
+            steps, waiting = payload
+            status.beat(steps, waiting)
+        elif self.failure is None:
+            rank, message, details = payload
+            self.failure = rank_error(rank, message, details)
 
-    def _dead(self) -> EngineError | None:
-        """A rank that is silent, or ended; one that ended because of another only if no other is found."""
-        for rank, member in self._others.items():
-            status = member.process.poll() if member.process is not None else None
-            if status is None and member.line is not None:
-                if member.quiet > HANG_TICKS:
+    def _find_dead_rank(self) -> EngineError | None:
+        """Return the error of a rank that is silent or has ended.
+
+        A rank that ended because of another one counts only if no other is found.
+        """
+        for rank, status in self._followers.items():
+            exit_status = status.process.poll() if status.process is not None else None
+            if exit_status is None and status.connection is not None:
+                if status.silent_ticks > HANG_TICKS:
                     return rank_error(rank, NO_ANSWER)
                 continue
-            if status in (EXIT_OTHER_RANK_ENDED, None) and member.gone < LAST_WORDS_TICKS:
-                member.gone += 1  # its own status, or the news of another one, comes in a moment
+            is_consequence = exit_status in (EXIT_OTHER_RANK_ENDED, None)
+            if is_consequence and status.ended_ticks < LAST_WORDS_TICKS:
+                # Its exit status, or the news of another rank, comes in a moment.
+                status.ended_ticks += 1
                 continue
-            return rank_error(rank, exit_text(status))
+            return rank_error(rank, exit_text(exit_status))
         return None
 
-    def _stalled(self) -> EngineError | None:
-        """A rank that has not moved while others wait for it."""
-        still = all(member.still > HANG_TICKS for member in self._all.values())
-        late = {rank: member.steps for rank, member in self._all.items() if not member.waiting}
-        if not still or len(late) == len(self._all):
+    def _find_stalled_rank(self) -> EngineError | None:
+        """Return the error of a rank that has made no step while others wait for it."""
+        is_stalled = all(status.idle_ticks > HANG_TICKS for status in self._all.values())
+        all_steps = {rank: status.steps for rank, status in self._all.items()}
+        late_ranks = [rank for rank, status in self._all.items() if not status.waiting]
+        if not is_stalled or len(late_ranks) == len(self._all):
             return None
-        late = late or {rank: member.steps for rank, member in self._all.items()}
-        return rank_error(min(late, key=lambda rank: (late[rank], rank)), KEPT_WAITING)
+        slowest = min(late_ranks or all_steps, key=lambda rank: (all_steps[rank], rank))
+        return rank_error(slowest, KEPT_WAITING)
 
 
 def exit_text(status: int | None) -> str:
-    """How a rank has ended, by its exit status; None: not known."""
+    """Return how a rank has ended, by its exit status; None: not known."""
     if status is None or status == EXIT_OTHER_RANK_ENDED:
         return "its connection was lost"
     if status < 0:
-        return f"was ended by {next((each.name for each in signal.Signals if each == -status), -status)}"
+        names = (number.name for number in signal.Signals if number == -status)
+        return f"was ended by {next(names, -status)}"
     return f"ended with status {status}"
