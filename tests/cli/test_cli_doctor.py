@@ -62,9 +62,7 @@ def test_a_real_run() -> None:
 
 
 def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        diagnostics, "triton_library", lambda: Finding(WARNING, "odd", ("mend it",))
-    )
+    monkeypatch.setattr(diagnostics, "check_triton", lambda: Finding(WARNING, "odd", ("mend it",)))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 0 and ran.err == ""
     *lines, last = ran.text.splitlines()
@@ -76,7 +74,9 @@ def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatc
 def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(
     spd_run, monkeypatch
 ) -> None:
-    monkeypatch.setattr(diagnostics, "storage", failing(RuntimeError("the numbers are\nnot there")))
+    monkeypatch.setattr(
+        diagnostics, "check_storage", failing(RuntimeError("the numbers are\nnot there"))
+    )
     ran = spd_run("doctor", "--quick")
     assert ran.code == 1 and ran.err == ""
     assert "failed    disk          RuntimeError: the numbers are\n    fix: " in ran.text
@@ -109,11 +109,12 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
     """Neither drafts nor another kernel set may change it."""
 
     def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
-        other = kernels if reference.kernels == "torch" else drafts
-        return Replay(({}, {"kernels": "native"}), 8, 4, [{"prompt": "a"}] * other)
+        is_different = kernels if reference.kernels == "torch" else drafts
+        difference: Any = {"prompt": "a"}
+        return Replay(({}, {"kernels": "native"}), 8, 4, [difference] * is_different)
 
     monkeypatch.setattr(replay, "replay_requests", forged)
-    finding = diagnostics.equal_texts()
+    finding = diagnostics.check_texts()
     assert finding.line.endswith(said) and (finding.status == OK) == (said == "the same text")
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
 
@@ -136,7 +137,7 @@ def test_the_instructions_are_named_and_what_better_ones_give(
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
     for found in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
         monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16", found=found: found)
-        line = diagnostics.processor().line
+        line = diagnostics.check_processor().line
         assert (f"C kernels for {found}" in line) == (found is not None)
         assert ("AVX512-BF16 or AMX would" in line) == (found in ("AVX2", "AVX512"))
 
@@ -161,16 +162,16 @@ def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    finding = diagnostics.triton_library()
+    finding = diagnostics.check_triton()
     assert finding.status == WARNING and "cannot be written" in finding.line
     assert "TRITON_CACHE_DIR" in finding.fix[0]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
-    assert diagnostics.triton_library().status == OK and not (tmp_path / "new").exists()
+    assert diagnostics.check_triton().status == OK and not (tmp_path / "new").exists()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert diagnostics.storage().facts["models"] == []
+    assert diagnostics.check_storage().facts["models"] == []
     (tmp_path / "hub" / "models--a--b" / "snapshots" / "c").mkdir(parents=True)
-    assert diagnostics.storage().facts["models"] == ["a/b"]
+    assert diagnostics.check_storage().facts["models"] == ["a/b"]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    assert diagnostics.storage().status == WARNING
+    assert diagnostics.check_storage().status == WARNING
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
-    assert diagnostics.storage().status == FAILED
+    assert diagnostics.check_storage().status == FAILED

@@ -164,7 +164,7 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patc
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         (tmp_path / "file").write_text("")
-        finding = diagnostics.token_tiles()
+        finding = diagnostics.check_token_tiles()
         assert (
             finding.status == status and "bfloat16 32 int8 32; bfloat16 32 int8 32" in finding.line
         )

@@ -256,7 +256,7 @@ def same_tokens(sweep: Sweep) -> bool:
     folders = [ModelFolder.from_path(model) for model in {config.model for config in sweep.configs}]
     if len(folders) == 1:
         return True
-    beginnings = [question.prompt.text[:BEGINNING] for question in sweep.questions[0]]
+    beginnings = [question.prompt.text[:BEGINNING] for question in sweep.prompts[0]]
     tokens = [
         [folder.tokenizer.encode(text) for text in beginnings] if folder.tokenizer else None
         for folder in folders
@@ -290,7 +290,7 @@ def bench_result(
         "versions": versions(),
         "machine": describe_machine(),
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
-        "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions[0]},
+        "prompts": {q.prompt.name: q.prompt.digest for q in sweep.prompts[0]},
         "plans": sweep.plans,
         "rows": make_rows(sweep.samples, sweep.plans, models),
         "same_tokens": same_tokens(sweep),

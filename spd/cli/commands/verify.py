@@ -100,7 +100,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     compared = [t for t in temperatures if coupled or not t] or [
         0.0
     ]  # others promise texts at T 0 only
-    requests = lab.make_requests(questions, compared, max_tokens=most, least=options.tokens)
+    requests = lab.make_requests(questions, compared, max_tokens=most, min_tokens=options.tokens)
     with Ticker(session.console) as ticker:
 
         def watch(what: str, ended: int) -> None:

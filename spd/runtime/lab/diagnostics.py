@@ -1,4 +1,4 @@
-"""What this machine offers `spd`: a question imports what it needs, and is a finding where it fails."""
+"""The checks of `spd doctor`: each imports what it needs, and is a finding where it fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPORT = "spd doctor --json, and report what it prints"
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question: its status, one line, what to type where it is not ok, and numbers."""
+    """The result of one check: its status, one line, what to type if it is not ok, and numbers."""
 
     status: str
     line: str
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Step:
-    """One question. It is not asked where a step in `needs` failed."""
+    """One check. It is skipped where a step in `needs` failed."""
 
     name: str
     check: Callable[[], Finding]
@@ -51,7 +51,7 @@ class Step:
     slow: bool = False
 
     def run(self, done: Mapping[str, Finding]) -> Finding:
-        """Ask, unless something needed has failed; never raises an Exception."""
+        """Check, unless something needed has failed; never raises an Exception."""
         lacking = [name for name in self.needs if name in done and done[name].status == FAILED]
         if lacking:
             return Finding(WARNING, f"not checked, because {lacking[0]} failed")
@@ -66,75 +66,85 @@ class Step:
 
 
 def diagnostic_steps(*, quick: bool = False) -> list[Step]:
-    """Every question in order; `quick` leaves out those that compile or generate."""
-    every = [
+    """Return every check in order; `quick` leaves out those that compile or generate."""
+    all_steps = [
         Step("packages", package_versions),
-        Step("disk", storage),
-        Step("cpu", processor),
-        Step("cuda", cuda_devices, ("cpu",)),
-        Step("triton", triton_library, ("cpu",)),
-        Step("demo", demo, ("cpu",)),
-        Step("gpu tiles", token_tiles, ("cpu", "triton"), slow=True),
-        Step("generation", equal_texts, ("cpu", "demo"), slow=True),
+        Step("disk", check_storage),
+        Step("cpu", check_processor),
+        Step("cuda", check_cuda_devices, ("cpu",)),
+        Step("triton", check_triton, ("cpu",)),
+        Step("demo", check_demo, ("cpu",)),
+        Step("gpu tiles", check_token_tiles, ("cpu", "triton"), slow=True),
+        Step("generation", check_texts, ("cpu", "demo"), slow=True),
     ]
-    return [step for step in every if not (quick and step.slow)]
+    return [step for step in all_steps if not (quick and step.slow)]
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
+    """Return the leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
-ASKED = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
-"""A requirement: its name, bounds, and of which system alone; not one of an extra or another Python."""
+REQUIREMENT = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
+"""A requirement: its name, bounds and system; matches none of an extra or of another Python."""
 
 
 def package_versions() -> Finding:
-    """The interpreter and versions of what `spd` imports, against what it asks for."""
-    found: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
+    """Compare the interpreter and installed versions with what `spd` requires."""
+    versions: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
     missing = []
-    odd = []
-    for wanted in filter(None, map(ASKED.fullmatch, importlib.metadata.requires("spd") or ())):
-        name, words, optional = wanted.groups()
+    unsuitable = []
+    for requirement in filter(
+        None, map(REQUIREMENT.fullmatch, importlib.metadata.requires("spd") or ())
+    ):
+        name, bounds_text, optional = requirement.groups()
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            missing += [] if optional else [f"{name}{words}"]
+            missing += [] if optional else [f"{name}{bounds_text}"]
             continue
-        known = _version(found[name])
-        bounds = [(sign, _version(bound)) for sign, bound in re.findall(r"(<|>=)([\d.]+)", words)]
-        if not all(known < bound if sign == "<" else known >= bound for sign, bound in bounds):
-            odd.append(f"{name}{words}")
-    line = " · ".join(f"{name} {version}" for name, version in found.items())
-    found["system"] = platform.platform()
-    install = "pip install " + " ".join(f"'{wanted}'" for wanted in missing + odd)
+        installed = _version(versions[name])
+        bounds = [
+            (sign, _version(bound)) for sign, bound in re.findall(r"(<|>=)([\d.]+)", bounds_text)
+        ]
+        if not all(
+            installed < bound if sign == "<" else installed >= bound for sign, bound in bounds
+        ):
+            unsuitable.append(f"{name}{bounds_text}")
+    line = " · ".join(f"{name} {version}" for name, version in versions.items())
+    versions["system"] = platform.platform()
+    install = "pip install " + " ".join(f"'{requirement}'" for requirement in missing + unsuitable)
     if missing:
-        return Finding(FAILED, f"missing: {', '.join(missing)}", (install,), found)
-    if odd:
-        return Finding(WARNING, f"{line} · spd asks for {', '.join(odd)}", (install,), found)
-    return Finding(OK, line, (), found)
+        return Finding(FAILED, f"missing: {', '.join(missing)}", (install,), versions)
+    if unsuitable:
+        return Finding(
+            WARNING, f"{line} · spd asks for {', '.join(unsuitable)}", (install,), versions
+        )
+    return Finding(OK, line, (), versions)
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+def _nearest_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest existing one above it."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
-def storage() -> Finding:
-    """Models that were downloaded, and room for more and for temporary files."""
+def check_storage() -> Finding:
+    """Count downloaded models, and free space for more and for temporary files."""
     cache = cache_folder()
     models = list_cached_models()
     if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
         return Finding(FAILED, f"{cache} cannot be read", (f"make {cache} a folder you can read",))
     free = {
-        str(at): shutil.disk_usage(_existing(at)).free
-        for at in (cache, Path(tempfile.gettempdir()))
+        str(folder): shutil.disk_usage(_nearest_existing(folder)).free
+        for folder in (cache, Path(tempfile.gettempdir()))
     }
     facts = {"folder": str(cache), "models": models, "free_bytes": free}
-    rooms = (f"{room / GIB:.1f} GiB free for {folder}" for folder, room in free.items())
-    line = " · ".join([*rooms, f"{len(models)} models downloaded"])
+    free_texts = (
+        f"{free_bytes / GIB:.1f} GiB free for {folder}" for folder, free_bytes in free.items()
+    )
+    line = " · ".join([*free_texts, f"{len(models)} models downloaded"])
     if min(free.values()) < LOW_DISK:
         return Finding(
             WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts
@@ -142,8 +152,8 @@ def storage() -> Finding:
     return Finding(OK, line, (), facts)
 
 
-def demo() -> Finding:
-    """The plan for the embedded demo with default options."""
+def check_demo() -> Finding:
+    """Plan the embedded demo with default options."""
     from spd.formats.demo import demo_folder
     from spd.runtime.plan.plan import make_plan
 
@@ -155,14 +165,14 @@ def demo() -> Finding:
     )
 
 
-def processor() -> Finding:
-    """The CPU, whether the C kernels can run on it, and the threads."""
+def check_processor() -> Finding:
+    """Check the CPU, the C kernels' needs, and the threads."""
     import torch
 
     from spd.kernels.native.build import instructions, unavailable_reason
 
     load = OtherProcessLoad()
-    why = unavailable_reason()
+    obstacle_reason = unavailable_reason()
     time.sleep(0.3)  # in which other programs are watched
     facts = {
         **describe_machine(),
@@ -172,17 +182,25 @@ def processor() -> Finding:
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
-    found = facts["instructions"] = instructions()
-    kernels = f"C kernels for {found}" if why is None else f"torch's slower kernels: {why}"
-    if why is None and found in ("AVX2", "AVX512"):
+    instruction_set = facts["instructions"] = instructions()
+    kernels = (
+        f"C kernels for {instruction_set}"
+        if obstacle_reason is None
+        else f"torch's slower kernels: {obstacle_reason}"
+    )
+    if obstacle_reason is None and instruction_set in ("AVX2", "AVX512"):
         kernels += " (AVX512-BF16 or AMX would verify drafts at less cost)"
     line = " · ".join([facts["cpu"], kernels, threads])
-    fix = ("install gcc, or pip install 'spd[compiler]'",) if why and found else ()
+    fix = (
+        ("install gcc, or pip install 'spd[compiler]'",)
+        if obstacle_reason and instruction_set
+        else ()
+    )
     return Finding(WARNING if fix else OK, line, fix, facts)
 
 
-def cuda_devices() -> Finding:
-    """Every CUDA device with its memory, and the driver."""
+def check_cuda_devices() -> Finding:
+    """List every CUDA device with its memory, and the driver."""
     import torch
 
     from spd.runtime.load.token_tiles import driver_version
@@ -200,7 +218,7 @@ def cuda_devices() -> Finding:
             fix = "nvidia-smi, to see whether the driver works; CUDA_VISIBLE_DEVICES hides devices"
             return Finding(WARNING, f"driver {driver}, but torch sees no device", (fix,), facts)
         return Finding(OK, "no CUDA device: everything runs on the CPU", (), facts)
-    shown = []
+    device_texts = []
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
@@ -209,13 +227,16 @@ def cuda_devices() -> Finding:
             {"name": name, "capability": capability, "free_bytes": free, "total_bytes": total}
         )
         kind = "sm_{}{}".format(*capability)
-        shown.append(f"{index} {name} {kind} {free / GIB:.1f} of {total / GIB:.1f} GiB free")
-    line = f"{'; '.join(shown)} · driver {driver or 'unknown'}"
+        device_texts.append(f"{index} {name} {kind} {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+    line = f"{'; '.join(device_texts)} · driver {driver or 'unknown'}"
     return Finding(OK, line, (), facts)
 
 
-def triton_library() -> Finding:
-    """Whether Triton can be imported and keep what it compiles; without it a GPU runs torch's kernels."""
+def check_triton() -> Finding:
+    """Check that Triton can be imported and can store what it compiles.
+
+    Without it a GPU runs torch's kernels.
+    """
     import torch
 
     try:
@@ -234,15 +255,15 @@ def triton_library() -> Finding:
         line = f"triton {triton.__version__}, interpreted (TRITON_INTERPRET is set): very slow"
         return Finding(WARNING, line, ("unset TRITON_INTERPRET",), facts)
     try:
-        with tempfile.TemporaryFile(dir=_existing(cache)):
+        with tempfile.TemporaryFile(dir=_nearest_existing(cache)):
             return Finding(OK, f"triton {triton.__version__} · keeps kernels in {cache}", (), facts)
     except OSError as error:
         line = f"triton {triton.__version__} · {cache} cannot be written ({error.strerror})"
         return Finding(WARNING, line, ("set TRITON_CACHE_DIR to a folder you can write to",), facts)
 
 
-def token_tiles() -> Finding:
-    """Ask each GPU how wide its tiles of tokens may be, and keep what it answers for engines."""
+def check_token_tiles() -> Finding:
+    """Measure how wide each GPU's tiles of tokens may be, and store the answers for engines."""
     from triton import knobs
 
     from spd.runtime.lab.tile_checks import find_widest_tiles
@@ -251,10 +272,10 @@ def token_tiles() -> Finding:
     if not answers:
         return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
     words = "; ".join(
-        " ".join(f"{kind} {tile}" for kind, tile in each["widest"].items()) for each in answers
+        " ".join(f"{kind} {tile}" for kind, tile in answer["widest"].items()) for answer in answers
     )
     line = f"tiles of tokens that change no bit: {words}"
-    if any(each["file"] is None for each in answers):
+    if any(answer["file"] is None for answer in answers):
         fix = "make ~/.cache/spd yours and writable, or set XDG_CACHE_HOME"
         return Finding(
             WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers}
@@ -262,28 +283,33 @@ def token_tiles() -> Finding:
     return Finding(OK, line, (), {"asked": answers})
 
 
-def equal_texts() -> Finding:
-    """Let the demo answer with drafts, which change no token, and by torch."""
+def check_texts() -> Finding:
+    """Let the demo generate with drafts, which change no token, and by torch."""
     from spd.formats.demo import demo_folder
     from spd.runtime.lab.prompt_set import encode_prompts, read_prompts, select_prompts
     from spd.runtime.lab.replay import make_requests, replay_requests
 
-    # One thread: more gain a model of this size nothing, and lose much on a busy machine.
+    # One thread: more do not speed up a model of this size, and slow it down on a busy machine.
     plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
-    # The greedy reply to this prompt holds no near tie, which other kernels might turn.
-    questions = encode_prompts(
+    # The greedy reply to this prompt holds no near tie, which other kernels might decide otherwise.
+    prompts = encode_prompts(
         plain.model, select_prompts(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
     )
-    asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
-    drafted = replay_requests(plain, replace(plain, spec="draft", adaptive=False), asked)
-    ported = replay_requests(replace(plain, kernels="torch"), plain, asked[:1])
-    kernels = ported.plans[1]["kernels"]
-    line = f"{drafted.tokens} tokens of the demo by {kernels} kernels, {drafted.speculated} of them drafted"
-    facts = {"tokens": drafted.tokens, "accepted": drafted.speculated, "kernels": kernels}
-    facts["differences"] = [*drafted.differences, *ported.differences]
-    if drafted.differences:
+    requests = make_requests(
+        prompts, (0.0, 0.8), max_tokens=NUM_TOKENS, min_tokens=0, ignore_eos=True
+    )
+    with_drafts = replay_requests(plain, replace(plain, spec="draft", adaptive=False), requests)
+    with_torch = replay_requests(replace(plain, kernels="torch"), plain, requests[:1])
+    kernels = with_torch.plans[1]["kernels"]
+    accepted = with_drafts.speculated
+    line = (
+        f"{with_drafts.tokens} tokens of the demo by {kernels} kernels, {accepted} of them drafted"
+    )
+    facts = {"tokens": with_drafts.tokens, "accepted": with_drafts.speculated, "kernels": kernels}
+    facts["differences"] = [*with_drafts.differences, *with_torch.differences]
+    if with_drafts.differences:
         return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT), facts)
-    if ported.differences:
+    if with_torch.differences:
         return Finding(
             FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts
         )
@@ -294,13 +320,13 @@ CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd
 
 
 def describe_machine() -> dict[str, Any]:
-    """The CPU's model and relevant features, its cores, memory and system; the GPU where torch has one."""
+    """Return the CPU's model and features, cores, memory and system; with torch, the GPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    said = re.search(
+    match = re.search(
         r"^model name\s*:\s*(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE
     )
-    described = {
-        "cpu": said[1] if said else platform.processor(),
+    description = {
+        "cpu": match[1] if match else platform.processor(),
         "cpu_features": sorted(processor_features() & CPU_FEATURES),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -311,10 +337,10 @@ def describe_machine() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        described |= {
+        description |= {
             "gpu": properties.name,
             "gpu_memory_bytes": properties.total_memory,
             "cuda": str(torch.version.cuda),
             "triton": getattr(sys.modules.get("triton"), "__version__", None),
         }
-    return described
+    return description

@@ -1,8 +1,8 @@
-"""Why speculation pays or does not, from the rounds of a trace: costs, acceptance, what-if, and words.
+"""Explanations of speculation from the rounds of a trace: costs, acceptance, and other values of k.
 
-Nothing is run: every figure follows from the trace. A round of k drafts takes verify(k + 1 rows) + draft(k) +
-rest + host, and commits one token and as many drafts as were accepted: S_i is the share of rounds in which
-at least i were. No torch here.
+Nothing is run: every figure follows from the trace. A round of k drafts takes verify(k + 1 rows) +
+draft(k) + rest + host, and commits one token and as many drafts as were accepted: S_i is the share
+of rounds in which at least i were. No torch here.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from spd.formats.files import LINES_LIMIT, read_input_text
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.plan.config import MAX_DRAFT, split_spec
 
-HEADER = "spd.trace/1"
+TRACE_SCHEMA = "spd.trace/1"
 PARTS = {
     "verify": "verification",
     "draft": "drafting",
     "rest": "sampling and bookkeeping",
     "host": "the host",
 }
-"""Of a round's time: what a trace calls them, and words."""
+"""The parts of a round's time: their names in a trace, and in messages."""
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The first line of a trace file: what the rounds alone do not say."""
+    """The first line of a trace file: the model, temperature and plan of its rounds."""
 
     model: str = ""
     temperature: float = 0.0
     plan: Mapping[str, Any] = field(default_factory=lambda: {"model_drafts": MAX_DRAFT})
-    schema: str = HEADER
+    schema: str = TRACE_SCHEMA
 
 
 @dataclass
 class Trace:
-    """Rounds in the order read, without those that follow a prompt: nothing was drafted for them."""
+    """Rounds in the order read, without those after a prompt: nothing was drafted for them."""
 
     rounds: list[RoundRecord] = field(default_factory=list)
     header: TraceHeader = field(default_factory=TraceHeader)
 
 
-def _round(value: Mapping[str, Any]) -> RoundRecord:
-    """A round, if what is read of it is of its kinds; raises TypeError or KeyError otherwise."""
+def _read_round(value: Mapping[str, Any]) -> RoundRecord:
+    """Return a round, if its fields have valid types; raises TypeError or KeyError otherwise."""
     record = RoundRecord(**value)
     counts = (record.round, record.accepted, record.k, len(record.committed))
     kinds = (
@@ -58,25 +58,25 @@ def _round(value: Mapping[str, Any]) -> RoundRecord:
         (int, counts),
         ((int, float), [record.ms[part] for part in PARTS]),
     )
-    whole = all(isinstance(value, kind) for kind, values in kinds for value in values)
-    if not whole or not 0 <= record.k <= MAX_DRAFT or record.ms["verify"] <= 0:
+    has_valid_types = all(isinstance(value, kind) for kind, values in kinds for value in values)
+    if not has_valid_types or not 0 <= record.k <= MAX_DRAFT or record.ms["verify"] <= 0:
         raise TypeError
     return record
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file. Raises NotFoundError, and UsageError naming the line that is none."""
+    """Read a file. Raises NotFoundError, and UsageError naming an invalid line."""
     fix = "spd generate --trace FILE writes one"
     lines = read_input_text(path, fix, LINES_LIMIT).splitlines()
     trace = Trace()
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-            if value.get("schema") == HEADER:
+            if value.get("schema") == TRACE_SCHEMA:
                 plan = dict(value["plan"])
                 plan["model_drafts"] = int(plan.get("model_drafts", MAX_DRAFT))
                 trace.header = TraceHeader(str(value["model"]), float(value["temperature"]), plan)
-            elif (record := _round(value)).round > 0:
+            elif (record := _read_round(value)).round > 0:
                 trace.rounds.append(record)
         except (
             ValueError,
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> Trace:
             RecursionError,
         ) as error:
             if number == len(lines) > 1 and isinstance(error, json.JSONDecodeError):
-                continue  # what a run that was killed left of its last line
+                continue  # the unfinished last line of a run that was killed
             raise UsageError(f"{path}, line {number} is no round of a trace", fix=[fix]) from None
     if not trace.rounds:
         raise UsageError(
@@ -96,85 +96,90 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-ROW_COST = 0.01  # assumed extra cost of one more draft, as a share, until it has been measured
-LEAST = 3  # rounds that make a cost a measured one
+ROW_COST = 0.01
+"""The assumed extra cost of one more draft, as a share, until it has been measured."""
+MIN_ROUNDS = 3
+"""Rounds from which a cost counts as measured."""
 
 Costs = Mapping[str, Mapping[int, float]]
-"""Milliseconds of each part of a round by its number of drafts, as measured: medians."""
+"""Median milliseconds of each part of a round, by its number of drafts."""
 
 
 def fit_costs(records: Sequence[RoundRecord]) -> Costs:
-    """Medians of every part. A round drafts for the next one, whose k may be another."""
+    """Return the medians of every part. A round drafts for the next one, whose k may be another."""
     samples: dict[str, dict[int, list[float]]] = {part: {} for part in PARTS}
     for record, after in zip(records, [*records[1:], None], strict=True):
         for part in PARTS:
             owner = after if part == "draft" else record
             if owner is not None and owner.request == record.request:
                 samples[part].setdefault(owner.k, []).append(record.ms[part])
-    costs = {part: _medians(found) for part, found in samples.items()}
+    costs = {part: _medians(by_k) for part, by_k in samples.items()}
     return {**costs, "draft": {**costs["draft"], 0: 0.0}}
 
 
 def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
-    enough = {k: values for k, values in samples.items() if len(values) >= LEAST} or samples
+    enough = {k: values for k, values in samples.items() if len(values) >= MIN_ROUNDS} or samples
     return {k: median(values) for k, values in sorted(enough.items())}
 
 
 def round_parts(costs: Costs, k: int) -> dict[str, float]:
-    """What a round of k drafts spends on what: as measured, or by lines through all that was."""
-    return {PARTS[part]: _on_line(known, k) for part, known in costs.items()}
+    """Return the milliseconds of each part of a round of k drafts, measured or interpolated."""
+    return {PARTS[part]: _interpolate(by_k, k) for part, by_k in costs.items()}
 
 
-def _on_line(known: Mapping[int, float], at: int) -> float:
-    nearest = min(known, key=lambda k: abs(k - at))
-    slope = ROW_COST * known[nearest]
-    if len(known) > 1:
-        slope = max(0.0, linear_regression(list(known), list(known.values())).slope)
-    return max(known[nearest] + slope * (at - nearest), known[nearest] / 2)
+def _interpolate(by_k: Mapping[int, float], k: int) -> float:
+    nearest = min(by_k, key=lambda measured_k: abs(measured_k - k))
+    slope = ROW_COST * by_k[nearest]
+    if len(by_k) > 1:
+        slope = max(0.0, linear_regression(list(by_k), list(by_k.values())).slope)
+    return max(by_k[nearest] + slope * (k - nearest), by_k[nearest] / 2)
 
 
 def mean_parts(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Return the mean milliseconds of each part of these rounds, which add up to their time on the clock."""
+    """Return the mean milliseconds of each part; they add up to the rounds' time on the clock."""
     return {word: fmean(record.ms[part] for record in records) for part, word in PARTS.items()}
 
 
 def mean_over_typical(records: Sequence[RoundRecord], costs: Costs) -> float:
-    """Return what rounds took over what rounds of their k typically take: above 1 by every hiccup."""
+    """Return the time of rounds over the typical time of rounds of their k: above 1 by hiccups."""
     typical = {k: sum(round_parts(costs, k).values()) for k in {record.k for record in records}}
     spent = sum(record.ms[part] for record in records for part in PARTS)
     return spent / sum(typical[record.k] for record in records)
 
 
 def fit_acceptance(traces: Sequence[Sequence[RoundRecord]]) -> dict[int, tuple[float, ...]]:
-    """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have, by their trace's k.
+    """Return the shares of rounds that accepted at least 1, 2, … drafts, by their trace's k.
 
-    They differ: with few drafts a round, more of the rounds lie in text that is easy to draft. Traces whose k
-    changed tell nothing of a k by itself: all count as one of the largest.
+    Only rounds that had room for so many count. The shares differ by k: with few drafts a round,
+    more of the rounds lie in text that is easy to draft. Traces whose k changed say nothing of a
+    single k: all count as one of the largest.
     """
     rounds: dict[int, list[RoundRecord]] = {}
     largest = max((record.k for trace in traces for record in trace), default=0)
     for trace in filter(None, traces):
         fixed = len({record.k for record in trace}) == 1
         rounds.setdefault(trace[0].k if fixed else largest, []).extend(trace)
-    return {k: _survival(records) for k, records in rounds.items()}
+    return {k: _acceptance_shares(records) for k, records in rounds.items()}
 
 
 def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
-    """Tokens a round at k on average, by lines through the shares of every k that traces held.
+    """Return the mean tokens of a round at k, from lines through the shares of every traced k.
 
-    Positions beyond those seen go on as all after the first did.
+    Positions beyond those continue at the mean ratio of successive shares.
     """
     shares: list[float] = []
     for position in range(min(k, max(map(len, survival.values()), default=0))):
-        known = {
-            log(each): found[position] for each, found in survival.items() if len(found) > position
+        points = {
+            log(trace_k): trace_shares[position]
+            for trace_k, trace_shares in survival.items()
+            if len(trace_shares) > position
         }
-        share = fmean(known.values())
-        if len(known) > 1:
-            line = linear_regression(list(known), list(known.values()))
+        share = fmean(points.values())
+        if len(points) > 1:
+            line = linear_regression(list(points), list(points.values()))
             share = line.intercept + line.slope * log(k)
         shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
-    # the last alone may be of a handful of rounds
+    # Sums of all positions: the last share alone may be of a handful of rounds.
     before = sum(shares[:-1])
     after = sum(shares[1:])
     rate = after / before if before else sum(shares)
@@ -183,24 +188,24 @@ def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
     return 1.0 + sum(shares)
 
 
-def _survival(records: Sequence[RoundRecord]) -> tuple[float, ...]:
-    """Shares of accepted drafts by position, over rounds that had room for so many."""
+def _acceptance_shares(records: Sequence[RoundRecord]) -> tuple[float, ...]:
+    """Return the shares of accepted drafts by position, over rounds with room for so many."""
     shares: list[float] = []
-    while len(room := [record for record in records if record.k > len(shares)]) >= LEAST:
+    while len(room := [record for record in records if record.k > len(shares)]) >= MIN_ROUNDS:
         shares.append(sum(record.accepted > len(shares) for record in room) / len(room))
     return tuple(shares)
 
 
 SCHEMA = "spd.explain/1"
-BEYOND = (
-    2  # drafts a round that are weighed beyond the most that a trace held: of more it knows nothing
-)
-NOTICEABLE = 0.02  # a prospect is worth a try when it is faster by more than this
+EXTRA_DRAFTS = 2
+"""Estimates go so many drafts a round beyond the most of a trace, which says nothing of more."""
+MIN_GAIN = 0.02
+"""An estimate is worth a try when it is faster by more than this share."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What so many drafts a round would give on this machine and text."""
+    """The expected speed of k drafts a round, on this machine and text."""
 
     k: int
     length: float  # tokens a round
@@ -211,54 +216,57 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that a trace says."""
+    """The costs, acceptance, estimates and best k of a trace."""
 
     method: str
     k: int  # the most common number of drafts a round; 0 where none were drafted
     rounds: int
     tokens_per_second: float  # as measured, the quantity of `generate --stats`
-    parts: Mapping[str, float]  # what a round of the run spent on what, in ms: means
+    parts: Mapping[str, float]  # mean milliseconds of each part of the run's rounds
     costs: Costs
     survival: tuple[float, ...]
-    prospects: tuple[
-        Estimate, ...
-    ]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
+    prospects: tuple[Estimate, ...]
+    """Estimates of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter."""
     plain: Estimate
     now: Estimate  # the run itself: means of all its rounds, whatever their k
     best: Estimate
 
     def as_dict(self) -> dict[str, Any]:
-        """The object of `spd explain --json`."""
+        """Return the object of `spd explain --json`."""
         words = {"bottleneck": bottleneck(self), "try": next_step(self), "words": summarize(self)}
         return {"schema": SCHEMA, **asdict(self), **words}
 
 
 def explain_traces(traces: Sequence[Trace]) -> Explanation:
-    """Weigh the rounds of traces of one model: costs come from all, acceptance from those that drafted."""
+    """Explain traces of one model: costs from all rounds, acceptance from those that drafted."""
     records = [record for trace in traces for record in trace.rounds]
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
-    own_records = [record for trace in drafting for record in trace.rounds] or records
-    asked = [_model_drafts(trace) for trace in drafting]
+    drafting_records = [record for trace in drafting for record in trace.rounds] or records
+    drafting_rounds = [_model_draft_rounds(trace) for trace in drafting]
     costs = fit_costs(records)
-    survival = fit_acceptance(asked)
-    used = Counter(record.k for rounds in asked for record in rounds)
-    method = own_records[0].method if drafting else "off"
-    furthest = min(MAX_DRAFT, max(used) + (0 if split_spec(method)[1] else BEYOND)) if used else 0
-    # Medians say which k costs what; scaled to the clock, they are told in the run's own tokens a second.
+    survival = fit_acceptance(drafting_rounds)
+    counts = Counter(record.k for rounds in drafting_rounds for record in rounds)
+    method = drafting_records[0].method if drafting else "off"
+    max_k = (
+        min(MAX_DRAFT, max(counts) + (0 if split_spec(method)[1] else EXTRA_DRAFTS))
+        if counts
+        else 0
+    )
+    # Medians give the cost of each k; scaled to the clock, they compare with the run's tokens a second.
     scale = mean_over_typical(records, costs)
     plain_ms = scale * sum(round_parts(costs, 0).values())
 
-    def prospect(k: int, length: float, ms: float) -> Estimate:
-        return Estimate(k, length, ms, 1000 * length / ms, length * plain_ms / ms)
+    def estimate(k: int, length: float, round_ms: float) -> Estimate:
+        return Estimate(k, length, round_ms, 1000 * length / round_ms, length * plain_ms / round_ms)
 
-    prospects = tuple(
-        prospect(k, expected_length(survival, k), scale * sum(round_parts(costs, k).values()))
-        for k in range(furthest + 1)
+    estimates = tuple(
+        estimate(k, expected_length(survival, k), scale * sum(round_parts(costs, k).values()))
+        for k in range(max_k + 1)
     )
-    k = used.most_common(1)[0][0] if used else 0
-    parts = mean_parts(own_records)
-    length = fmean(len(record.committed) for record in own_records)
-    now = prospect(k, length, sum(parts.values()))
+    k = counts.most_common(1)[0][0] if counts else 0
+    parts = mean_parts(drafting_records)
+    length = fmean(len(record.committed) for record in drafting_records)
+    now = estimate(k, length, sum(parts.values()))
     return Explanation(
         method=method,
         k=k,
@@ -266,18 +274,18 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         tokens_per_second=now.tokens_per_second,
         parts=parts,
         costs=costs,
-        survival=_survival([record for rounds in asked for record in rounds]),
-        prospects=prospects,
-        plain=prospects[0],
+        survival=_acceptance_shares([record for rounds in drafting_rounds for record in rounds]),
+        prospects=estimates,
+        plain=estimates[0],
         now=now,
-        best=max(prospects, key=lambda prospect: prospect.tokens_per_second),
+        best=max(estimates, key=lambda estimate: estimate.tokens_per_second),
     )
 
 
-def _model_drafts(trace: Trace) -> list[RoundRecord]:
-    """A trace's rounds with drafts, without those in which lookup drafted alone while text was copied."""
-    most = trace.header.plan["model_drafts"]
-    return [record for record in trace.rounds if 0 < record.k <= most]
+def _model_draft_rounds(trace: Trace) -> list[RoundRecord]:
+    """Return a trace's rounds with drafts, without those of lookup alone on copied text."""
+    limit = trace.header.plan["model_drafts"]
+    return [record for record in trace.rounds if 0 < record.k <= limit]
 
 
 def bottleneck(e: Explanation) -> str:
@@ -297,23 +305,21 @@ def bottleneck(e: Explanation) -> str:
 
 
 def next_step(e: Explanation) -> str:
-    """The option that promises most, by the trace."""
+    """Return the option that promises most, by the trace."""
     now = e.prospects[e.k]
     best = e.best
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
-    if (
-        best.tokens_per_second <= (1 + NOTICEABLE) * now.tokens_per_second
-        or split_spec(e.method)[1]
-    ):
+    if best.tokens_per_second <= (1 + MIN_GAIN) * now.tokens_per_second or split_spec(e.method)[1]:
         if bottleneck(e) == "the host":
             return "--graphs on, --lag 1"
-        return "nothing: this is the best that the trace knows of"  # beside lookup k is a model's alone
+        # With lookup alongside, --draft-max would not be the model's k alone.
+        return "nothing: this is the best that the trace knows of"
     return f"--spec {e.method} --draft-max {best.k}"
 
 
 def summarize(e: Explanation) -> str:
-    """What a person wants to know, in a few sentences."""
+    """Return an explanation as a few sentences."""
     now = e.now
     best = e.best
     sentences = [f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms."]

@@ -1,8 +1,9 @@
-"""Requests driven through an engine by a clock, and what a pass gave in numbers. No torch here.
+"""Requests driven through an engine by a clock, and the numbers of a pass. No torch here.
 
-One request at a time, a fixed number at a time, or as they come. Definitions are those of vLLM's
-`bench serve`: TTFT runs from a request's arrival, waiting included; TPOT is the time after the first chunk
-over the tokens after it; ITL is the gap between two chunks, which with speculation hold several tokens.
+One request at a time, a fixed number at a time, or as they arrive. Definitions are those of vLLM's
+`bench serve`: TTFT runs from a request's arrival, waiting included; TPOT is the time after the
+first chunk over the tokens after it; ITL is the gap between two chunks, which with speculation hold
+several tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.metrics import RoundRecord
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timeline(RequestOutput):
-    """When a request arrived, in the seconds of `chunks`, and what came of it."""
+    """A request's arrival, in the seconds of `chunks`, and its output."""
 
     request: Request = field(kw_only=True)
     arrived: float = field(kw_only=True)
@@ -32,7 +33,7 @@ class Timeline(RequestOutput):
 
 @dataclass
 class Pass:
-    """Everything that one run of some requests gave."""
+    """The output of one run of some requests."""
 
     timelines: list[Timeline]
     records: list[RoundRecord]
@@ -47,27 +48,31 @@ def run_pass(
     arrivals: Sequence[float] | None = None,
     watch: Callable[[int], object] = lambda ended: None,
 ) -> Pass:
-    """Run requests, `concurrency` at a time or at their `arrivals`; `watch` hears how many have ended."""
+    """Run requests, `concurrency` at a time or at their `arrivals`.
+
+    watch: called each step with the number of requests that have ended.
+    """
     timelines = [Timeline(request=request, arrived=0.0) for request in requests]
-    lines = {line.request.id: line for line in timelines}
+    timelines_by_id = {timeline.request.id: timeline for timeline in timelines}
     records: list[RoundRecord] = []
     engine.trace = records.append
     admitted = running = 0
-    most = concurrency if arrivals is None else len(timelines)
-    began = time.perf_counter()
+    limit = concurrency if arrivals is None else len(timelines)
+    start = time.perf_counter()
 
     def add_due() -> bool:
+        """Add the requests that are due; return False once all have ended."""
         nonlocal admitted, running
         while admitted < len(timelines) or engine.has_work:
-            now = time.perf_counter() - began
-            while admitted < len(timelines) and running < most:
+            now = time.perf_counter() - start
+            while admitted < len(timelines) and running < limit:
                 due = now if arrivals is None else arrivals[admitted]
                 if due > now:
                     break
-                timelines[admitted].arrived = began + due
+                timelines[admitted].arrived = start + due
                 engine.add(timelines[admitted].request)
-                admitted = admitted + 1
-                running = running + 1
+                admitted += 1
+                running += 1
             if engine.has_work:
                 return True
             time.sleep(max(0.0, due - now))
@@ -76,23 +81,23 @@ def run_pass(
     try:
         for events in drive(engine.step, add_due):
             for event in events:
-                lines[event.request_id].add(event)
+                timelines_by_id[event.request_id].add(event)
                 running -= event.finish_reason is not None
             watch(admitted - running)
     finally:
         engine.trace = None
-    return Pass(timelines, records, time.perf_counter() - began)
+    return Pass(timelines, records, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: so many at a time, or at a rate (requests a second) into that many slots."""
+    """The arrival of requests: so many at a time, or a rate (requests a second) into as many slots."""
 
     concurrency: int = 1
     rate: float | None = None
 
     def arrivals(self, count: int, seed: int) -> list[float] | None:
-        """Seconds at which `count` requests come, independent of each other; None where a slot calls them."""
+        """Return the seconds at which `count` requests arrive; None: as soon as a slot is free."""
         if self.rate is None:
             return None
         draws = random.Random(seed)
@@ -101,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Load):
-    """What is asked of every engine alike; `prompt_tokens_asked` None: prompts of their own length."""
+    """The work of every engine alike; `prompt_tokens_asked` None: prompts of their own length."""
 
     category: str
     temperature: float
@@ -112,7 +117,8 @@ class Workload(Load):
 class Sample:
     """Counts and times of one pass by the engine of configuration `config`.
 
-    Rounds that follow a prompt hold no drafts and are no steps of decoding: they are not among `rounds`.
+    Rounds that follow a prompt hold no drafts and are no steps of decoding: they are not in
+    `rounds`.
     """
 
     config: int
@@ -122,7 +128,7 @@ class Sample:
     tokens: int
     seconds: float
     speed: tuple[float, float]
-    """Tokens, or requests where they come at a rate, and the seconds that they took."""
+    """Tokens, or requests where they arrive at a rate, and the seconds that they took."""
     tokens_after_first: int  # those of every chunk but a request's first
     ttft_ms: list[float]
     tpot_ms: list[float]
@@ -133,22 +139,23 @@ class Sample:
 
 
 def take_sample(
-    ran: Pass, config: int, work: Workload, repetition: int, prompts: Sequence[str]
+    measured_pass: Pass, config: int, work: Workload, repetition: int, prompts: Sequence[str]
 ) -> Sample:
-    """Count one pass."""
-    lines = [line for line in ran.timelines if line.chunks]
-    spans = [
-        line.chunks[-1][0] - line.chunks[0][0] for line in lines
-    ]  # from the first chunk to the last
-    later = [sum(count for _, count in line.chunks[1:]) for line in lines]
-    tpot_ms = [1000 * span / count for span, count in zip(spans, later, strict=True) if count]
-    tokens = sum(len(line.token_ids) for line in lines)
-    speed: tuple[float, float] = sum(later), sum(spans)
+    """Count the tokens, times and drafts of one pass."""
+    answered = [timeline for timeline in measured_pass.timelines if timeline.chunks]
+    # Seconds from the first chunk to the last.
+    spans = [timeline.chunks[-1][0] - timeline.chunks[0][0] for timeline in answered]
+    later_tokens = [sum(count for _, count in timeline.chunks[1:]) for timeline in answered]
+    tpot_ms = [
+        1000 * span / count for span, count in zip(spans, later_tokens, strict=True) if count
+    ]
+    tokens = sum(len(timeline.token_ids) for timeline in answered)
+    speed: tuple[float, float] = sum(later_tokens), sum(spans)
     if work.rate is not None:
         speed = len(tpot_ms), sum(tpot_ms) / 1000
     elif work.concurrency > 1:
-        speed = tokens, ran.seconds
-    rounds = [record for record in ran.records if record.round > 0]
+        speed = tokens, measured_pass.seconds
+    rounds = [record for record in measured_pass.records if record.round > 0]
     drafted, accepted = per_position(rounds)
     return Sample(
         config=config,
@@ -156,13 +163,15 @@ def take_sample(
         repetition=repetition,
         prompts=list(prompts),
         tokens=tokens,
-        seconds=ran.seconds,
+        seconds=measured_pass.seconds,
         speed=speed,
-        tokens_after_first=sum(later),
-        ttft_ms=[1000 * (line.chunks[0][0] - line.arrived) for line in lines],
+        tokens_after_first=sum(later_tokens),
+        ttft_ms=[1000 * (timeline.chunks[0][0] - timeline.arrived) for timeline in answered],
         tpot_ms=tpot_ms,
         itl_ms=[
-            round(1000 * (b - a), 3) for line in lines for (a, _), (b, _) in pairwise(line.chunks)
+            round(1000 * (b - a), 3)
+            for timeline in answered
+            for (a, _), (b, _) in pairwise(timeline.chunks)
         ],
         rounds=len(rounds),
         drafted_per_position=drafted,
@@ -171,29 +180,44 @@ def take_sample(
 
 
 def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int]]:
-    """How often a draft stood at each position, and how often it was accepted."""
+    """Return the number of drafts at each position, and the number of accepted ones."""
     positions = range(max((len(record.draft) for record in records), default=0))
     drafted = [sum(len(record.draft) > at for record in records) for at in positions]
     return drafted, [sum(record.accepted > at for record in records) for at in positions]
 
 
-def compare_texts(
-    names: Sequence[str], expected: Pass, found: Pass
-) -> tuple[int, list[dict[str, Any]]]:
-    """How many tokens two passes gave for prompts of these names, and where their texts part.
+class Difference(TypedDict):
+    """The first token, or for an end its reason, in which two texts differ, and their request."""
 
-    There stand the token that was expected and the one that came, or for an end its reason.
-    """
+    prompt: str
+    temperature: float
+    seed: int | None
+    position: int
+    expected: int | str | None
+    found: int | str | None
+
+
+def compare_texts(
+    names: Sequence[str], expected: Pass, candidate: Pass
+) -> tuple[int, list[Difference]]:
+    """Return the tokens of two passes for prompts of these names, and their differences."""
     tokens = 0
-    differences = []
-    for name, a, b in zip(names, expected.timelines, found.timelines, strict=True):
+    differences: list[Difference] = []
+    for name, a, b in zip(names, expected.timelines, candidate.timelines, strict=True):
         tokens += max(len(a.token_ids), len(b.token_ids))
         pairs = zip([*a.token_ids, a.finish_reason], [*b.token_ids, b.finish_reason], strict=False)
-        if apart := next(
-            ((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]), None
-        ):
-            params = a.request.params
-            asked = {"prompt": name, "temperature": params.temperature, "seed": params.seed}
-            parts = dict(zip(("position", "expected", "found"), apart, strict=True))
-            differences.append({**asked, **parts})
+        for position, (expected_token, candidate_token) in enumerate(pairs):
+            if expected_token != candidate_token:
+                params = a.request.params
+                differences.append(
+                    {
+                        "prompt": name,
+                        "temperature": params.temperature,
+                        "seed": params.seed,
+                        "position": position,
+                        "expected": expected_token,
+                        "found": candidate_token,
+                    }
+                )
+                break
     return tokens, differences

@@ -1,4 +1,4 @@
-"""The prompts that spd is measured with, and their token ids: random ones where there is no tokenizer."""
+"""The prompts that spd is measured with, and their token ids: random ones without a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: its name, its kind, and the user's message."""
+    """One question: its name, its category, and the user's message."""
 
     name: str
     category: str
@@ -31,26 +31,26 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the text, short."""
+        """Return the SHA-256 of the text, shortened."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in token ids; `prompt_tokens` is the length that was wished for."""
+    """A prompt in token ids; `prompt_tokens` is the length that was requested."""
 
     prompt: Prompt
     ids: tuple[int, ...]
     prompt_tokens: int | None = None
 
     def request(self, name: str, number: int, **params: Any) -> Request:
-        """A request for the reply of this number, whose seed no other question or number has."""
+        """Return a request for the reply of this number, with a seed of its own."""
         seed = derived_seed(0, self.prompt.name, number)
         return Request(name, self.ids, SamplingParams(seed=seed, **params))
 
 
 def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:
-    """Prompts from lines: JSON with `prompt` and `category`, or plain. Raises UsageError."""
+    """Read prompts from lines: JSON with `prompt` and `category`, or plain. Raises UsageError."""
     lines = read_input_text(path, "name a file of prompts").splitlines()
     counts: dict[str, int] = {}
     prompts = []
@@ -69,7 +69,7 @@ def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
+def _parse(line: str, location: str, *, json_lines: bool) -> tuple[str, str]:
     if not json_lines:
         return line, "file"
     try:
@@ -77,39 +77,45 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
         text = value["prompt"]
         category = value.get("category", "file")
         f"{text}{category}".encode()  # half of a surrogate pair is no text
-        whole = (
+        is_valid = (
             isinstance(text, str)
             and text
             and isinstance(category, str)
             and category not in ("", "all")
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        why = "One JSON object a line; all stands for every category together."
+        is_valid = False
+    if not is_valid:
+        reason = "One JSON object a line; all stands for every category together."
         raise UsageError(
-            f"{where} is no prompt", reason=[why], fix=['{"prompt": "...", "category": "..."}']
+            f"{location} is no prompt",
+            reason=[reason],
+            fix=['{"prompt": "...", "category": "..."}'],
         )
     return text, category
 
 
 def select_prompts(
-    prompts: Sequence[Prompt], named: Iterable[str] | None, each: int | None
+    prompts: Sequence[Prompt], categories: Iterable[str] | None, count: int | None
 ) -> tuple[Prompt, ...]:
-    """The prompts of some categories, `each` of every one. Raises UsageError for an unknown category."""
-    known = list(dict.fromkeys(prompt.category for prompt in prompts))
-    wanted = list(named) if named is not None else known
-    if unknown := [name for name in wanted if name not in known]:
+    """Return the prompts of some categories, `count` of every one.
+
+    Raises UsageError for an unknown category.
+    """
+    available = list(dict.fromkeys(prompt.category for prompt in prompts))
+    requested = list(categories) if categories is not None else available
+    if unknown := [name for name in requested if name not in available]:
         raise UsageError(
-            f"no prompts of category {unknown[0]}", reason=[f"there are: {', '.join(known)}"]
+            f"no prompts of category {unknown[0]}", reason=[f"there are: {', '.join(available)}"]
         )
-    chosen: list[Prompt] = []
-    for name in wanted:
-        chosen += [prompt for prompt in prompts if prompt.category == name][:each]
-    return tuple(chosen)
+    selected: list[Prompt] = []
+    for name in requested:
+        selected += [prompt for prompt in prompts if prompt.category == name][:count]
+    return tuple(selected)
 
 
-NO_TEXT_LENGTH = 64  # random ids a prompt, where no length was wished for
+NO_TEXT_LENGTH = 64
+"""Random ids of a prompt without a tokenizer, where no length was requested."""
 
 
 def encode_prompts(
@@ -118,46 +124,48 @@ def encode_prompts(
     lengths: Sequence[int | None],
     max_tokens: int,
 ) -> list[EncodedPrompt]:
-    """Prompts at every length (None: their own), filled up in front. Raises UsageError for one too long."""
+    """Return prompts at every length (None: their own), filled up in front.
+
+    Raises UsageError for one that is too long.
+    """
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
-    files = ModelFolder.from_path(folder)
-    most = files.config.max_positions
-    questions = []
+    model = ModelFolder.from_path(folder)
+    context = model.config.max_positions
+    encoded = []
     for length, prompt in product(lengths, prompts):
-        ids = _encode(files, prompt, prompts, length, most) if (length or 0) <= most else []
-        if (count := max(length or 0, len(ids))) > most - max_tokens:
-            why = f"with -n {max_tokens} they do not fit the context of {most:,}"
+        ids = _encode(model, prompt, prompts, length, context) if (length or 0) <= context else []
+        if (count := max(length or 0, len(ids))) > context - max_tokens:
+            message = f"with -n {max_tokens} they do not fit the context of {context:,}"
             fix = ["a smaller -n or --prompt-tokens"]
-            raise UsageError(f"prompt {prompt.name} is {count:,} tokens; {why}", fix=fix)
-        questions.append(EncodedPrompt(prompt, tuple(ids), length))
-    return questions
+            raise UsageError(f"prompt {prompt.name} is {count:,} tokens; {message}", fix=fix)
+        encoded.append(EncodedPrompt(prompt, tuple(ids), length))
+    return encoded
 
 
 def _encode(
-    files: ModelFolder, prompt: Prompt, prompts: Sequence[Prompt], length: int | None, context: int
+    folder: ModelFolder, prompt: Prompt, prompts: Sequence[Prompt], length: int | None, context: int
 ) -> list[int]:
-    tokenizer = files.tokenizer
-    template = files.template
+    tokenizer = folder.tokenizer
+    template = folder.template
     if tokenizer is None:
         draws = random.Random(prompt.digest)
-        return [draws.randrange(files.config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]
+        return [draws.randrange(folder.config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]
     text = tokenizer.limit_length(prompt.text, length or context, cut=length is not None)
 
-    def whole(text: str) -> list[int]:
+    def encode_full(text: str) -> list[int]:
         chat = template and render_chat(tokenizer, template, [{"role": "user", "content": text}])
         return (
             encode_rendered(tokenizer, chat) if chat else tokenizer.encode(text, add_special=True)
         )
 
-    ids = whole(text)
+    ids = encode_full(text)
     if length is None:
         return ids
-    if len(ids) > length:  # what asks stands at the end
-        return whole(tokenizer.decode(tokenizer.encode(text)[len(ids) - length :]))[-length:]
-    others = [other.text for other in prompts if other.category == prompt.category]
-    filler = tokenizer.encode(
-        "\n\n".join(others)[: 100 * length]
-    )  # far more than tokens of text have
+    if len(ids) > length:  # cut the beginning: the question stands at the end
+        return encode_full(tokenizer.decode(tokenizer.encode(text)[len(ids) - length :]))[-length:]
+    alike_texts = [other.text for other in prompts if other.category == prompt.category]
+    filler_text = "\n\n".join(alike_texts)[: 100 * length]  # far more characters than needed
+    filler = tokenizer.encode(filler_text)
     filler = (filler * (length // max(1, len(filler)) + 1))[: length - len(ids)]
-    return whole(tokenizer.decode(filler) + text)
+    return encode_full(tokenizer.decode(filler) + text)

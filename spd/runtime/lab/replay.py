@@ -10,70 +10,80 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import Pass, compare_texts, run_pass
+from spd.runtime.lab.load import Difference, Pass, compare_texts, run_pass
 from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 
 
 @dataclass
 class Replay:
-    """What two engines gave for the same requests."""
+    """The texts of two engines for the same requests, compared."""
 
     plans: tuple[dict[str, Any], dict[str, Any]]
     tokens: int
     speculated: int  # accepted drafts of the candidate: with none, nothing was tried
-    differences: list[dict[str, Any]]
+    differences: list[Difference]
 
 
 def make_requests(
-    questions: Sequence[EncodedPrompt],
+    prompts: Sequence[EncodedPrompt],
     temperatures: Sequence[float],
     *,
     max_tokens: int,
-    least: int,
+    min_tokens: int,
     ignore_eos: bool = False,
 ) -> list[tuple[str, Request]]:
-    """Prompt names and requests: every question at every temperature, with new seeds until the replies
-    could hold `least` tokens. Greedy ones are asked once."""
-    made: list[tuple[str, Request]] = []
+    """Return prompt names and requests: every prompt at every temperature.
+
+    Repeats with new seeds until the replies could hold `min_tokens`; greedy ones are requested
+    once.
+    """
+    requests: list[tuple[str, Request]] = []
     for number in count():
-        for question, temperature in product(questions, temperatures):
+        for prompt, temperature in product(prompts, temperatures):
             if temperature or not number:
                 params = {
                     "temperature": temperature,
                     "max_tokens": max_tokens,
                     "ignore_eos": ignore_eos,
                 }
-                made.append(
-                    (question.prompt.name, question.request(str(len(made)), number, **params))
+                requests.append(
+                    (prompt.prompt.name, prompt.request(str(len(requests)), number, **params))
                 )
-        if len(made) * max_tokens >= least or not any(temperatures):
+        if len(requests) * max_tokens >= min_tokens or not any(temperatures):
             break
-    return made
+    return requests
 
 
 def replay_requests(
     reference: EngineConfig,
     candidate: EngineConfig,
     requests: Sequence[tuple[str, Request]],
-    watch: Callable[[str, int], None] = lambda what, ended: None,
+    watch: Callable[[str, int], None] = lambda engine_name, ended: None,
 ) -> Replay:
-    """Run the requests with both settings, one engine after the other, and compare every token.
+    """Run the requests with both configurations, one after the other; compare every token.
 
-    `watch` is told what runs and how many of its requests have ended; it may raise to end it.
+    watch: called with the engine's name and the number of its requests that have ended; may raise
+    to end the run.
     """
     names = [name for name, _ in requests]
-    bare = [request for _, request in requests]
+    bare_requests = [request for _, request in requests]
 
-    def run(config: EngineConfig, what: str) -> tuple[dict[str, Any], Pass]:
+    def run(config: EngineConfig, engine_name: str) -> tuple[dict[str, Any], Pass]:
+        """Return the plan of an engine, and its pass over the requests."""
         engine = Engine(config)
-        ran = run_pass(engine, bare, concurrency=config.slots, watch=partial(watch, what))
+        engine_pass = run_pass(
+            engine, bare_requests, concurrency=config.slots, watch=partial(watch, engine_name)
+        )
         engine.close()
-        return engine.plan.as_dict(), ran
+        return engine.plan.as_dict(), engine_pass
 
     plain, expected = run(reference, "reference")
-    plan, found = run(candidate, "candidate")
-    tokens, differences = compare_texts(names, expected, found)
+    plan, candidate_pass = run(candidate, "candidate")
+    tokens, differences = compare_texts(names, expected, candidate_pass)
     return Replay(
-        (plain, plan), tokens, sum(record.accepted for record in found.records), differences
+        (plain, plan),
+        tokens,
+        sum(record.accepted for record in candidate_pass.records),
+        differences,
     )

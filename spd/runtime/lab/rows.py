@@ -1,4 +1,4 @@
-"""Samples into rows, one for each way of decoding and kind of work, and rows of two results compared."""
+"""Samples as rows, one for each way of decoding and workload, and rows of two results compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = "all"
 
 
 class Interval(TypedDict):
-    """A median of repetitions, and where that of as many new ones will lie; see `repeat_interval`."""
+    """A median of repetitions, and the interval of a second run's median; see `repeat_interval`."""
 
     median: float
     low: float | None
@@ -26,8 +26,9 @@ class Interval(TypedDict):
 
 
 KEYS = tuple(field.name for field in fields(Workload))
-"""What a row shares with the plain row beside it."""
-MACHINE_SETTINGS = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
+"""The fields of a workload, which a row and its plain partner share."""
+MACHINE_SETTINGS = ("lag", "graphs", "tp")
+"""Settings that a row's plain partner has too."""
 DRAFTING_SETTINGS = ("draft_max", "verify", "draft_tp")
 IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_SETTINGS)
 
@@ -35,7 +36,7 @@ IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_S
 def make_rows(
     samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]], models: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return rows of whole repetitions in the order measured, those over all last.
+    """Return rows of complete repetitions in the order measured, those over all categories last.
 
     plans, models: of each configuration its plan and the name of its model.
     """
@@ -47,15 +48,23 @@ def make_rows(
             repetitions.setdefault(sample.repetition, []).append(sample)
     rows = []
     for work in sorted(grouped, key=lambda work: work.category == ALL):
-        most = max(
-            len(found) for repetitions in grouped[work].values() for found in repetitions.values()
+        full_count = max(
+            len(samples_of)
+            for repetitions in grouped[work].values()
+            for samples_of in repetitions.values()
         )
         for config, repetitions in sorted(grouped[work].items()):
-            whole = [found for _, found in sorted(repetitions.items()) if len(found) == most]
-            speeds = [_speed(found) for found in whole]
-            if whole and all(speeds):
+            complete = [
+                samples_of
+                for _, samples_of in sorted(repetitions.items())
+                if len(samples_of) == full_count
+            ]
+            speeds = [_speed(samples_of) for samples_of in complete]
+            if complete and all(speeds):
                 model = models[config] if models else ""
-                rows.append({"model": model, **asdict(work), **_row(plans[config], whole, speeds)})
+                rows.append(
+                    {"model": model, **asdict(work), **_row(plans[config], complete, speeds)}
+                )
     for row in rows:
         row["speed_up"] = _speed_up(row, rows)
         row["over_first_model"] = _over_first_model(row, rows)
@@ -63,7 +72,9 @@ def make_rows(
 
 
 def _speed(samples: Iterable[Sample]) -> float:
-    tokens, seconds = map(sum, zip(*(sample.speed for sample in samples), strict=True))
+    speeds = [sample.speed for sample in samples]
+    tokens = sum(count for count, _ in speeds)
+    seconds = sum(duration for _, duration in speeds)
     return tokens / seconds if seconds else 0.0
 
 
@@ -103,7 +114,7 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
-    """The ratio to the plain row of the same work, repetition by repetition."""
+    """Return the ratio to the plain row of the same workload, repetition by repetition."""
     same = itemgetter("model", *KEYS, *MACHINE_SETTINGS)
     plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
     return None if row["method"] == "plain" or not plain else _ratio(row, plain[0])
@@ -128,7 +139,7 @@ def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Interval:
 
 
 def verdict(spread: Interval | None) -> str:
-    """`faster`, `slower`, or `within noise` where the interval of a ratio holds 1."""
+    """Return `faster`, `slower`, or `within noise` where the interval of a ratio holds 1."""
     if spread is None:
         return ""
     if spread["low"] is None or spread["high"] is None or spread["low"] <= 1 <= spread["high"]:
@@ -137,13 +148,13 @@ def verdict(spread: Interval | None) -> str:
 
 
 CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
-"""Of a plan: what a comparison may be about, so that rows match all the same, and it is said."""
+"""Fields of a plan that a comparison may be about: rows match although they differ; it is reported."""
 
 
 def compare_results(
     before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
 ) -> dict[str, Any]:
-    """Return the matched rows of two results, how many have no partner, and how the two ran otherwise.
+    """Return the matched rows of two results, unmatched counts, and differing conditions.
 
     Rows of two models match where each result holds one; that they are two is then a condition.
     """
@@ -171,9 +182,9 @@ def models_of(result: Mapping[str, Any]) -> list[str]:
 def _keyed(
     result: Mapping[str, Any], *, ignore_model: bool
 ) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Return rows by what two must have in common to be compared: work, method, real or made-up."""
+    """Return rows by what two must share to be compared: workload, method, real weights or not."""
     settings = result["settings"]
-    found = dict[tuple[Any, ...], Mapping[str, Any]]()
+    rows_by_key = dict[tuple[Any, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(
@@ -182,14 +193,17 @@ def _keyed(
         model = "" if ignore_model else row.get("model") or result["model"]
         work = (settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
         key = (*work, row["acceptance"], *itemgetter(*IDENTITY)({**row, "model": model}))
-        found[key] = {**row, "model": row.get("model") or result["model"]}
-    return found
+        rows_by_key[key] = {**row, "model": row.get("model") or result["model"]}
+    return rows_by_key
 
 
 def _change(
     before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
 ) -> dict[str, Any]:
-    """How a row's speed has changed; it is noise where either run's interval holds the other's median."""
+    """Return the change of a row's speed.
+
+    It is noise where either run's interval holds the other's median.
+    """
     old, new = (row["tokens_per_second"] for row in (before, after))
     then = old["median"]
     now = new["median"]
@@ -208,22 +222,27 @@ def _change(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the sample does not exceed (nearest rank)."""
+    """Return the smallest value that at least `share` of a sample does not exceed.
+
+    This is the nearest rank.
+    """
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
-WINSORIZED = 7  # values from which on the extremes of a sample are drawn in
+WINSORIZED = 7
+"""Values from which on the extremes of a sample are replaced by their neighbours."""
 
 
 def repeat_interval(values: Sequence[float]) -> Interval:
-    """The median of repeated positive measurements and where the median of as many new ones will lie.
+    """Return the median of repeated positive measurements, and that of a second run's.
 
-    As JSON: `low` and `high` hold a second run's median with 95 % chance; `half_width` is half of that as a
-    share of the median. All three are None where there is one value.
+    As JSON: `low` and `high` hold a second run's median with 95 % chance; `half_width` is half of
+    that as a share of the median. All three are None where there is one value.
 
-    Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean. From
-    WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of the machine
-    says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty sample.
+    Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean.
+    From WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of
+    the machine says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty
+    sample.
     """
     middle = median(values)
     n = len(values)
@@ -238,7 +257,8 @@ def repeat_interval(values: Sequence[float]) -> Interval:
     logarithms = sorted(log(value) for value in values)
     drawn_in = n >= WINSORIZED
     if drawn_in:
-        logarithms[0], logarithms[-1] = logarithms[1], logarithms[-2]
+        logarithms[0] = logarithms[1]
+        logarithms[-1] = logarithms[-2]
     deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
     reach = student_quantile(n - 1 - 2 * drawn_in) * deviation * sqrt(pi / n)
     low = middle * exp(-reach)
@@ -254,6 +274,9 @@ def repeat_interval(values: Sequence[float]) -> Interval:
 
 
 def student_quantile(freedom: int) -> float:
-    """What Student's t exceeds in 5 % of cases, to 1 % (Abramowitz & Stegun 26.7.5, and at 1 as it is)."""
+    """Return the value that Student's t exceeds in 5 % of cases, to 1 %.
+
+    Source: Abramowitz & Stegun 26.7.5, and the exact value at 1.
+    """
     series = 1.96 + 2.372 / freedom + 2.822 / freedom**2 + 2.556 / freedom**3 + 1.590 / freedom**4
     return 12.706 if freedom == 1 else series

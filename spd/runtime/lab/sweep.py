@@ -1,4 +1,4 @@
-"""A sweep: every way of decoding on every kind of work, interleaved, so that a slow minute hits all alike."""
+"""A sweep: every way of decoding on every workload, interleaved, so that slow minutes even out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
-# repetitions where their number follows from the time
-LEAST = 3
-MOST = 20
-BATCH_REQUESTS = 16  # requests of a pass at a rate, at least
+MIN_REPETITIONS = 3
+"""The least repetitions where their number follows from the time."""
+MAX_REPETITIONS = 20
+"""The most repetitions where their number follows from the time."""
+BATCH_REQUESTS = 16
+"""The least requests of a pass at a rate."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured. `repetitions` None: as many as fit into `seconds`, three at least."""
+    """The extent of a sweep. `repetitions` None: as many as fit into `seconds`, three at least."""
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
     loads: tuple[Load, ...] = (Load(),)
@@ -31,28 +33,30 @@ class Settings:
     repetitions: int | None = None
     seconds: float = 80.0
     ignore_eos: bool = False
-    waves: int = 1  # requests of a pass where several are together, at least, as a multiple of those that are
+    waves: int = 1
+    """A pass of concurrent requests has at least so many times as many as run together."""
 
 
 class Sweep:
-    """Runs it; `samples` holds what has been measured so far, also after an interrupt."""
+    """A sweep of engines; `samples` holds all that was measured so far, also after an interrupt."""
 
     def __init__(
         self,
         configs: Sequence[EngineConfig],
-        questions: Sequence[Sequence[EncodedPrompt]],
+        prompts: Sequence[Sequence[EncodedPrompt]],
         settings: Settings,
     ) -> None:
-        """Take a list of questions for each configuration: the same prompts in its model's own tokens."""
+        """Take a list of prompts for each configuration: the same texts in its model's tokens."""
         self.configs = tuple(configs)
-        self.questions = tuple(questions)
+        self.prompts = tuple(prompts)
         self.settings = settings
-        self.report: Callable[[str, int, int], object] = lambda what, done, total: None
+        self.report: Callable[[str, int, int], object] = lambda phase, done, total: None
+        """Called with the phase and the passes done and to do."""
         self.watch: Callable[[int], object] = lambda ended: None
-        """What hears how far it has come, passes done and to do; what is called each round, and may raise."""
+        """Called each round with the requests that have ended; may raise."""
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []  # one a configuration; of the first load
-        self.compared = 0  # tokens that were held against those of plain decoding
+        self.compared = 0  # tokens that were compared with those of plain decoding
         self.differences: list[dict[str, Any]] = []
 
     def run(self) -> None:
@@ -61,7 +65,10 @@ class Sweep:
             engines = [Engine(replace(config, slots=load.concurrency)) for config in self.configs]
             self.plans = self.plans or [engine.plan.as_dict() for engine in engines]
             for engine in engines:
-                params = [SamplingParams(temperature=each) for each in self.settings.temperatures]
+                params = [
+                    SamplingParams(temperature=temperature)
+                    for temperature in self.settings.temperatures
+                ]
                 engine.capture_ahead(params, concurrency=1 if load.rate else load.concurrency)
             self._measure(load, engines)
             for engine in engines:
@@ -73,86 +80,97 @@ class Sweep:
             requests = self._requests(index, *units[0], "warming up")
             run_pass(engine, requests, watch=self.watch)
             self.report("warming up", index + 1, len(engines))
-        began = time.perf_counter()
+        start = time.perf_counter()
         done = 0
-        each = len(units) * len(engines)
+        passes_per_repetition = len(units) * len(engines)
         planned = self.settings.repetitions
         repetition = 0
         while planned is None or repetition < planned:
-            for number, (work, asked) in enumerate(units):
+            for number, (work, numbers) in enumerate(units):
                 ran: dict[int, Pass] = {}
                 for turn in range(len(engines)):
                     index = (repetition + number + turn) % len(engines)
-                    ran[index] = self._pass(index, engines[index], work, asked, repetition)
+                    ran[index] = self._pass(index, engines[index], work, numbers, repetition)
                     done += 1
-                    self.report("measuring", done, (planned or LEAST) * each)
-                self._compare(work, asked, ran)
+                    self.report(
+                        "measuring", done, (planned or MIN_REPETITIONS) * passes_per_repetition
+                    )
+                self._compare(work, numbers, ran)
             repetition += 1
             if planned is None:
                 share = self.settings.seconds / len(self.settings.loads)
-                planned = max(LEAST, min(MOST, int(share / (time.perf_counter() - began))))
+                planned = max(
+                    MIN_REPETITIONS,
+                    min(MAX_REPETITIONS, int(share / (time.perf_counter() - start))),
+                )
 
     def _units(self, load: Load) -> Iterator[tuple[Workload, list[int]]]:
-        """Yield what is run in one go, by numbers of questions: a prompt, or all of a category together."""
+        """Yield the prompts of one pass, by number: a single one, or all of a category together."""
         groups: dict[tuple[int | None, str], list[int]] = {}
-        for number, question in enumerate(self.questions[0]):
-            groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(number)
-        for (length, category), asked in groups.items():
-            for heat in self.settings.temperatures:
+        for number, prompt in enumerate(self.prompts[0]):
+            groups.setdefault((prompt.prompt_tokens, prompt.prompt.category), []).append(number)
+        for (length, category), numbers in groups.items():
+            for temperature in self.settings.temperatures:
                 work = Workload(
-                    category=category, temperature=heat, prompt_tokens_asked=length, **vars(load)
+                    category=category,
+                    temperature=temperature,
+                    prompt_tokens_asked=length,
+                    **vars(load),
                 )
                 if load == Load():
-                    yield from ((work, [number]) for number in asked)
+                    yield from ((work, [number]) for number in numbers)
                 else:
                     together = self.settings.waves * load.concurrency
-                    least = max(len(asked), together, BATCH_REQUESTS if load.rate else 0)
-                    yield work, list(islice(cycle(asked), least))
+                    count = max(len(numbers), together, BATCH_REQUESTS if load.rate else 0)
+                    yield work, list(islice(cycle(numbers), count))
 
     def _requests(
-        self, index: int, work: Workload, asked: Sequence[int], tag: str
+        self, index: int, work: Workload, numbers: Sequence[int], tag: str
     ) -> list[Request]:
         """Return requests of a configuration, with the same seeds for every engine and repetition."""
         settings = self.settings
         params = {"max_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         return [
-            self.questions[index][each].request(
+            self.prompts[index][prompt_number].request(
                 f"{tag}.{number}", number, temperature=work.temperature, **params
             )
-            for number, each in enumerate(asked)
+            for number, prompt_number in enumerate(numbers)
         ]
 
     def _pass(
-        self, index: int, engine: Engine, work: Workload, asked: Sequence[int], turn: int
+        self, index: int, engine: Engine, work: Workload, numbers: Sequence[int], repetition: int
     ) -> Pass:
-        requests = self._requests(index, work, asked, f"{index}.{len(self.samples)}")
-        arrivals = work.arrivals(len(requests), turn)
-        ran = run_pass(
+        requests = self._requests(index, work, numbers, f"{index}.{len(self.samples)}")
+        arrivals = work.arrivals(len(requests), repetition)
+        measured_pass = run_pass(
             engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch
         )
-        self.samples.append(take_sample(ran, index, work, turn, self._names(asked)))
-        return ran
+        self.samples.append(
+            take_sample(measured_pass, index, work, repetition, self._names(numbers))
+        )
+        return measured_pass
 
-    def _names(self, asked: Sequence[int]) -> list[str]:
+    def _names(self, numbers: Sequence[int]) -> list[str]:
         """Return the names of prompts, which are the same for every configuration."""
-        return [self.questions[0][number].prompt.name for number in asked]
+        return [self.prompts[0][number].prompt.name for number in numbers]
 
-    def _compare(self, work: Workload, asked: Sequence[int], ran: Mapping[int, Pass]) -> None:
-        """Compare the texts of a unit with plain decoding of the model on as many ranks, where promised.
+    def _compare(self, work: Workload, numbers: Sequence[int], ran: Mapping[int, Pass]) -> None:
+        """Compare the texts of a unit with plain decoding of the model on as many ranks.
 
-        More ranks add in another order, which was seen to decide near ties in bfloat16.
+        Only where equality is promised. More ranks add in another order, which was seen to decide
+        near ties in bfloat16.
         """
         plain = {
             (self.configs[i].model, self.configs[i].tp): i
             for i in sorted(ran, reverse=True)
             if self.configs[i].spec == "off"
         }
-        for index, its in sorted(ran.items()):
+        for index, candidate in sorted(ran.items()):
             config = self.configs[index]
             sampled_otherwise = config.verify != "coupled" and work.temperature
             if config.spec == "off" or config.synthetic_acceptance is not None or sampled_otherwise:
                 continue
             expected = ran[plain[config.model, config.tp]]
-            tokens, differences = compare_texts(self._names(asked), expected, its)
+            tokens, differences = compare_texts(self._names(numbers), expected, candidate)
             self.compared += tokens
-            self.differences += [{"config": index, **each} for each in differences]
+            self.differences += [{"config": index, **difference} for difference in differences]

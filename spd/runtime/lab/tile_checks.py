@@ -1,11 +1,11 @@
-"""Ask a GPU how wide its tiles of tokens may be: as wide as leaves every bit as narrow ones have it."""
+"""The widest tiles of tokens of a GPU that leave every bit as narrow ones do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,13 +19,24 @@ from spd.runtime.load.token_tiles import KINDS, TokenTileLimits, bound_to, keep_
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
 SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
-"""Of a weight that adds to a stream, of gate and up, and of a head: with all instructions, and odd sizes."""
-ASKED_ROWS = TILES[-1]
+"""[n, k] of a weight that adds to a stream, of gate and up, and of a head with odd sizes."""
+TESTED_ROWS = TILES[-1]
 
 
-def find_widest_tiles(cache: Callable[[], Path]) -> list[dict[str, Any]]:
-    """Ask each kind of GPU here that runs the kernels, and keep what it answers."""
-    answers: list[dict[str, Any]] = []
+class TileAnswer(TypedDict("TileBound", {"for": dict[str, str]})):
+    """The widest tiles of one kind of GPU, and the file that stores them, if it could be written."""
+
+    widest: TokenTileLimits
+    file: str | None
+
+
+Operands = tuple[AnyWeight | Norm | None, ...]
+Results = Tensor | tuple[Tensor, ...]
+
+
+def find_widest_tiles(cache: Callable[[], Path]) -> list[TileAnswer]:
+    """Measure each kind of GPU here that runs the kernels, and store the answers."""
+    answers: list[TileAnswer] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
         bound = bound_to(device)
         capability = torch.cuda.get_device_capability(device)
@@ -43,7 +54,7 @@ def widest_exact_tiles(
     kinds: Sequence[str] = KINDS,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> TokenTileLimits:
-    """The widest tile of each kind that leaves every bit as narrow ones have it; `load` makes kernels."""
+    """Return the widest tile of each kind that changes no bit; `load` makes kernels."""
     widest = dict.fromkeys(kinds, TILES[0])
     for kind in kinds:
         products = list(_products(kind, device, shapes))
@@ -51,36 +62,47 @@ def widest_exact_tiles(
             narrow = load({})
             wide = load({kind: tile})
             if not all(
-                _alike(getattr(narrow, name), getattr(wide, name), given)
-                for name, given in products
+                _gives_same_bits(getattr(narrow, name), getattr(wide, name), operands)
+                for name, operands in products
             ):
                 break
             widest[kind] = tile
     return widest
 
 
-def _alike(narrow: Callable[..., Any], wide: Callable[..., Any], given: tuple[Any, ...]) -> bool:
-    """Whether two forms of an operation give the same bits, on a GPU also where the second is replayed."""
+def _gives_same_bits(
+    narrow: Callable[..., Results], wide: Callable[..., Results], operands: Operands
+) -> bool:
+    """True if two forms of an operation give the same bits, on a GPU also replayed as a graph."""
 
-    def same(found: Any) -> bool:
-        pairs = zip(right, found, strict=True) if isinstance(right, tuple) else [(right, found)]
-        return all(torch.equal(one, other) for one, other in pairs)
-
-    right = narrow(*given)
-    eager = same(wide(*given))
-    if not eager or given[0].device.type == "cpu":
-        return eager
+    expected = narrow(*operands)
+    is_same = _equal_bits(expected, wide(*operands))
+    if not is_same or _first_tensor(expected).device.type == "cpu":
+        return is_same
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = wide(*given)
+        captured = wide(*operands)
     graph.replay()
-    return same(captured)
+    return _equal_bits(expected, captured)
+
+
+def _first_tensor(results: Results) -> Tensor:
+    return results[0] if isinstance(results, tuple) else results
+
+
+def _equal_bits(expected: Results, actual: Results) -> bool:
+    """True if two results are equal, tensor by tensor."""
+    if isinstance(expected, tuple):
+        pairs = zip(expected, actual, strict=True)
+        return all(torch.equal(expected_part, actual_part) for expected_part, actual_part in pairs)
+    assert isinstance(actual, Tensor)
+    return torch.equal(expected, actual)
 
 
 def _products(
     kind: str, device: torch.device, shapes: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Operations with their arguments, whose results tell of all that a tile might change."""
+) -> Iterator[tuple[str, Operands]]:
+    """Yield operations with their operands, whose results show all that a tile might change."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float16 if kind == "float16" else torch.bfloat16
 
@@ -91,8 +113,8 @@ def _products(
         wide: Tensor = draw(n, k) / k**0.5
         return tile_weight(quantize_int8(wide)) if kind == "int8" else wide
 
-    (n, k), (both, inner), head = shapes
-    yield "linear", (draw(ASKED_ROWS, k), weight(n, k), None, None, None, draw(ASKED_ROWS, n))
-    norm = Norm(draw(ASKED_ROWS, 65).float().square() * inner / 65, 1e-6)
-    yield "norm_gate_up", (draw(ASKED_ROWS, inner), weight(both, inner), None, None, norm)
-    yield "head_logits", (draw(ASKED_ROWS, head[1]), weight(*head))
+    (n, k), (both, inner), (vocab, hidden) = shapes
+    yield "linear", (draw(TESTED_ROWS, k), weight(n, k), None, None, None, draw(TESTED_ROWS, n))
+    norm = Norm(draw(TESTED_ROWS, 65).float().square() * inner / 65, 1e-6)
+    yield "norm_gate_up", (draw(TESTED_ROWS, inner), weight(both, inner), None, None, norm)
+    yield "head_logits", (draw(TESTED_ROWS, hidden), weight(vocab, hidden))

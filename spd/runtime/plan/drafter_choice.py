@@ -103,7 +103,9 @@ def _requested_draft(config: EngineConfig, target: ModelFolder, draft: ModelFold
 
 
 def _requested_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
-    source = find_mtp_source(target, None if config.mtp is None else ModelFolder.from_path(config.mtp))
+    source = find_mtp_source(
+        target, None if config.mtp is None else ModelFolder.from_path(config.mtp)
+    )
     if source is None:
         raise no_mtp_error(
             target.path, target.config.num_layers, declared_module_count(target.fields)
@@ -185,7 +187,9 @@ def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolde
     if draft.tokenizer is not None:
         _require_same_vocabulary(target, draft)
     head_description = (
-        "head" if kind == "eagle3" else f"{kind}, {model_name_of_snapshot(draft.path) or draft.path.name}"
+        "head"
+        if kind == "eagle3"
+        else f"{kind}, {model_name_of_snapshot(draft.path) or draft.path.name}"
     )
     reason = "asked for" if config.draft_model else f"the model's own {head_description}"
     return Drafter(kind, reason, draft, head_embedding=holds_embedding)
@@ -218,7 +222,9 @@ def _cache_dimensions(config: ModelConfig) -> dict[str, int]:
     }
     return {
         **dimensions,
-        "sliding window": next((window for window in config.sliding_windows if window is not None), 0),
+        "sliding window": next(
+            (window for window in config.sliding_windows if window is not None), 0
+        ),
     }
 
 

@@ -213,7 +213,9 @@ def _packed_form(
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
         kind: ScaleKind = "bfloat16" if narrow else "float32"
-        packed[f"{stem}.weight"] = PackedSpec(scheme.code_kind, scheme.group_size, not scheme.symmetric, kind)
+        packed[f"{stem}.weight"] = PackedSpec(
+            scheme.code_kind, scheme.group_size, not scheme.symmetric, kind
+        )
     reason = f"{quantization.method} weights are multiplied as stored, activations are not rounded"
     if odd_count:
         reason += f"; {odd_count} with act-order or odd groups are multiplied out"

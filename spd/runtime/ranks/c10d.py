@@ -9,3 +9,4 @@ import torch._C._distributed_c10d
 
 c10d: Any = torch._C._distributed_c10d
 Store = torch._C._distributed_c10d.Store
+TorchGroup = torch._C._distributed_c10d.ProcessGroup

@@ -14,13 +14,13 @@ from datetime import timedelta
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.ranks.c10d import Store, c10d
+from spd.runtime.ranks.c10d import Store, TorchGroup, c10d
 from spd.runtime.ranks.rendezvous import RENDEZVOUS_SECONDS, connect_store
 from spd.version import __version__
 
@@ -45,14 +45,6 @@ class Heartbeat:
     def beat(self) -> None:
         """Count a step."""
         self.steps += 1
-
-
-class TorchGroup(Protocol):
-    """The collectives that are used of a process group of torch."""
-
-    def _allgather_base(self, output: Tensor, input: Tensor, options: object) -> Work: ...
-
-    def broadcast(self, tensors: list[Tensor], options: object) -> Work: ...
 
 
 class ProcessGroup:

@@ -258,7 +258,7 @@ def pair(tiny: Tiny) -> Pair:
 
 
 def asked(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
-    return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, least=least)
+    return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, min_tokens=least)
 
 
 def test_the_engine_passes(pair: Pair) -> None:
@@ -272,7 +272,7 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
     questions = encode_prompts(demo_folder(), prompts, [None], 215)
     plain = EngineConfig(model=demo_folder(), threads=1, dtype="bfloat16", ctx=320, spec="off")
     spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
-    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, least=0)
+    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, min_tokens=0)
     result = replay_requests(plain, spec, asked)
     assert result.tokens == 215 and result.differences == []
 
