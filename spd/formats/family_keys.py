@@ -1,4 +1,4 @@
-"""What `config.json` says in each family: its keys, what absent ones count as, and what values it may have.
+"""Each family's `config.json`: its keys, their defaults, and the values that they may have.
 
 A row names every key that the family's files may leave out. Source: the configurations of Hugging Face
 transformers, versions 4 and 5, and of published checkpoints.
@@ -10,65 +10,80 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from spd.formats import block_config as blocks
+from spd.formats import canonical_keys as canonical
+from spd.formats import experts_config as experts
+from spd.formats.block_config import (
+    CONV_KINDS,
+    RECURRENT_KINDS,
+    SINGLE_BLOCK_KINDS,
+    ExpertsConfig,
+    RecurrentConfig,
+)
 from spd.formats.json_file import Fields
+from spd.formats.layer_kinds import read_recurrent
 
 
 @dataclass(frozen=True)
 class FamilyKeys:
-    """How the configuration of one family is read."""
+    """The keys of one family's configuration, and how they are read."""
 
     model_type: str
-    absent: Mapping[str, object] = field(default_factory=dict)
-    """What an absent key counts as, where there are files without it. A family that knows windows, the
-    rotation of a part or shared caches has its key."""
-    experts: blocks.ExpertsConfig | None = None
-    """What no key says of experts."""
-    spelled: Callable[[Fields], Mapping[str, object]] | None = None
-    """What keys say in a way of the family's own."""
-    only: Mapping[str, object] = field(default_factory=dict)
-    """The one value that a key may have."""
-    switch: str | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of absent keys, where there are files without them.
+
+    A family with windows, partial rotation or shared caches has the key of it.
+    """
+    experts: ExpertsConfig | None = None
+    """Constants of experts that no key has."""
+    canonical_keys: Callable[[Fields], Mapping[str, object]] | None = None
+    """Returns canonical values of keys that only this family has."""
+    required_values: Mapping[str, object] = field(default_factory=dict)
+    """The only value that a key may have."""
+    experts_key: str | None = None
     """A key without which there are no experts."""
-    recurrent: Callable[[Fields, int], blocks.RecurrentConfig] | None = None
-    """What reads of recurrent layers."""
-    latent: bool = False
+    read_recurrent: Callable[[Fields, int], RecurrentConfig] | None = None
+    """Reads the recurrent layers; arguments: the file's keys, the number of layers."""
+    is_latent: bool = False
     """True if attention is latent."""
-    local_base: str | None = None
-    """The key of the rotary base of sliding layers, where these rotate in another way."""
+    local_theta_key: str | None = None
+    """The key of the rotary base of sliding layers, where they rotate in another way."""
     global_no_rope: bool = False
-    """True if layers that see everything do not rotate, in models where others slide."""
-    other_types: tuple[str, ...] = ()
-    """Other model types of the same text."""
+    """True if layers of full attention do not rotate, in models with sliding layers."""
+    other_model_types: tuple[str, ...] = ()
+    """Other model types of the same text model."""
 
 
 CAUSAL = {
     "Llama": FamilyKeys("llama"),
     "Mistral": FamilyKeys(
         "mistral",
-        absent={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+        defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     ),
-    "Phi3": FamilyKeys("phi3", absent={"partial_rotary_factor": 1.0, "sliding_window": None}),
+    "Phi3": FamilyKeys("phi3", defaults={"partial_rotary_factor": 1.0, "sliding_window": None}),
     "Qwen2": FamilyKeys(
         "qwen2",
-        absent={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
-        other_types=("qwen2_5_vl", "qwen2_5_vl_text"),
+        defaults={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+        other_model_types=("qwen2_5_vl", "qwen2_5_vl_text"),
     ),
     "Qwen3": FamilyKeys(
         "qwen3",
-        absent={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
-        other_types=("qwen3_vl_text",),
+        defaults={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+        other_model_types=("qwen3_vl_text",),
     ),
-    "Qwen3Moe": FamilyKeys("qwen3_moe", absent={"norm_topk_prob": False}, experts=blocks.ROUTED),
-    "Arcee": FamilyKeys("arcee", absent={"hidden_act": "relu2"}, only={"hidden_act": "relu2"}),
+    "Qwen3Moe": FamilyKeys(
+        "qwen3_moe", defaults={"norm_topk_prob": False}, experts=experts.SOFTMAX_EXPERTS
+    ),
+    "Arcee": FamilyKeys(
+        "arcee", defaults={"hidden_act": "relu2"}, required_values={"hidden_act": "relu2"}
+    ),
     "Gemma": FamilyKeys(
         "gemma",
-        absent={"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True},
-        only={"hidden_act": "gelu_pytorch_tanh"},
+        defaults={"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True},
+        required_values={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "Gemma2": FamilyKeys(
         "gemma2",
-        absent={
+        defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
@@ -80,7 +95,7 @@ CAUSAL = {
     ),
     "Gemma3": FamilyKeys(
         "gemma3_text",
-        absent={
+        defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
@@ -97,11 +112,11 @@ CAUSAL = {
             "num_key_value_heads": 4,
             "vocab_size": 262_208,
         },
-        local_base="rope_local_base_freq",
+        local_theta_key="rope_local_base_freq",
     ),
     "DeepseekV2": FamilyKeys(
         "deepseek_v2",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
@@ -109,26 +124,26 @@ CAUSAL = {
             "topk_method": "greedy",
             "first_k_dense_replace": 0,
         },
-        experts=blocks.ROUTED,
-        only={"norm_topk_prob": False, "attention_bias": False},
-        latent=True,
+        experts=experts.SOFTMAX_EXPERTS,
+        required_values={"norm_topk_prob": False, "attention_bias": False},
+        is_latent=True,
     ),
     "DeepseekV3": FamilyKeys(
         "deepseek_v3",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
             "first_k_dense_replace": 3,
         },
-        experts=blocks.SIGMOID,
-        only={"attention_bias": False},
-        latent=True,
+        experts=experts.SIGMOID_EXPERTS,
+        required_values={"attention_bias": False},
+        is_latent=True,
     ),
     "Glm4Moe": FamilyKeys(
         "glm4_moe",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
@@ -136,36 +151,36 @@ CAUSAL = {
             "partial_rotary_factor": 0.5,
             "first_k_dense_replace": 1,
         },
-        experts=blocks.SIGMOID,
+        experts=experts.SIGMOID_EXPERTS,
     ),
     "Glm4MoeLite": FamilyKeys(
         "glm4_moe_lite",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.8,
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
         },
-        experts=blocks.SIGMOID,
-        only={"attention_bias": False},
-        latent=True,
+        experts=experts.SIGMOID_EXPERTS,
+        required_values={"attention_bias": False},
+        is_latent=True,
     ),
     "MiMo": FamilyKeys("mimo"),
     "Lfm2": FamilyKeys(
         "lfm2",
-        absent={
+        defaults={
             "rope_theta": 1_000_000.0,
             "conv_L_cache": 3,
             "tie_word_embeddings": True,
             "block_auto_adjust_ff_dim": True,
         },
-        spelled=blocks.lfm2_keys,
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.CONVOLVING),
+        canonical_keys=canonical.lfm2_keys,
+        read_recurrent=partial(read_recurrent, kinds=CONV_KINDS),
     ),
     "Lfm2Moe": FamilyKeys(
         "lfm2_moe",
-        absent={
+        defaults={
             "rope_theta": 1_000_000.0,
             "conv_L_cache": 3,
             "tie_word_embeddings": True,
@@ -175,52 +190,52 @@ CAUSAL = {
             "norm_topk_prob": True,
             "first_k_dense_replace": 2,
         },
-        experts=blocks.LFM2,
-        spelled=blocks.lfm2_keys,
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.CONVOLVING),
+        experts=experts.LFM2_EXPERTS,
+        canonical_keys=canonical.lfm2_keys,
+        read_recurrent=partial(read_recurrent, kinds=CONV_KINDS),
     ),
     "Qwen3Next": FamilyKeys(
         "qwen3_next",
-        absent={
+        defaults={
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "partial_rotary_factor": 0.25,
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
         },
-        experts=blocks.SHARED,
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT, interleaved=True),
+        experts=experts.SHARED_GATE_EXPERTS,
+        read_recurrent=partial(read_recurrent, kinds=RECURRENT_KINDS, interleaved=True),
     ),
     "Qwen3_5": FamilyKeys(
         "qwen3_5_text",
-        absent={
+        defaults={
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "partial_rotary_factor": 0.25,
         },
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT),
+        read_recurrent=partial(read_recurrent, kinds=RECURRENT_KINDS),
     ),
     "Qwen3_5Moe": FamilyKeys(
         "qwen3_5_moe_text",
-        absent={
+        defaults={
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "partial_rotary_factor": 0.25,
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
         },
-        experts=blocks.SHARED,
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT),
+        experts=experts.SHARED_GATE_EXPERTS,
+        read_recurrent=partial(read_recurrent, kinds=RECURRENT_KINDS),
     ),
-    "Ernie4_5": FamilyKeys("ernie4_5", absent={"rope_theta": 500_000.0}),
+    "Ernie4_5": FamilyKeys("ernie4_5", defaults={"rope_theta": 500_000.0}),
     "Ernie4_5_Moe": FamilyKeys(
         "ernie4_5_moe",
-        absent={"rope_theta": 500_000.0, "first_k_dense_replace": 1},
-        experts=blocks.ERNIE,
+        defaults={"rope_theta": 500_000.0, "first_k_dense_replace": 1},
+        experts=experts.ERNIE_EXPERTS,
     ),
     "SmolLM3": FamilyKeys(
         "smollm3",
-        absent={
+        defaults={
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
             "tie_word_embeddings": True,
@@ -230,12 +245,12 @@ CAUSAL = {
     "Olmo2": FamilyKeys("olmo2"),
     "Olmo3": FamilyKeys(
         "olmo3",
-        absent={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
-        local_base="rope_theta",
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
+        local_theta_key="rope_theta",
     ),
     "Granite": FamilyKeys(
         "granite",
-        absent={
+        defaults={
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "attention_multiplier": 1.0,
@@ -244,17 +259,17 @@ CAUSAL = {
     ),
     "GraniteMoe": FamilyKeys(
         "granitemoe",
-        absent={
+        defaults={
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "attention_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
-        experts=blocks.ROUTED,
+        experts=experts.SOFTMAX_EXPERTS,
     ),
     "GraniteMoeHybrid": FamilyKeys(
         "granitemoehybrid",
-        absent={
+        defaults={
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "attention_multiplier": 1.0,
@@ -263,14 +278,14 @@ CAUSAL = {
             "num_experts": 8,
             "shared_expert_intermediate_size": 1024,
         },
-        experts=blocks.GRANITE,
-        spelled=blocks.granite_keys,
-        switch="num_experts",
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.RECURRENT, uses_delta_rule=False),
+        experts=experts.GRANITE_EXPERTS,
+        canonical_keys=canonical.granite_keys,
+        experts_key="num_experts",
+        read_recurrent=partial(read_recurrent, kinds=RECURRENT_KINDS, uses_delta_rule=False),
     ),
     "NemotronH": FamilyKeys(
         "nemotron_h",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
@@ -279,19 +294,19 @@ CAUSAL = {
             "shared_expert_intermediate_size": 7688,
             "mamba_conv_bias": True,
         },
-        experts=blocks.NEMOTRON,
-        spelled=blocks.nemotron_keys,
-        only={"mlp_bias": False},
-        switch="num_experts",
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.SINGLE, uses_delta_rule=False),
+        experts=experts.NEMOTRON_EXPERTS,
+        canonical_keys=canonical.nemotron_keys,
+        required_values={"mlp_bias": False},
+        experts_key="num_experts",
+        read_recurrent=partial(read_recurrent, kinds=SINGLE_BLOCK_KINDS, uses_delta_rule=False),
     ),
-    "SeedOss": FamilyKeys("seed_oss", absent={"attention_bias": True, "head_dim": 128}),
+    "SeedOss": FamilyKeys("seed_oss", defaults={"attention_bias": True, "head_dim": 128}),
     "Ministral": FamilyKeys(
-        "ministral", absent={"sliding_window": 4096, "sliding_window_pattern": 1024}
+        "ministral", defaults={"sliding_window": 4096, "sliding_window_pattern": 1024}
     ),
     "Ministral3": FamilyKeys(
         "ministral3",
-        absent={
+        defaults={
             "max_position_embeddings": 262_144,
             "rms_norm_eps": 1e-05,
             "sliding_window": None,
@@ -299,22 +314,24 @@ CAUSAL = {
         },
     ),
     "Glm": FamilyKeys(
-        "glm", absent={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
+        "glm", defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
     ),
     "Glm4": FamilyKeys(
-        "glm4", absent={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
+        "glm4", defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
     ),
     "Exaone4": FamilyKeys(
-        "exaone4", absent={"sliding_window": 4096, "sliding_window_pattern": 4}, global_no_rope=True
+        "exaone4",
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+        global_no_rope=True,
     ),
     "Cohere": FamilyKeys(
         "cohere",
-        absent={"tie_word_embeddings": True, "logit_scale": 0.0625, "rope_theta": 500_000.0},
-        only={"use_qk_norm": False},
+        defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "rope_theta": 500_000.0},
+        required_values={"use_qk_norm": False},
     ),
     "Cohere2": FamilyKeys(
         "cohere2",
-        absent={
+        defaults={
             "tie_word_embeddings": True,
             "logit_scale": 0.0625,
             "sliding_window": 4096,
@@ -324,7 +341,7 @@ CAUSAL = {
     ),
     "Gemma4": FamilyKeys(
         "gemma4_text",
-        absent={
+        defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
@@ -339,14 +356,14 @@ CAUSAL = {
             "sliding_window": 512,
             "num_kv_shared_layers": 0,
         },
-        experts=blocks.ROUTED,
-        switch="enable_moe_block",
-        local_base="rope_local_base_freq",
-        other_types=("gemma4_unified_text",),
+        experts=experts.SOFTMAX_EXPERTS,
+        experts_key="enable_moe_block",
+        local_theta_key="rope_local_base_freq",
+        other_model_types=("gemma4_unified_text",),
     ),
     "Gemma4Unified": FamilyKeys(
         "gemma4_text",
-        absent={
+        defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
             "tie_word_embeddings": True,
@@ -361,14 +378,14 @@ CAUSAL = {
             "sliding_window": 512,
             "num_kv_shared_layers": 0,
         },
-        experts=blocks.ROUTED,
-        switch="enable_moe_block",
-        local_base="rope_local_base_freq",
-        other_types=("gemma4_unified_text",),
+        experts=experts.SOFTMAX_EXPERTS,
+        experts_key="enable_moe_block",
+        local_theta_key="rope_local_base_freq",
+        other_model_types=("gemma4_unified_text",),
     ),
     "MuseGlimmer": FamilyKeys(
         "muse_glimmer_text",
-        absent={
+        defaults={
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
             "sliding_window": 2048,
@@ -380,41 +397,43 @@ CAUSAL = {
             "final_logit_softcapping": 20.0,
             "logit_scale": 0.19611613513818404,
         },
-        spelled=blocks.muse_keys,
-        only={"hidden_activation": "silu", "attention_bias": False},
+        canonical_keys=canonical.muse_keys,
+        required_values={"hidden_activation": "silu", "attention_bias": False},
     ),
     "GptOss": FamilyKeys(
         "gpt_oss",
-        absent={
+        defaults={
             "attention_bias": True,
             "rope_theta": 150_000.0,
             "head_dim": 64,
             "sliding_window": 128,
             "sliding_window_pattern": 2,
         },
-        experts=blocks.GPT_OSS,
+        experts=experts.GPT_OSS_EXPERTS,
     ),
-    "HunYuanDenseV1": FamilyKeys("hunyuan_v1_dense", absent={"alpha": None}),
+    "HunYuanDenseV1": FamilyKeys("hunyuan_v1_dense", defaults={"alpha": None}),
     "HunYuanMoEV1": FamilyKeys(
         "hunyuan_v1_moe",
-        absent={"alpha": None, "num_experts_per_tok": 1, "shared_expert_intermediate_size": None},
-        experts=blocks.ROUTED,
-        spelled=blocks.hunyuan_keys,
-        only={"use_qk_norm": True},
+        defaults={"alpha": None, "num_experts_per_tok": 1, "shared_expert_intermediate_size": None},
+        experts=experts.SOFTMAX_EXPERTS,
+        canonical_keys=canonical.hunyuan_keys,
+        required_values={"use_qk_norm": True},
     ),
     "Mixtral": FamilyKeys(
-        "mixtral", absent={"rope_theta": 1_000_000.0, "sliding_window": None}, experts=blocks.ROUTED
+        "mixtral",
+        defaults={"rope_theta": 1_000_000.0, "sliding_window": None},
+        experts=experts.SOFTMAX_EXPERTS,
     ),
     "MiniMaxM2": FamilyKeys(
         "minimax_m2",
-        absent={"rope_theta": 5_000_000.0, "head_dim": 128, "partial_rotary_factor": 1.0},
-        experts=blocks.MINIMAX,
-        spelled=blocks.minimax_keys,
-        only={"use_qk_norm": True, "shared_expert_intermediate_size": 0},
+        defaults={"rope_theta": 5_000_000.0, "head_dim": 128, "partial_rotary_factor": 1.0},
+        experts=experts.MINIMAX_EXPERTS,
+        canonical_keys=canonical.minimax_keys,
+        required_values={"use_qk_norm": True, "shared_expert_intermediate_size": 0},
     ),
     "MiMoV2Flash": FamilyKeys(
         "mimo_v2_flash",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
@@ -430,13 +449,13 @@ CAUSAL = {
             "swa_num_attention_heads": None,
             "swa_num_key_value_heads": None,
         },
-        experts=blocks.SIGMOID,
-        spelled=blocks.mimo_keys,
-        local_base="swa_rope_theta",
+        experts=experts.SIGMOID_EXPERTS,
+        canonical_keys=canonical.mimo_keys,
+        local_theta_key="swa_rope_theta",
     ),
     "Step3p5": FamilyKeys(
         "step3p5",
-        absent={
+        defaults={
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
@@ -454,13 +473,13 @@ CAUSAL = {
             "swiglu_limits_shared": None,
             "query_pre_attn_scalar": None,
         },
-        experts=blocks.SIGMOID,
-        spelled=blocks.step_keys,
-        local_base="rope_theta",
+        experts=experts.SIGMOID_EXPERTS,
+        canonical_keys=canonical.step_keys,
+        local_theta_key="rope_theta",
     ),
     "Qwen2Moe": FamilyKeys(
         "qwen2_moe",
-        absent={
+        defaults={
             "sliding_window": 4096,
             "use_sliding_window": False,
             "max_window_layers": 28,
@@ -468,12 +487,12 @@ CAUSAL = {
             "attention_bias": True,
             "shared_expert_intermediate_size": 5632,
         },
-        experts=blocks.SHARED,
-        only={"qkv_bias": True},
+        experts=experts.SHARED_GATE_EXPERTS,
+        required_values={"qkv_bias": True},
     ),
 }
 """Families by their architectures, without ForCausalLM.
 
-Every file of its own says max_position_embeddings and rms_norm_eps: the text's part of another may leave them
-out. Of `sliding_window_pattern` layers the last one sees everything.
+Each file has max_position_embeddings and rms_norm_eps, unless it is the text part of another model.
+The last of `sliding_window_pattern` layers has full attention.
 """

@@ -1,31 +1,52 @@
-"""What a model is: `config.json` read into a frozen `ModelConfig`, every number in range.
+"""The configuration of a model: `config.json` read into a frozen `ModelConfig`, every number in range.
 
 Unknown keys are tolerated; an unknown value of a known key is refused by name, since ignoring it would
-change the model. Nothing a folder brings (`auto_map`, custom code) is ever imported. Source: configurations
+change the model. Nothing in a folder (`auto_map`, custom code) is ever imported. Source: configurations
 of Hugging Face transformers, versions 4 and 5.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats import block_config as blocks
 from spd.formats.assistant import ARCHITECTURE as ASSISTANT
 from spd.formats.assistant import AssistantConfig, read_assistant
-from spd.formats.block_config import MAX_POSITIONS, MAX_WIDTH
+from spd.formats.block_config import (
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    SLIDING_HEAD_KEYS,
+    ExpertsConfig,
+    Gemma4Config,
+    LatentConfig,
+    RecurrentConfig,
+    Scales,
+)
+from spd.formats.common_keys import KEY_ALIASES, canonical_fields, refuse_unsupported
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
+from spd.formats.experts_config import read_experts
 from spd.formats.family_keys import CAUSAL, FamilyKeys
 from spd.formats.json_file import Fields, display_text, json_key, list_folder
+from spd.formats.layer_kinds import (
+    read_gemma4,
+    read_no_rope_layers,
+    read_sliding_windows,
+    read_swiglu_limits,
+)
 from spd.formats.names import GENERATION_FILE
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
+from spd.formats.rope_config import (
+    RopeConfig,
+    read_local_rope,
+    read_query_growth,
+    read_rope,
+    rope_fields,
+)
 
 MTP_HEAD = "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
@@ -37,7 +58,7 @@ MAX_VOCAB = 1 << 24
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The facts of a decoder that its code needs; sizes count elements, `dtype` is a torch name."""
+    """The configuration of a decoder; sizes count elements, `dtype` is a torch name."""
 
     architecture: str
     hidden_size: int = field(metadata=json_key("hidden_size", 1, MAX_WIDTH))
@@ -57,22 +78,27 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = field(default=False, metadata=json_key("use_qk_norm"))
-    """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
-    latent: blocks.LatentConfig | None = None
-    experts: blocks.ExpertsConfig | None = None
-    quantization: Quantization | None = None  # how matrices are stored in few bits
-    sliding_windows: tuple[
-        int | None, ...
-    ] = ()  # each layer's window, None without one; empty where none slides
-    local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
-    local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
-    value_dim: int | None = None  # of a value head, where a key's is wider
-    swiglu_limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
-    query_growth: tuple[float, int] | None = None  # see `read_growth`
+    """True if queries and keys are normalised per head, in families that leave it to the checkpoint."""
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None
+    """Layouts of matrices in few bits."""
+    sliding_windows: tuple[int | None, ...] = ()
+    """Each layer's window, None for full attention; empty where no layer slides."""
+    local_rope: RopeConfig | None = None
+    """Rotation of sliding layers, where it differs."""
+    local_heads: tuple[int, int] | None = None
+    """Query and key heads of sliding layers, where they differ."""
+    value_dim: int | None = None
+    """Elements of a value head, where a key's has more."""
+    swiglu_limits: tuple[tuple[float | None, float | None], ...] = ()
+    """See `read_swiglu_limits`."""
+    query_growth: tuple[float, int] | None = None
+    """See `read_query_growth`."""
     post_norm_eps: float | None = field(
         default=None, metadata=json_key("post_norm_eps", 1e-12, 0.1)
     )
-    """Of norms behind blocks, where it is another."""
+    """Epsilon of norms behind blocks, where it differs."""
     attention_softcap: float | None = field(
         default=None, metadata=json_key("attn_logit_softcapping", 1e-3, 1e6)
     )
@@ -80,121 +106,25 @@ class ModelConfig:
         default=None, metadata=json_key("final_logit_softcapping", 1e-3, 1e6)
     )
     no_rope: tuple[bool, ...] = ()
-    """True of layers that know no positions; empty where all layers rotate."""
-    scales: blocks.Scales = blocks.Scales()
-    gemma4: blocks.Gemma4Config | None = None
-    recurrent: blocks.RecurrentConfig | None = None  # of layers between those that attend
-    eagle3: Eagle3Config | None = (
-        None  # of an EAGLE-3 head, no model by itself: how it reads its target
-    )
-    assistant: AssistantConfig | None = None  # the same of an assistant
+    """True for each layer that does not rotate; empty where all layers rotate."""
+    scales: Scales = Scales()
+    gemma4: Gemma4Config | None = None
+    recurrent: RecurrentConfig | None = None
+    """Recurrent layers between those of attention."""
+    eagle3: Eagle3Config | None = None
+    """How an EAGLE-3 head reads its target; such a head is no model by itself."""
+    assistant: AssistantConfig | None = None
+    """How an assistant reads its target; it is no model by itself."""
 
     @property
     def head_kind(self) -> str | None:
-        """What it is where it drafts for another model only: the method that drafts with it."""
-        return (
-            "eagle3"
-            if self.eagle3 is not None
-            else "assistant"
-            if self.assistant is not None
-            else None
-        )
+        """The method that drafts with this head or assistant; None for a model."""
+        if self.eagle3 is not None:
+            return "eagle3"
+        return "assistant" if self.assistant is not None else None
 
 
-_COMMON: Mapping[str, object] = {
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-"""What an absent key counts as in every family whose row says nothing else."""
 _FAMILIES = {f"{name}ForCausalLM": family for name, family in CAUSAL.items()}
-_ROW_KEYS = frozenset(
-    [
-        "attention_multiplier",
-        "attention_value_scale",
-        "attn_logit_softcapping",
-        "embedding_multiplier",
-        "final_logit_softcapping",
-        "first_k_dense_replace",
-        "hidden_activation",
-        "logit_scale",
-        "logits_scaling",
-        "max_window_layers",
-        "n_group",
-        "no_rope_layer_interval",
-        "no_rope_layers",
-        "norm_topk_prob",
-        "query_pre_attn_scalar",
-        "residual_multiplier",
-        "routed_scaling_factor",
-        "shared_expert_intermediate_size",
-        "sliding_window_pattern",
-        "swa_num_attention_heads",
-        "swa_num_key_value_heads",
-        "swiglu_limits",
-        "swiglu_limits_shared",
-        "topk_group",
-    ]
-)
-"""Keys that only the code of families reads in whose rows they are."""
-_OTHER_NAMES = {
-    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
-    "num_key_value_heads": ("num_attention_groups",),
-    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k", "moe_topk"),
-    "routed_scaling_factor": ("moe_router_scaling_factor",),
-    "n_shared_experts": ("moe_num_shared_experts",),
-    "shared_expert_intermediate_size": (
-        "shared_intermediate_size",
-        "moe_shared_expert_intermediate_size",
-        "share_expert_dim",
-    ),
-    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
-    "decoder_sparse_step": ("moe_layer_interval",),
-    "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
-    "linear_num_key_heads": ("mamba_n_groups", "n_groups"),
-    "linear_num_value_heads": ("mamba_n_heads", "mamba_num_heads"),
-    "linear_key_head_dim": ("mamba_d_state", "ssm_state_size"),
-    "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
-    "mamba_conv_bias": ("use_conv_bias",),
-    "layer_types": ("layers_block_type", "hybrid_override_pattern", "hybrid_layer_pattern"),
-    "logit_scale": ("output_multiplier",),
-    "dtype": ("torch_dtype",),
-}
-"""What families call a key that is read here; two of its names may not disagree."""
-_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "use_bidirectional_attention": (False, "vision"),
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "mlp_hidden_act": ("relu2",),
-    "mamba_hidden_act": ("silu",),
-    "output_gate_type": ("silu", "swish"),
-    "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
-    "moe_layer_num_skipped": (0,),
-    "moe_router_activation": ("sigmoid",),
-    "qk_norm_type": ("per_layer",),
-    "att_impl_type": ("GQA",),
-    "yarn_only_types": ([blocks.ATTENTION_KINDS[0]],),
-    **dict.fromkeys(
-        ("attn_output_gate", "add_swa_attention_sink_bias", "use_expert_bias"), (True,)
-    ),
-    **dict.fromkeys(
-        ("use_head_wise_attn_gate", "use_moe", "use_mixed_mlp_moe", "zero_centered"), (True,)
-    ),
-    **dict.fromkeys(("use_routing_bias", "use_moe_router_bias", "norm_expert_weight"), (True,)),
-    **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_bias"), (False,)),
-    **dict.fromkeys(("add_full_attention_sink_bias", "sink", "use_cla"), (False,)),
-    **dict.fromkeys(("compression_config", "mamba_dt_limit"), ()),
-}
-"""What keys that change the forward pass may say, whatever the family is."""
-_NULL_IS_NONE = (
-    "sliding_window",
-    "attention_value_scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
-"""Keys of which null says that there is none; elsewhere it counts as absent."""
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
@@ -208,23 +138,23 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
-"""Architectures that see images too, their model types, and what their `text_config` is of where its own
-model type says nothing else."""
-_TEXTS = {
-    kind: each
-    for each, own in reversed(_FAMILIES.items())
-    for kind in (own.model_type, *own.other_types)
+"""Architectures that see images too: their model types, and the architectures of their `text_config`.
+
+The latter count where the text's own model type is not known.
+"""
+_TEXT_ARCHITECTURES = {
+    model_type: architecture
+    for architecture, family in reversed(_FAMILIES.items())
+    for model_type in (family.model_type, *family.other_model_types)
 }
-"""Architectures by the model types of texts."""
-_FLAT = ("qwen2_5_vl",)  # those that were published with the text's keys beside the others
-_OUTSIDE = (
-    "tie_word_embeddings",
-    "quantization_config",
-    "dtype",
-)  # may stand beside the text's part
+"""Architectures by the model types of text models."""
+_FLAT_WRAPPERS = ("qwen2_5_vl",)
+"""Model types that were published with the text's keys on the outer level."""
+_OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype")
+"""Keys of the text that may stand on the outer level."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
-_PIECES = {
+_UNSUPPORTED_PARTS = {
     **dict.fromkeys(("vision_config", "audio_config"), ("images and sound", "Llama")),
     "is_encoder_decoder": ("an encoder", "Llama"),
     **dict.fromkeys(("n_embd", "n_positions", "alibi"), ("positions that do not rotate", "Llama")),
@@ -238,7 +168,7 @@ _PIECES = {
     **dict.fromkeys(("kv_lora_rank", "linear_attn_config"), ("its attention", "DeepseekV3")),
     "index_topk": ("the indexer of sparse attention", "DeepseekV3"),
 }
-"""Keys of unknown architectures, the piece that each speaks of, and which class comes near that one."""
+"""Keys of unknown architectures: the part that each configures, and the nearest class with such a part."""
 
 _DTYPES = [
     prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
@@ -247,100 +177,90 @@ HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
 
 
 def refuse_head(config: ModelConfig, folder: Path) -> None:
-    """Refuse an EAGLE-3 head or an assistant where a model is wanted."""
+    """Refuse an EAGLE-3 head or an assistant where a model is needed."""
     if config.head_kind is not None:
-        raise _drafts_only(HEADS[config.head_kind], folder, "--draft-model")
+        raise _drafter_error(HEADS[config.head_kind], folder, "--draft-model")
 
 
-def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
-    why = f"{folder}: {what} drafts for another model and writes no text by itself"
-    return CheckpointError(why, fix=[f"-m TARGET {option} {folder}"])
+def _drafter_error(description: str, folder: Path, option: str) -> CheckpointError:
+    reason = f"{folder}: {description} drafts for another model and writes no text by itself"
+    return CheckpointError(reason, fix=[f"-m TARGET {option} {folder}"])
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
-    """What `config.json` says, or a configuration inside another file; of what sees images, the text's."""
-    if head := read_eagle3(fields):
-        return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
-    if own := read_assistant(fields):
-        config = _decoder_config(own[1])
+    """Return the configuration in `config.json` or in another file; of a model of images, the text's."""
+    if eagle3 := read_eagle3(fields):
+        return replace(_decoder_config(eagle3[1]), architecture=EAGLE3, eagle3=eagle3[0])
+    if assistant := read_assistant(fields):
+        config = _decoder_config(assistant[1])
         assert config.gemma4 is not None
         gemma4 = replace(config.gemma4, num_shared_layers=config.num_layers)
-        return replace(config, architecture=ASSISTANT, assistant=own[0], gemma4=gemma4)
+        return replace(config, architecture=ASSISTANT, assistant=assistant[0], gemma4=gemma4)
+    return _decoder_config(_text_fields(fields))
+
+
+def _text_fields(fields: Fields) -> Fields:
+    """Return the text model's keys of a model of images; the same keys for any other model."""
     names = fields.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     wrapper = WRAPPERS.get(outer)
-    if wrapper is not None:
-        fields.choice("model_type", wrapper[:1], wrapper[0])
-        flat = wrapper[0] in _FLAT and "text_config" not in fields
-        inner = (fields if flat else fields.nested("text_config")).with_canonical_keys(_OTHER_NAMES)
-        fields = fields.with_canonical_keys(_OTHER_NAMES)
-        around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
-        if "tie_word_embeddings" in inner:  # the text's part knows
-            around.pop("tie_word_embeddings", None)
-        text = _TEXTS.get(str(inner.get("model_type")), wrapper[1])
-        fields = inner.with_values({**around, "architectures": [text]})
-    return _decoder_config(fields)
+    if wrapper is None:
+        return fields
+    fields.choice("model_type", wrapper[:1], wrapper[0])
+    is_flat = wrapper[0] in _FLAT_WRAPPERS and "text_config" not in fields
+    text = fields if is_flat else fields.nested("text_config")
+    text = text.with_canonical_keys(KEY_ALIASES)
+    fields = fields.with_canonical_keys(KEY_ALIASES)
+    outer_values = {key: fields.values[key] for key in _OUTER_KEYS if key in fields}
+    if "tie_word_embeddings" in text:  # the text's own value counts
+        outer_values.pop("tie_word_embeddings", None)
+    architecture = _TEXT_ARCHITECTURES.get(str(text.get("model_type")), wrapper[1])
+    return text.with_values({**outer_values, "architectures": [architecture]})
 
 
 def _decoder_config(fields: Fields) -> ModelConfig:
+    """Return the configuration of a text model."""
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    fields = _spelled(fields, family)
-    theirs = (
-        {"hidden_act"} if "hidden_activation" in fields else set()
-    )  # which Gemma's code leaves alone
-    supported = {**_SUPPORTED, **{key: (only,) for key, only in family.only.items()}}
-    fields.refuse_unsupported_values(
-        {key: each for key, each in supported.items() if key not in theirs}
-    )
+    fields = canonical_fields(fields, family)
+    refuse_unsupported(fields, family)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    recurrent = family.recurrent(fields, num_layers) if family.recurrent else None
-    sliding = () if recurrent else blocks.read_sliding(fields, num_layers, family.absent)
-    latent = experts = None
-    if family.latent:
-        latent = fields.read_dataclass(
-            blocks.LatentConfig, rope_dim=fields.even_integer("qk_rope_head_dim", 1024)
-        )
-    if family.experts and (family.switch is None or fields.get(family.switch)):
-        experts = blocks.read_experts(fields, num_layers, family.experts)
-    inner = experts.intermediate_size if experts else None  # where every layer has experts
-    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
-    divides = latent is not None or "head_dim" in fields or hidden_size % num_heads == 0
-    fields.require(
-        divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}"
-    )
-    head_dim = latent and latent.nope_dim + latent.rope_dim
-    head_dim = head_dim or fields.even_integer("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
-    base = family.local_base
-    partly = "partial_rotary_factor" in family.absent
-    turning = rope_fields(fields, by_kind=base is not None)
-    fixed = "alpha" not in turning or "alpha" in family.absent
-    turning.require(fixed, "'alpha'", "is not a known rope parameter")
-    rope = read_rope(turning, max_positions, latent.rope_dim if latent else head_dim, partly=partly)
-    known = (
-        rope.original_max_positions if rope.kind == "longrope" else None
-    )  # beyond, every angle is another
-    num_kv_heads = _key_heads(fields, "num_key_value_heads", num_heads, num_heads)
-    others = None
-    if sliding and blocks.SLIDING_HEADS[0] in family.absent:
-        local = fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads)
-        key = blocks.SLIDING_HEADS[1]
-        others = local, _key_heads(fields, key, local, num_kv_heads)
-    no_rope = tuple(window is None for window in sliding) if family.global_no_rope else ()
-    scales = fields.read_dataclass(blocks.Scales)
-    if "query_pre_attn_scalar" in fields:
-        scales = replace(scales, scores=fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5)
+    recurrent = family.read_recurrent(fields, num_layers) if family.read_recurrent else None
+    sliding_windows: tuple[int | None, ...] = ()
+    if recurrent is None:
+        sliding_windows = read_sliding_windows(fields, num_layers, family.defaults)
+    latent = None
+    if family.is_latent:
+        rope_dim = fields.even_integer("qk_rope_head_dim", 1024)
+        latent = fields.read_dataclass(LatentConfig, rope_dim=rope_dim)
+    experts = None
+    if family.experts and (family.experts_key is None or fields.get(family.experts_key)):
+        experts = read_experts(fields, num_layers, family.experts)
+    head_dim = _read_head_dim(fields, num_heads, latent)
+    rotation = _read_rotation(fields, family, max_positions, head_dim, latent)
+    num_kv_heads = _read_kv_heads(fields, "num_key_value_heads", num_heads, num_heads)
+    local_heads = None
+    if sliding_windows and SLIDING_HEAD_KEYS[0] in family.defaults:
+        local_heads = _read_local_heads(fields, num_heads, num_kv_heads)
+    no_rope: tuple[bool, ...] = ()
+    if family.global_no_rope:
+        no_rope = tuple(window is None for window in sliding_windows)
+    scales = _read_scales(fields)
+    # Where every layer has experts, files may leave out the width of MLPs.
+    expert_width = experts.intermediate_size if experts else None
+    has_value_dim = "v_head_dim" in family.defaults
+    is_gemma4 = "num_kv_shared_layers" in family.defaults
     return fields.read_dataclass(
         ModelConfig,
         architecture=architecture,
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, expert_width),
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
-        max_positions=min(max_positions, known or max_positions),
-        rope=rope,
+        max_positions=_usable_positions(rotation.rope, max_positions),
+        rope=rotation.rope,
         dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
@@ -348,83 +268,137 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         recurrent=recurrent,
         experts=experts,
         quantization=read_quantization(fields),
-        sliding_windows=sliding,
-        local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly)
-        if base
-        else None,
-        local_heads=others,
-        swiglu_limits=blocks.read_limits(fields, num_layers),
-        value_dim=fields.integer("v_head_dim", 1, head_dim)
-        if "v_head_dim" in family.absent
-        else None,
-        query_growth=read_growth(turning),
-        no_rope=no_rope or blocks.read_no_rope(fields, num_layers),
-        gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding)
-        if "num_kv_shared_layers" in family.absent
-        else None,
-        scales=replace(
-            scales, logits=scales.logits / fields.number("logits_scaling", 1e-6, 1e6, 1.0)
-        ),
+        sliding_windows=sliding_windows,
+        local_rope=rotation.local_rope,
+        local_heads=local_heads,
+        swiglu_limits=read_swiglu_limits(fields, num_layers),
+        value_dim=fields.integer("v_head_dim", 1, head_dim) if has_value_dim else None,
+        query_growth=rotation.query_growth,
+        no_rope=no_rope or read_no_rope_layers(fields, num_layers),
+        gemma4=read_gemma4(fields, num_layers, num_heads, sliding_windows) if is_gemma4 else None,
+        scales=scales,
     )
 
 
-def _spelled(fields: Fields, family: FamilyKeys) -> Fields:
-    """What a configuration says, in the keys that are read here, with what absent ones count as."""
-    fields = fields.with_canonical_keys(_OTHER_NAMES)
-    read = fields.values.keys() - (_ROW_KEYS - family.absent.keys())
-    said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
-    fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.file_keys)
-    return fields.with_values(family.spelled(fields)) if family.spelled else fields
+def _read_head_dim(fields: Fields, num_heads: int, latent: LatentConfig | None) -> int:
+    """Return the elements of a query's and a key's head."""
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
+    divides = latent is not None or "head_dim" in fields or hidden_size % num_heads == 0
+    reason = f"{num_heads} does not divide hidden_size {hidden_size}"
+    fields.require(divides, "num_attention_heads", reason)
+    if latent is not None:
+        return latent.nope_dim + latent.rope_dim
+    return fields.even_integer("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """The rotary part of a configuration; fields as in `ModelConfig`."""
+
+    rope: RopeConfig
+    local_rope: RopeConfig | None
+    query_growth: tuple[float, int] | None
+
+
+def _read_rotation(
+    fields: Fields,
+    family: FamilyKeys,
+    max_positions: int,
+    head_dim: int,
+    latent: LatentConfig | None,
+) -> _Rotation:
+    """Return how the layers of full attention and the sliding layers rotate."""
+    local_key = family.local_theta_key
+    is_partial = "partial_rotary_factor" in family.defaults
+    rope = rope_fields(fields, by_kind=local_key is not None)
+    allows_alpha = "alpha" not in rope or "alpha" in family.defaults
+    rope.require(allows_alpha, "'alpha'", "is not a known rope parameter")
+    rotated = latent.rope_dim if latent else head_dim
+    full_rope = read_rope(rope, max_positions, rotated, is_partial=is_partial)
+    local_rope = None
+    if local_key is not None:
+        local_rope = read_local_rope(
+            fields, local_key, max_positions, head_dim, is_partial=is_partial
+        )
+    return _Rotation(full_rope, local_rope, read_query_growth(rope))
+
+
+def _usable_positions(rope: RopeConfig, max_positions: int) -> int:
+    """Return the positions up to which angles are those of the original context."""
+    if rope.kind == "longrope" and rope.original_max_positions:
+        return min(max_positions, rope.original_max_positions)  # beyond, longrope has other angles
+    return max_positions
+
+
+def _read_local_heads(fields: Fields, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Return the query and key heads of sliding layers; they default to those of the others."""
+    query_key, kv_key = SLIDING_HEAD_KEYS
+    local_heads = fields.integer(query_key, 1, MAX_HEADS, num_heads)
+    return local_heads, _read_kv_heads(fields, kv_key, local_heads, num_kv_heads)
+
+
+def _read_scales(fields: Fields) -> Scales:
+    """Return the factors of embeddings, scores and logits."""
+    scales = fields.read_dataclass(Scales)
+    if "query_pre_attn_scalar" in fields:
+        divisor = fields.number("query_pre_attn_scalar", 1e-6, 1e9)
+        scales = replace(scales, scores=divisor**-0.5)
+    divisor = fields.number("logits_scaling", 1e-6, 1e6, 1.0)
+    return replace(scales, logits=scales.logits / divisor)
 
 
 def _architecture(fields: Fields) -> str:
+    """Return the architecture's name; refuse an unknown one, or one whose model type is another's."""
     names = fields.get("architectures")
     key = "architectures"
     if names == [MTP_HEAD]:
-        raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
+        raise _drafter_error("an MTP head", Path(fields.where).parent, "--mtp")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str):
         raise fields.field_error(key, f"{display_text(names)} does not name one architecture")
     if name not in _FAMILIES:
         error = fields.field_error(key, f"{display_text(name)} is not supported")
-        error.reason = tuple(_lacks(fields, name))
+        error.reason = tuple(_explain_unknown(fields, name))
         raise error
     family = _FAMILIES[name]
-    fields.choice("model_type", (family.model_type, *family.other_types), family.model_type)
+    model_types = (family.model_type, *family.other_model_types)
+    fields.choice("model_type", model_types, family.model_type)
     return name
 
 
-def _lacks(fields: Fields, name: str) -> Iterator[str]:
-    """Of an unknown architecture the nearest one that is known, and what it has besides."""
+def _explain_unknown(fields: Fields, name: str) -> Iterator[str]:
+    """Yield the nearest supported architecture and the missing parts, then what becomes of the text."""
     inner = fields.optional_nested("text_config") or fields
-    text = _TEXTS.get(str(inner.get("model_type")))
-    found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
-    causal = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1)
-    alike = list[str]()
-    for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):
-        alike += get_close_matches(
-            causal, [each for each in _FAMILIES if each.startswith(stem)], 1, 0
-        )
-    near = text or [*alike, f"{['Llama', *found.values()][-1]}ForCausalLM"][0]
-    yield f"nearest supported: {near}; missing: {', '.join(found) or 'blocks of its own'}"
-    if inner is not fields:
-        can = (
-            f"can be read: a copy of it saved as {text} opens" if text else "cannot be read either"
-        )
-        yield f"its text alone {can}"
-
-
-def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:
-    found = fields.integer(key, 1, MAX_HEADS, usual)
-    fields.require(
-        num_heads % found == 0, key, f"{found} does not divide {num_heads} attention heads"
+    text = _TEXT_ARCHITECTURES.get(str(inner.get("model_type")))
+    parts = dict(
+        part for key, part in _UNSUPPORTED_PARTS.items() if fields.get(key) or inner.get(key)
     )
-    return found
+    causal = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1)
+    similar = list[str]()
+    for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):
+        candidates = [architecture for architecture in _FAMILIES if architecture.startswith(stem)]
+        similar += get_close_matches(causal, candidates, 1, 0)
+    nearest_by_part = ["Llama", *parts.values()][-1]
+    nearest = text or [*similar, f"{nearest_by_part}ForCausalLM"][0]
+    yield f"nearest supported: {nearest}; missing: {', '.join(parts) or 'blocks of its own'}"
+    if inner is not fields:
+        outcome = "cannot be read either"
+        if text:
+            outcome = f"can be read: a copy of it saved as {text} opens"
+        yield f"its text alone {outcome}"
+
+
+def _read_kv_heads(fields: Fields, key: str, num_heads: int, default: int) -> int:
+    """Return a number of key heads, which must divide the query heads."""
+    kv_heads = fields.integer(key, 1, MAX_HEADS, default)
+    reason = f"{kv_heads} does not divide {num_heads} attention heads"
+    fields.require(num_heads % kv_heads == 0, key, reason)
+    return kv_heads
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How a model wants to be sampled by default; `None` means that the file is silent."""
+    """A model's default sampling parameters; `None` where the file has none."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = field(default=None, metadata=json_key("temperature", 0.0, 1e4))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.json_file import Fields, display_text
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
 from spd.formats.mtp_layout import MtpLayout, find_mtp_layout, is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
+from spd.formats.safetensors_header import TensorMeta
 
 MODEL_TYPE = "mtp"
 HOW_TO_ATTACH = (

@@ -16,7 +16,7 @@ configuration says how a matrix is stored.
 - nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
   `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
   1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
-  experts' in two tensors, which `checkpoint.unpack_experts` takes apart.
+  experts' in two tensors, which `tensor_names.unpack_experts` takes apart.
 
 Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and published files.
 """
@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spd.errors import CheckpointError
-from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
+from spd.formats.checkpoint import FLOAT_DTYPES, Shape, Shapes, TensorMetas
 from spd.formats.json_file import Fields, display_text, json_key
 from spd.formats.names import CONFIG_FILE
 from spd.formats.pattern import Pattern, PatternError, StepBudget, Subject
+from spd.formats.tensor_names import text_name
 
 AWQ_ORDER = (
     0,
@@ -213,7 +214,9 @@ class Quantization:
             raise CheckpointError(f"{self.where}: {why}") from None
         return None
 
-    def module_scheme(self, name: str, shape: Shape, tensors: Metas) -> tuple[str, Scheme] | None:
+    def module_scheme(
+        self, name: str, shape: Shape, tensors: TensorMetas
+    ) -> tuple[str, Scheme] | None:
         """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
@@ -245,7 +248,7 @@ class Quantization:
         return module, scheme
 
     def stored_tensors(
-        self, expected: Shapes, tensors: Metas
+        self, expected: Shapes, tensors: TensorMetas
     ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
         """Names and shapes of what stores the expected tensors, and dtypes of those that are no floats."""
         shapes: dict[str, Shape] = {}

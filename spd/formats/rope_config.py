@@ -1,10 +1,10 @@
-"""How positions turn: the rotary part of `config.json`, in both of Hugging Face's spellings."""
+"""Rotary embedding: the rotary part of `config.json`, in both of Hugging Face's spellings."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from spd.formats.block_config import ATTENTION_KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, display_text
@@ -28,32 +28,35 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    rotated_share: float = (
-        1.0  # proportional: of a head's pairs the first ones turn, the others stand still
-    )
-    rotary_dim: int | None = None  # the first dimensions of a head that turn; None: all of them
-    short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
+    rotated_share: float = 1.0
+    """Proportional: the share of a head's pairs, from the first on, that rotate."""
+    rotary_dim: int | None = None
+    """The first dimensions of a head that rotate; None: all of them."""
+    short_factor: tuple[float, ...] = ()
+    """Longrope: divides each angle, up to the original context."""
 
 
-_FACTORS = ("beta_fast", "beta_slow", "attention_factor")
-_NUMBERS: dict[RopeKind, dict[str, float]] = {
+_YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor")
+_MINIMA: dict[RopeKind, dict[str, float]] = {
     "default": {},
     "linear": {"factor": 1.0},
     "llama3": {"factor": 1.0, "low_freq_factor": 1e-6, "high_freq_factor": 1e-6},
-    "yarn": {"factor": 1.0, **dict.fromkeys(_FACTORS, 1e-6), "mscale": 0.0, "mscale_all_dim": 0.0},
+    "yarn": {
+        "factor": 1.0,
+        **dict.fromkeys(_YARN_KEYS, 1e-6),
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+    },
     "longrope": {"factor": 1e-6, "attention_factor": 1e-6},
     "proportional": {},
 }
-"""The numbers that each kind reads, and the least of each; a million is the most."""
-_OPTIONAL = {*_FACTORS, "mscale", "mscale_all_dim"}
-_SHARE = "partial_rotary_factor"
-_BESIDE = (
-    "rope_theta",
-    _SHARE,
-    "original_max_position_embeddings",
-)  # which may stand beside the others
-ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""How the three positions of an image's part are laid out: a token of text has one."""
+"""The numbers that each kind reads, and the minimum of each; the maximum is a million."""
+_OPTIONAL_KEYS = {*_YARN_KEYS, "mscale", "mscale_all_dim"}
+_SHARE_KEY = "partial_rotary_factor"
+_OUTER_KEYS = ("rope_theta", _SHARE_KEY, "original_max_position_embeddings")
+"""Keys that may stand outside of the rotary part."""
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+"""The layout of the three positions of an image's part: a token of text has one position."""
 _KNOWN_KEYS = {
     "rope_type",
     "type",
@@ -62,101 +65,144 @@ _KNOWN_KEYS = {
     "short_factor",
     "long_factor",
     "alpha",
-    *_BESIDE,
+    *_OUTER_KEYS,
     "llama_4_scaling_beta",
     "max_position_embeddings",
-    *ROTARY_OF_IMAGES,
-    *(key for numbers in _NUMBERS.values() for key in numbers),
+    *IMAGE_ROPE_KEYS,
+    *(key for minima in _MINIMA.values() for key in minima),
 }
 
 
 def rope_fields(fields: Fields, by_kind: bool) -> Fields:
-    """How layers that see everything turn: `rope_parameters`, perhaps `by_kind`, or as version 4 says it."""
-    found = fields.optional_nested("rope_parameters")
-    old = fields.optional_nested("rope_scaling")
-    if found is None or not found.values:
-        found = old or Fields(fields.where, {})
-    if by_kind and ATTENTION_KINDS[0] in found and set(found.values) <= set(ATTENTION_KINDS):
-        found = found.nested(ATTENTION_KINDS[0])
-    said = old.values if old else {}
+    """Return the rotary parameters of full attention: `rope_parameters`, or version 4's keys.
+
+    by_kind: `rope_parameters` may have an entry for each kind of layers.
+    """
+    rope = fields.optional_nested("rope_parameters")
+    version4 = fields.optional_nested("rope_scaling")
+    if rope is None or not rope.values:
+        rope = version4 or Fields(fields.where, {})
+    if by_kind and ATTENTION_KINDS[0] in rope and set(rope.values) <= set(ATTENTION_KINDS):
+        rope = rope.nested(ATTENTION_KINDS[0])
+    version4_values = version4.values if version4 else {}
     agrees = all(
-        found.get(key) == value for key, value in said.items() if key not in ("type", "rope_type")
+        rope.get(key) == value
+        for key, value in version4_values.items()
+        if key not in ("type", "rope_type")
     )
     fields.require(agrees, "rope_scaling", "disagrees with rope_parameters")
-    beside = {key: fields.get(key) for key in _BESIDE if key in fields and key not in found}
-    return Fields(found.where, {**found.values, **beside})
+    outer_values = {
+        key: fields.get(key) for key in _OUTER_KEYS if key in fields and key not in rope
+    }
+    return Fields(rope.where, {**rope.values, **outer_values})
 
 
 def read_local_rope(
-    fields: Fields, base: str, positions: int, head_dim: int, *, partly: bool
+    fields: Fields, theta_key: str, max_positions: int, head_dim: int, *, is_partial: bool
 ) -> RopeConfig:
-    """How layers that slide turn, where they do so in another way; base: the key of theirs."""
-    nested = fields.optional_nested("rope_parameters")
-    part = nested.optional_nested(ATTENTION_KINDS[1]) if nested else None
-    own = {"rope_theta": fields.get(base), **({_SHARE: fields.get(_SHARE)} if partly else {})}
-    own |= part.values if part else {}
-    found = Fields(part.where if part else fields.where, own)
-    return read_rope(found, positions, head_dim, partly=partly)
+    """Return the rotation of sliding layers, where it differs; theta_key: the key of its base."""
+    by_kind = fields.optional_nested("rope_parameters")
+    rope = by_kind.optional_nested(ATTENTION_KINDS[1]) if by_kind else None
+    values: dict[str, object] = {"rope_theta": fields.get(theta_key)}
+    if is_partial:
+        values[_SHARE_KEY] = fields.get(_SHARE_KEY)
+    if rope is not None:
+        values |= rope.values
+    local = Fields(rope.where if rope else fields.where, values)
+    return read_rope(local, max_positions, head_dim, is_partial=is_partial)
 
 
 def read_rope(
-    rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False
+    rope: Fields, max_positions: int, head_dim: int, *, is_partial: bool = False
 ) -> RopeConfig:
-    """What `rope_fields` found, in range. partly: the first dimensions of a head may turn alone."""
+    """Return the rotation that `rope_fields` describes, every number in range.
+
+    is_partial: the first dimensions of a head may rotate alone.
+    """
     for key in rope.values:
         rope.require(key in _KNOWN_KEYS, display_text(key), "is not a known rope parameter")
     theta = rope.number("rope_theta", 1.0, 1e12)
-    kind = _kind(rope)
+    kind = _read_kind(rope)
     if kind == "dynamic":
-        # A fixed `alpha` is a larger base. Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
+        # A fixed `alpha` is a larger base. Source: `hunyuan_v1_dense` of transformers 5.
         theta *= rope.number("alpha", 1.0, 1e6) ** (head_dim / max(head_dim - 2, 1))
         return RopeConfig("default", theta)
-    share = rope.number(_SHARE, 0.0, 1.0, 1.0)
-    more = dict[str, Any]()
-    if kind == "proportional":
-        more["rotated_share"] = share
-    elif partly:
-        more["rotary_dim"] = rotated = int(head_dim * share)
-        why = f"{share:g} of {head_dim} is no even number above 0"
-        rope.require(rotated >= 2 and rotated % 2 == 0, _SHARE, why)
-        head_dim = rotated
-    else:
-        rope.require(share == 1.0, _SHARE, "rotating a part of the head is not supported")
-    key = "original_max_position_embeddings"
-    default = None if kind == "llama3" else max_positions
+    share = rope.number(_SHARE_KEY, 0.0, 1.0, 1.0)
+    rotary_dim = None
+    if kind != "proportional" and is_partial:
+        rotary_dim = int(head_dim * share)
+        reason = f"{share:g} of {head_dim} is no even number above 0"
+        rope.require(rotary_dim >= 2 and rotary_dim % 2 == 0, _SHARE_KEY, reason)
+        head_dim = rotary_dim
+    elif kind != "proportional":
+        reason = "rotating a part of the head is not supported"
+        rope.require(share == 1.0, _SHARE_KEY, reason)
+    original = None
+    default_factor = None
+    short_factor: tuple[float, ...] = ()
     if kind in ("llama3", "yarn", "longrope"):
-        more["original_max_positions"] = rope.integer(key, 1, MAX_POSITIONS, default)
-    if kind == "longrope":
-        more["factor"] = max_positions / more["original_max_positions"]
-        for name in ("long_factor", "short_factor"):  # the long ones are checked, and not used
-            more["short_factor"] = rope.numbers(name, head_dim // 2, 1e-3, 1e6)
-    for key, least in _NUMBERS[kind].items():
-        if key in rope or key not in _OPTIONAL:
-            more[key] = rope.number(key, least, 1e6, more.get(key))
+        key = "original_max_position_embeddings"
+        default = None if kind == "llama3" else max_positions
+        original = rope.integer(key, 1, MAX_POSITIONS, default)
+        if kind == "longrope":
+            default_factor = max_positions / original
+            rope.numbers("long_factor", head_dim // 2, 1e-3, 1e6)  # checked, and not used
+            short_factor = rope.numbers("short_factor", head_dim // 2, 1e-3, 1e6)
+    numbers = {
+        key: rope.number(key, minimum, 1e6, default_factor if key == "factor" else None)
+        for key, minimum in _MINIMA[kind].items()
+        if key in rope or key not in _OPTIONAL_KEYS
+    }
+    truncate = True
     if kind == "yarn":
-        more["truncate"] = rope.boolean("truncate", True)
+        truncate = rope.boolean("truncate", True)
         rope.require(theta > 1.0, "rope_theta", "yarn needs a base above 1")
-    found = RopeConfig(kind, theta, **more)
-    for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
-        high = getattr(found, upper)
-        low = getattr(found, lower)
+    config = RopeConfig(
+        kind,
+        theta,
+        factor=numbers.get("factor", RopeConfig.factor),
+        original_max_positions=original,
+        low_freq_factor=numbers.get("low_freq_factor", RopeConfig.low_freq_factor),
+        high_freq_factor=numbers.get("high_freq_factor", RopeConfig.high_freq_factor),
+        beta_fast=numbers.get("beta_fast", RopeConfig.beta_fast),
+        beta_slow=numbers.get("beta_slow", RopeConfig.beta_slow),
+        attention_factor=numbers.get("attention_factor"),
+        mscale=numbers.get("mscale"),
+        mscale_all_dim=numbers.get("mscale_all_dim"),
+        truncate=truncate,
+        rotated_share=share if kind == "proportional" else 1.0,
+        rotary_dim=rotary_dim,
+        short_factor=short_factor,
+    )
+    _require_ordered_bounds(rope, config)
+    return config
+
+
+def _require_ordered_bounds(rope: Fields, config: RopeConfig) -> None:
+    """Refuse bounds of which the upper one is not above the lower one."""
+    for upper, high, lower, low in (
+        ("high_freq_factor", config.high_freq_factor, "low_freq_factor", config.low_freq_factor),
+        ("beta_fast", config.beta_fast, "beta_slow", config.beta_slow),
+    ):
         rope.require(high > low, upper, f"{high:g} is not above {lower} {low:g}")
-    return found
 
 
-def _kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
-    """Under its new key or its old one; "su" was longrope's first name, "mrope" speaks of images alone."""
-    names: dict[str, RopeKind | Literal["dynamic"]] = {name: name for name in _NUMBERS}
+def _read_kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
+    """Return the kind, under its new key or its old one.
+
+    "su" was longrope's first name; "mrope" describes the positions of images alone.
+    """
+    names: dict[str, RopeKind | Literal["dynamic"]] = {name: name for name in _MINIMA}
     names |= {"su": "longrope", "mrope": "default"}
     if "alpha" in rope:
         names["dynamic"] = "dynamic"
-    scaled = any(key in rope for key in _KNOWN_KEYS.difference(_BESIDE, ROTARY_OF_IMAGES))
+    is_scaled = any(key in rope for key in _KNOWN_KEYS.difference(_OUTER_KEYS, IMAGE_ROPE_KEYS))
     key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
-    return names[rope.choice(key, names, None if scaled else "default")]
+    return names[rope.choice(key, names, None if is_scaled else "default")]
 
 
-def read_growth(rope: Fields) -> tuple[float, int] | None:
-    """(b, n) where a query at position p counts 1 + b ln(1 + floor(p / n)) times; None where it does not."""
+def read_query_growth(rope: Fields) -> tuple[float, int] | None:
+    """Return (b, n) where a query at position p is scaled by 1 + b ln(1 + floor(p / n)), or None."""
     if "llama_4_scaling_beta" not in rope:
         return None
     period = rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
@@ -165,29 +211,34 @@ def read_growth(rope: Fields) -> tuple[float, int] | None:
 
 @dataclass(frozen=True)
 class RotaryDims:
-    """How a head turns. The kernels know one form, all `width` dimensions, the first half against the second:
-    weights are reordered for it when they are loaded, and what does not turn gets the angle 0."""
+    """The dimensions of a head that rotate, and how they are paired.
+
+    The kernels know one form: all `width` dimensions rotate, the first half against the second. Weights
+    are reordered for it when they are loaded, and dimensions that do not rotate have the angle 0.
+    """
 
     width: int
-    rotary_dim: int  # of its first dimensions
-    interleaved: bool = False  # in pairs (2i, 2i + 1)
+    rotary_dim: int
+    """The first dimensions, which rotate."""
+    interleaved: bool = False
+    """True if they rotate in pairs (2i, 2i + 1)."""
 
     @property
     def order(self) -> list[int] | None:
-        """The old index of each dimension in the kernels' form; None where nothing moves."""
-        turning = range(self.rotary_dim)
-        rest = range(self.rotary_dim, self.width)
+        """Return the old index of each dimension in the kernels' form; None where nothing moves."""
+        rotated = range(self.rotary_dim)
+        unrotated = range(self.rotary_dim, self.width)
         half = self.rotary_dim // 2
-        still = len(rest) // 2
-        first = turning[:half]
-        second = turning[half:]
+        unrotated_half = len(unrotated) // 2
+        first = rotated[:half]
+        second = rotated[half:]
         if self.interleaved:
-            first = turning[0::2]
-            second = turning[1::2]
-        order = [*first, *rest[:still], *second, *rest[still:]]
+            first = rotated[0::2]
+            second = rotated[1::2]
+        order = [*first, *unrotated[:unrotated_half], *second, *unrotated[unrotated_half:]]
         return None if order == list(range(self.width)) else order
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """How much YaRN raises the temperature of attention for a context stretched by `factor`."""
+    """Return YaRN's factor of attention's temperature for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

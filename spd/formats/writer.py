@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from spd.errors import ResourceError
-from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.files import sync, sync_folder, write_atomically
+from spd.formats.safetensors_header import DTYPE_BITS, TensorMeta
 
 ReportProgress = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
 

@@ -16,7 +16,8 @@ import torch
 
 from spd.errors import CheckpointError
 from spd.formats import checkpoint as module
-from spd.formats.checkpoint import Checkpoint, check_tensors, read_shard_header
+from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.safetensors_header import read_shard_header
 from tests.formats.formats_helpers import (
     entry,
     refused,

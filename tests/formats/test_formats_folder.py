@@ -18,7 +18,7 @@ import torch
 from spd.cli.app import main
 from spd.cli.terminal.sink import Sink
 from spd.errors import NotFoundError, SpdError, UsageError
-from spd.formats import checkpoint
+from spd.formats import checkpoint, safetensors_header
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.files import read_input, write_atomically
 from spd.formats.folder import ModelFolder
@@ -49,7 +49,7 @@ def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, s
     """How often each file has been opened by folder and name, and headers read, once `demo` is copied."""
     counts: Counter[tuple[Path, str]] = Counter()
     of_name = builtins.open
-    read_header = checkpoint.read_shard_header
+    read_header = safetensors_header.read_shard_header
 
     def by_name(path: object, *rest: object, **more: object) -> object:
         if isinstance(path, str | Path) and str(path).endswith(".json"):

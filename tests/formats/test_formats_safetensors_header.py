@@ -16,8 +16,9 @@ import safetensors
 
 from spd.errors import CheckpointError, SpdError
 from spd.formats.chat_template import ChatTemplate
-from spd.formats.checkpoint import Checkpoint, TensorMeta, read_shard_header
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_generation_config
+from spd.formats.safetensors_header import TensorMeta, read_shard_header
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
 from tests.helpers import read_model_config

@@ -10,13 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from spd.formats.checkpoint import (
-    FLOAT_DTYPES,
-    TORCH_NAMES,
-    Checkpoint,
-    TensorMeta,
-    read_exactly,
-)
+from spd.formats.checkpoint import FLOAT_DTYPES, TORCH_NAMES, Checkpoint, read_exactly
 from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.formats.gguf.config import (
     architecture_of,
@@ -29,6 +23,7 @@ from spd.formats.gguf.sampling import read_sampling
 from spd.formats.gguf.tensors import StoredTensor, stored_tensors
 from spd.formats.gguf.vocabulary import Vocabulary, has_vocabulary
 from spd.formats.json_file import Fields, abbreviate, display_text
+from spd.formats.safetensors_header import TensorMeta
 
 if TYPE_CHECKING:
     from torch import Tensor

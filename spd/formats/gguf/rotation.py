@@ -23,7 +23,7 @@ def rotation(keys: Keys, model: str, values: Mapping[str, object]) -> dict[str, 
     found: dict[str, object] = {}
     rotated = keys.whole("rope.dimension_count")
     width = head_width(values)
-    if "partial_rotary_factor" in CAUSAL[model].absent and rotated and width:
+    if "partial_rotary_factor" in CAUSAL[model].defaults and rotated and width:
         found["partial_rotary_factor"] = share(rotated, width)
     scaling = _scaling(keys) | _factors(keys, values, rotated)
     if scaling:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from spd.errors import IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, text_name
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp_layout import is_mtp_tensor
+from spd.formats.safetensors_header import TensorMeta
+from spd.formats.tensor_names import text_name
 from spd.formats.writer import OutputTensor, output_tensors
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.linear.few_bits import quantize_int4
