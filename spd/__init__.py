@@ -25,16 +25,22 @@ __all__ = [
     "Event",
     "Request",
     "RequestMetrics",
+    "RoundRecord",
+    "SamplingParams",
+    "SpdError",
+    "__version__",
+    "chat",
+    "demo_folder",
+    "make_plan",
+    "stream_chat",
 ]
-__all__ += ["RoundRecord", "SamplingParams", "SpdError", "__version__", "chat", "demo_folder"]
-__all__ += ["make_plan", "stream_chat"]
 __dir__ = __all__.copy
 
 
-_HOMES = {
+_MODULES = {
     "conversation.chat": ["chat", "stream_chat"],
     "errors": ["SpdError"],
     "formats.demo": ["demo_folder"],
     "runtime": __all__,
 }
-__getattr__ = make_lazy_getattr(__name__, _HOMES)
+__getattr__ = make_lazy_getattr(__name__, _MODULES)

@@ -1,6 +1,6 @@
-"""The errors `spd` raises on purpose: what is wrong, why, and what to type instead.
+"""The errors that `spd` raises on purpose, each with reasons and fixes, and their exit codes.
 
-Owns the exit codes. Imports nothing, so that every room may raise these.
+Imports nothing, so that every package may raise these.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class SpdError(Exception):
-    """A refusal in words: one line of message, indented reasons, and fixes that can be pasted."""
+    """An error for people: a message of one line, indented reasons, and fixes that can be pasted."""
 
     exit_code = 1
     default_code = "internal"
@@ -30,7 +30,7 @@ class SpdError(Exception):
 
 
 class UsageError(SpdError):
-    """The words typed are off: a bad value, a missing input, a refused overwrite."""
+    """The command line or a parameter is wrong: a bad value, a missing input, a refused overwrite."""
 
     exit_code = 2
     default_code = "usage"
@@ -44,14 +44,14 @@ class NotFoundError(SpdError):
 
 
 class IncompatibleError(SpdError):
-    """What was asked cannot be honoured: vocabulary, architecture, feature combination, context."""
+    """The request cannot be met: vocabulary, architecture, feature combination, context."""
 
     exit_code = 4
     default_code = "incompatible"
 
 
 class CheckpointError(IncompatibleError):
-    """A checkpoint that cannot be read, naming the file and the field."""
+    """A checkpoint cannot be read; the message names the file and the field."""
 
     default_code = "checkpoint"
 
@@ -64,21 +64,21 @@ class ResourceError(SpdError):
 
 
 class CheckFailedError(SpdError):
-    """A check that was asked for did not hold."""
+    """A requested check failed."""
 
     exit_code = 6
     default_code = "check_failed"
 
 
 class PartialError(SpdError):
-    """Some of many were done, and some failed."""
+    """Some of several requests succeeded, and some failed."""
 
     exit_code = 7
     default_code = "partial"
 
 
 class NetworkError(SpdError):
-    """The network, an authentication or a gated repository stood in the way."""
+    """The network, an authentication or a gated repository prevented a download."""
 
     exit_code = 8
     default_code = "network"
@@ -92,7 +92,7 @@ class EngineError(SpdError):
 
 
 class IncompleteError(SpdError):
-    """A reply ended before the schema or grammar that it has to follow was complete."""
+    """A reply ended before it was complete by the schema or grammar that constrains it."""
 
     exit_code = 10
     default_code = "incomplete"

@@ -8,19 +8,20 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
-def make_lazy_getattr(package: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports the module that is the home of a name.
+def make_lazy_getattr(package: str, modules: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports the module of a name.
 
-    homes: the names of each module below the package.
+    modules: the names of each module below the package.
     """
 
-    def find(name: str) -> Any:
-        for home, names in homes.items():
+    def import_name(name: str) -> object:
+        for module, names in modules.items():
             if name in names:
                 with warnings.catch_warnings():
-                    # torch says so on import where NumPy is absent; spd does not need it.
+                    # torch warns on import where NumPy is absent; spd does not need it.
                     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-                    return getattr(importlib.import_module(f"{package}.{home}"), name)
+                    value: object = getattr(importlib.import_module(f"{package}.{module}"), name)
+                    return value
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return find
+    return import_name

@@ -1,8 +1,8 @@
-"""Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
+"""Chat messages to a prompt: the model's Jinja2 template, rendered in a child process with limits.
 
-The child (`template_worker`) reads and writes lines of JSON. One that a limit ended is started anew by the
-next request; it ends by itself when this process does, because its input ends. What is written in messages
-stays plain text: <|im_end|> there does not end a message, while the same in the template does.
+The child (`template_worker`) reads and writes lines of JSON. After a limit ended it, the next request starts
+another; it ends with this process, because its input ends. The content of messages stays plain text:
+<|im_end|> there does not end a message, while the same in the template does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.json_file import Fields, display_text, list_folder, one_line, read_text
@@ -29,18 +28,18 @@ from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates, a file each
-_USED_TEMPLATES = ("default", "tool_use")
+TEMPLATES_FOLDER = "additional_chat_templates"  # a file for each named template
+_TEMPLATE_NAMES = ("default", "tool_use")
 REPLY_LIMIT = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 
 
 class ChatTemplate:
-    """The chat template of one model folder: the text of it, and of the one for tools if it is another."""
+    """The chat template of one model folder: its text, and that of the one for tools if it is separate."""
 
     def __init__(
-        self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]
+        self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, object]
     ) -> None:
         self.default = templates["default"]
         self.separate_tools_template = templates.get("tool_use")
@@ -50,13 +49,13 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> ChatTemplate | None:
-        """Return a folder's template, `None` when it has none; a file of its own wins.
+        """Return a folder's template, `None` without one; that of a separate file wins.
 
-        config: where it was read.
+        config: the folder's, where it was read before.
         """
         names = list_folder(folder)
         config = config or read_tokenizer_config(folder)
-        special: dict[str, Any] = {**config.roles, **config.named_tokens}
+        special: dict[str, object] = {**config.roles, **config.named_tokens}
         if config.additional_tokens:
             special["additional_special_tokens"] = list(config.additional_tokens)
         where = str(folder)
@@ -66,30 +65,33 @@ class ChatTemplate:
             templates["default"] = read_text(folder / "chat_template.jinja", TEMPLATE_LIMIT)
         else:
             key = "chat_template"
-            own = Fields.read(folder / f"{key}.json") if f"{key}.json" in names else None
-            fields = next((each for each in (own, config.fields) if each and key in each), None)
+            file_fields = Fields.read(folder / f"{key}.json") if f"{key}.json" in names else None
+            fields = next(
+                (source for source in (file_fields, config.fields) if source and key in source),
+                None,
+            )
             if fields is not None:
                 where = f"{fields.where}: {key}"
-                templates = _listed_templates(fields, key)
-        if MORE_TEMPLATES in names:
-            more = _more_templates(folder / MORE_TEMPLATES)
-            where = where if templates else str(folder / MORE_TEMPLATES)
-            templates |= more
+                templates = _read_templates(fields, key)
+        if TEMPLATES_FOLDER in names:
+            named_templates = _read_named_templates(folder / TEMPLATES_FOLDER)
+            where = where if templates else str(folder / TEMPLATES_FOLDER)
+            templates |= named_templates
         if not templates:
             return None
         if "default" not in templates:
-            why = f"has no template named default, only {display_text(sorted(templates))}"
-            raise CheckpointError(f"{where}: {why}")
+            message = f"has no template named default, only {display_text(sorted(templates))}"
+            raise CheckpointError(f"{where}: {message}")
         return cls(where, templates, special)
 
     @property
     def tools_template(self) -> str:
-        """The text that is rendered where tools are given."""
+        """The template that is rendered for a request with tools."""
         return self.separate_tools_template or self.default
 
     @property
     def supports_tools(self) -> bool:
-        """True if the template has a place for tools."""
+        """True if the template writes tools into the prompt."""
         return "tools" in self.tools_template
 
     @cached_property
@@ -107,20 +109,20 @@ class ChatTemplate:
             return self.render(probe) != self.render(probe, **{THINKING_SWITCHES[0]: False})
         return True
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt for messages; `variables` reach the template as they would in Hugging Face.
+    def render(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
+        """Return the prompt of messages; the template reads `variables` as in Hugging Face.
 
-        `enable_thinking` reaches it by the name that the template reads.
+        `enable_thinking` gets the name that the template reads.
 
         Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it is
         faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
         """
         tool_use = self.separate_tools_template if variables.get("tools") is not None else None
-        known = {"messages": list(messages), "add_generation_prompt": True}
+        defaults = {"messages": list(messages), "add_generation_prompt": True}
         thinks = variables.get(THINKING_SWITCHES[0])
         if isinstance(thinks, bool) and self.thinking_switch not in (None, *variables):
             variables[str(self.thinking_switch)] = switch_value(str(self.thinking_switch), thinks)
-        values = {**self._special_tokens, **known, "tools": None, "documents": None, **variables}
+        values = {**self._special_tokens, **defaults, "tools": None, "documents": None, **variables}
         reply = self._process.render(tool_use or self.default, values)
         if "text" in reply:
             return reply["text"]
@@ -131,7 +133,7 @@ class ChatTemplate:
         raise CheckpointError(f"{self._where}: {one_line(next(iter(reply.values())))}")
 
 
-def _listed_templates(fields: Fields, key: str) -> dict[str, str]:
+def _read_templates(fields: Fields, key: str) -> dict[str, str]:
     """Return the templates that a key holds, by name: one text, or a list of named ones."""
     value = fields.get(key)
     entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
@@ -139,31 +141,32 @@ def _listed_templates(fields: Fields, key: str) -> dict[str, str]:
         raise fields.field_error(key, "is neither a string nor a list of named templates")
     fields.require(bool(entries), key, "has no template named default, only []")
     named = [Fields(f"{fields.where}: {key}", entry) for entry in entries]
-    return {each.text("name"): each.text("template") for each in named}
+    return {entry_fields.text("name"): entry_fields.text("template") for entry_fields in named}
 
 
-def _more_templates(folder: Path) -> dict[str, str]:
-    """Return the templates of a folder of them that are used here, by name."""
+def _read_named_templates(folder: Path) -> dict[str, str]:
+    """Return the supported templates in a folder of named ones, by name."""
     if not folder.is_dir():
         return {}
     names = list_folder(folder)
-    paths = {name: folder / f"{name}.jinja" for name in _USED_TEMPLATES if f"{name}.jinja" in names}
+    paths = {name: folder / f"{name}.jinja" for name in _TEMPLATE_NAMES if f"{name}.jinja" in names}
     return {name: read_text(path, TEMPLATE_LIMIT) for name, path in paths.items()}
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as its template writes it; a `mark` stands inside special tokens' names that people wrote."""
+    """A chat as its template writes it, with a `mark` inside special tokens' names in people's text."""
 
     marked: str
     mark: str = ""
 
     @property
     def text(self) -> str:
+        """The text without marks."""
         return self.marked.replace(self.mark, "") if self.mark else self.marked
 
     def suffix_after(self, beginning: str) -> RenderedChat | None:
-        """What follows a beginning of the text; None where the text begins otherwise."""
+        """Return the chat behind a beginning of its text; None where the text begins otherwise."""
         if not self.text.startswith(beginning):
             return None
         ends = [end for end, character in enumerate(self.marked, 1) if character != self.mark]
@@ -173,54 +176,59 @@ class RenderedChat:
 def render_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     *,
     continues: bool = False,
-    **variables: Any,
+    **variables: object,
 ) -> RenderedChat:
-    """Return the chat as text that `encode_rendered` can tell the template's tokens in from people's words.
+    """Render a chat with marks by which `encode_rendered` distinguishes people's text from the template's.
 
-    continues: end the text with the content of the last message, which the model is to go on with.
+    continues: end the text with the content of the last message, which the model continues.
     Raises what `ChatTemplate.render` raises, and IncompatibleError where the template does not write
     the last message's content as it is.
     """
     special = _special_pattern(tokenizer)
-    values: list[Any] = [list(messages), variables]
-    # A mark inside keeps a string from being the special token through whatever the template does.
-    used = {
-        *_as_json(values, ensure_ascii=False),
+    # A mark inside a string keeps it from being the special token, whatever the template does with it.
+    used_characters = {
+        *_to_json([list(messages), variables], ensure_ascii=False),
         *template.default,
         *(template.separate_tools_template or ""),
     }
-    unused = (chr(code) for code in _MARKS if chr(code) not in used)
+    unused = (chr(code) for code in _MARKS if chr(code) not in used_characters)
     mark = next(unused, None)
     end = next(unused, None)
     if mark is None or end is None:
         raise UsageError("the messages use every private character of Unicode")
-    hidden = _replaced(values, lambda text: special.sub(lambda m: _broken(m[0], mark), text))
-    used_mark = mark if hidden != values else ""
+
+    def mark_tokens(text: str) -> str:
+        return special.sub(lambda match: _insert_mark(match[0], mark), text)
+
+    marked = [_map_mapping(message, mark_tokens) for message in messages]
+    marked_variables = _map_mapping(variables, mark_tokens)
+    is_changed = marked != list(messages) or marked_variables != variables
+    used_mark = mark if is_changed else ""
     if not continues:
-        return RenderedChat(template.render(hidden[0], **hidden[1]), used_mark)
-    last = hidden[0][-1]
-    hidden[0][-1] = {**last, "content": f"{last['content']}{end} "}
-    variables = {**hidden[1], "add_generation_prompt": False}
-    return RenderedChat(_until(template.render(hidden[0], **variables), end), used_mark)
+        return RenderedChat(template.render(marked, **marked_variables), used_mark)
+    marked[-1]["content"] = f"{marked[-1]['content']}{end} "
+    marked_variables["add_generation_prompt"] = False
+    rendered = template.render(marked, **marked_variables)
+    return RenderedChat(_text_before(rendered, end), used_mark)
 
 
-def _until(rendered: str, end: str) -> str:
-    """Return what stands before the mark `end`, behind which a blank followed.
+def _text_before(rendered: str, end: str) -> str:
+    """Return the text before the mark `end`, which a blank followed in the message.
 
-    A template that trims a message has dropped that blank, and would have trimmed the content too.
+    A template that trims messages dropped that blank, and would have trimmed the content too.
     """
-    text, found, rest = rendered.rpartition(end)
-    if not found:
-        words = "the chat template does not write the last message as it is"
-        raise IncompatibleError(f"{words}, so a reply that is begun cannot be continued")
-    return text if rest.startswith(" ") else text.rstrip()
+    text, separator, suffix = rendered.rpartition(end)
+    if not separator:
+        message = "the chat template does not write the last message as it is"
+        raise IncompatibleError(f"{message}, so a reply that is begun cannot be continued")
+    return text if suffix.startswith(" ") else text.rstrip()
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
-    """Token ids of a rendered chat or a part; what has a mark between two special tokens is plain text."""
+    """Return the token ids of a rendered chat or a part; pieces with a mark are plain text."""
     mark = rendered.mark
     if not mark:
         return tokenizer.encode(rendered.marked, parse_special=True)
@@ -233,26 +241,37 @@ def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
 
 
 def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return the pattern of the special tokens' names, the longest first."""
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
-def _broken(name: str, mark: str) -> str:
+def _insert_mark(name: str, mark: str) -> str:
+    """Return a special token's name with a mark inside."""
     return name[0] + mark + name[1:] if len(name) > 1 else mark + name
 
 
-def _replaced(value: Any, change: Any) -> Any:
+def _map_mapping(mapping: Mapping[str, object], change: Callable[[str], str]) -> dict[str, object]:
+    """Return a mapping with all strings in its keys and values changed."""
+    return {change(key): _map_strings(value, change) for key, value in mapping.items()}
+
+
+def _map_strings(value: object, change: Callable[[str], str]) -> object:
+    """Return a JSON value with all its strings changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_replaced(key, change): _replaced(item, change) for key, item in value.items()}
-    return [_replaced(item, change) for item in value] if isinstance(value, list | tuple) else value
+        members = value.items()
+        return {_map_strings(key, change): _map_strings(child, change) for key, child in members}
+    if isinstance(value, list | tuple):
+        return [_map_strings(child, change) for child in value]
+    return value
 
 
 def isolated_command(program: str) -> list[str]:
-    """The command that runs Python code with this process's imports, but with none from the working folder.
+    """Return the command that runs Python code with this process's imports, without the working folder.
 
-    -I keeps that folder and PYTHON* variables out. Where spd itself lies in the working folder it stays.
+    -I leaves that folder and PYTHON* variables out. spd itself stays where it lies in the working folder.
     """
     home = str(Path(__file__).resolve().parents[2])
     there = [path for path in sys.path if os.path.isabs(path) and os.path.exists(path)]
@@ -262,18 +281,18 @@ def isolated_command(program: str) -> list[str]:
 
 
 class TemplateProcess:
-    """One worker, asked by one thread at a time."""
+    """One worker process, used by one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, str]:
-        """The worker's answer (see `template_worker.render`), or {"limit": ...} where a limit ended it.
+    def render(self, source: str, variables: Mapping[str, object]) -> dict[str, str]:
+        """Return the worker's reply (see `template_worker.render`), or {"limit": ...} where a limit ended it.
 
         Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """
-        request = _as_json({"source": source, "variables": dict(variables)}).encode()
+        request = _to_json({"source": source, "variables": dict(variables)}).encode()
         reply: dict[str, str] | None = None
         with self._lock:
             process = self._process
@@ -286,9 +305,9 @@ class TemplateProcess:
                     process.stdin.flush()
                     reply = json.loads(process.stdout.readline(REPLY_LIMIT))
             finally:
-                # Also where an interrupt came: the answer still to come must not meet another question.
+                # Also after an interrupt: the pending reply must not be read by another request.
                 if reply is None or "memory" in reply:
-                    _end(process)
+                    _end_process(process)
         if reply is None and process.returncode > 0:
             raise EngineError(f"the chat template worker ended with status {process.returncode}")
         return reply or {"limit": "takes too much time or memory"}
@@ -296,7 +315,7 @@ class TemplateProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         code = "from spd.formats.template_worker import main; main()"
         pipe = subprocess.PIPE
-        try:  # in a session of its own: Ctrl-C in the terminal is not for the worker
+        try:  # in a separate session: Ctrl-C in the terminal must not reach the worker
             self._process = process = subprocess.Popen(
                 isolated_command(code),
                 stdin=pipe,
@@ -308,21 +327,19 @@ class TemplateProcess:
             raise EngineError(
                 f"cannot start the chat template worker: {error.strerror or error}"
             ) from None
-        weakref.finalize(self, _end, process)
+        weakref.finalize(self, _end_process, process)
         return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with (
-        suppress(OSError),
-        process,
-    ):  # closes, waits; what was not read of a request cannot be flushed
+    # Closes the pipes and waits; a request that was not read cannot be flushed.
+    with suppress(OSError), process:
         pass
 
 
-def _as_json(value: object, *, ensure_ascii: bool = True) -> str:
-    """Raises `UsageError` for what is not JSON."""
+def _to_json(value: object, *, ensure_ascii: bool = True) -> str:
+    """Return a value as JSON. Raises `UsageError` for a value without a JSON form."""
     try:
         return json.dumps(value, ensure_ascii=ensure_ascii)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,20 +1,18 @@
-"""Where the embedded demos lie: tiny trained targets. Inside the first: a small draft and an EAGLE-3 head."""
+"""The folders of the embedded demos: tiny trained targets, the first with a draft and an EAGLE-3 head."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
 
-DEMOS = (
-    "demo",
-    "demo-hybrid",
-)  # their names, accepted wherever a model is named; they share a tokenizer
+DEMOS = ("demo", "demo-hybrid")
+"""Names of the demos, accepted wherever a model is named. They share a tokenizer."""
 
 
 def demo_folder(name: str = "demo") -> Path:
+    """Return the folder of a demo."""
     return Path(__file__).parent / name
 
 
-demo_draft_folder, demo_eagle3_folder = (
-    partial(demo_folder, f"demo/{name}") for name in ("draft", "eagle3")
-)
+demo_draft_folder = partial(demo_folder, "demo/draft")
+demo_eagle3_folder = partial(demo_folder, "demo/eagle3")

@@ -1,4 +1,4 @@
-"""Encoding by the `tokenizers` library in a thread that can be given up: nothing interrupts the library."""
+"""Encoding by the `tokenizers` library in a thread that can be abandoned: no call interrupts the library."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import tokenizers
 
 from spd.errors import CheckpointError
 
-FEW_CHARACTERS = 32  # of a text that no pattern can take long for
-SECONDS = 10.0  # of a processor, beside what the length of a text takes
+SHORT_TEXT = 32
+"""Characters of a text that no pattern takes long for."""
+BASE_SECONDS = 10.0
 SECONDS_PER_CHARACTER = 5e-5
+"""The time limit of a text: seconds of a processor, and seconds for each character."""
 
 Encode = Callable[[str, bool], list[int]]
-"""From a text, and whether it may name special tokens, to ids."""
+"""A function from a text, and True if it may contain special tokens, to ids."""
 _Texts = queue.SimpleQueue[tuple[str, bool] | None]
 _Results = queue.SimpleQueue[list[int] | BaseException]
 
 
 class Encoder:
-    """Encodes in a thread of its own; the patterns of a tokenizer may take hours for a page of text."""
+    """Encodes in a separate thread; the patterns of a tokenizer may take hours for a page of text."""
 
     def __init__(self, encode: Encode, where: str) -> None:
         self._encode = encode
@@ -32,31 +34,31 @@ class Encoder:
         self._texts: _Texts = queue.SimpleQueue()
         self._results: _Results = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._process = 0  # that the thread belongs to: a forked child has none
+        self._process = 0  # the process of the thread: a forked child has no thread
         self._is_stuck = False
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Return the ids of a text. Raises CheckpointError where that takes too long."""
-        if len(text) <= FEW_CHARACTERS:
+        """Return the ids of a text. Raises CheckpointError after the time limit."""
+        if len(text) <= SHORT_TEXT:
             return self._encode(text, parse_special)
         if self._is_stuck:
-            raise self._refusal()
+            raise self._timeout_error()
         if self._thread is None or self._process != os.getpid():
             self._start()
         thread = self._thread
         assert thread is not None and thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
-        limit = time.clock_gettime(clock) + SECONDS + len(text) * SECONDS_PER_CHARACTER
+        limit = time.clock_gettime(clock) + BASE_SECONDS + len(text) * SECONDS_PER_CHARACTER
         self._texts.put((text, parse_special))
-        self._is_stuck = True  # until there is a result, also where an interrupt comes
+        self._is_stuck = True  # until there is a result, also after an interrupt
         while True:
             try:
                 result = self._results.get(timeout=1)
                 break
             except queue.Empty:
                 if time.clock_gettime(clock) > limit:
-                    raise self._refusal() from None
-            except BaseException:  # an interrupt: the result would meet another text
+                    raise self._timeout_error() from None
+            except BaseException:  # an interrupt: the result would be taken for another text's
                 self._thread = None
                 self._is_stuck = False
                 raise
@@ -72,24 +74,24 @@ class Encoder:
         arguments = (self._encode, self._texts, self._results)
         self._thread = threading.Thread(target=_encode_texts, args=arguments, daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._texts.put, None)  # the thread ends with what it serves
+        weakref.finalize(self, self._texts.put, None)  # ends the thread with this object
 
-    def _refusal(self) -> CheckpointError:
-        why = "its patterns take too long for this text"
-        return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {why}")
+    def _timeout_error(self) -> CheckpointError:
+        reason = "its patterns take too long for this text"
+        return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {reason}")
 
 
 def encode_ids(library: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
-    """Return the ids of a text, without what a post-processor adds."""
+    """Return the ids of a text, without those that a post-processor adds."""
     library.encode_special_tokens = not parse_special
-    # Of the encoding calls only this one lets go of the interpreter.
+    # This is the only encoding call that releases the interpreter lock.
     encoded = library.encode_batch_fast([text], add_special_tokens=False)
     ids: list[int] = encoded[0].ids
     return ids
 
 
 def _encode_texts(encode: Encode, texts: _Texts, results: _Results) -> None:
-    """Encode texts as they come, until None comes."""
+    """Encode texts from a queue until None arrives; put ids or the exception into another."""
     while (text := texts.get()) is not None:
         try:
             results.put(encode(*text))

@@ -1,4 +1,4 @@
-"""A model folder, or a GGUF file: each of its small files is read at first use, once, and kept."""
+"""A model folder, or a GGUF file: each of its small files is read once, at first use, and cached."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelFolder(os.PathLike[str]):
-    """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone.
+    """The parts of a model folder. Equal by path; copied and pickled as its path alone.
 
-    Where the path leads to a GGUF file, that one file says everything.
+    Where the path leads to a GGUF file, all parts are read from that file.
     """
 
     path: Path
 
     @classmethod
     def from_path(cls, folder: Path | ModelFolder) -> ModelFolder:
+        """Return the folder at a path; a ModelFolder is returned as it is."""
         return folder if isinstance(folder, ModelFolder) else cls(folder)
 
     @classmethod
     def resolve(cls, reference: str) -> ModelFolder:
-        """What a person's words mean; see `resolve_model`."""
+        """Return the folder of a path or a model's name; see `resolve_model`."""
         return cls(resolve_model(reference))
 
     @cached_property
@@ -54,77 +55,83 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def fields(self) -> Fields:
-        """`config.json` as it stands there, or what a GGUF file says. Raises NotFoundError without any."""
+        """`config.json` as written, or a GGUF file's fields. Raises NotFoundError without a configuration."""
         if self.gguf is not None:
             return self.gguf.fields
         if CONFIG_FILE not in list_folder(self.path):
-            why = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
-            raise NotFoundError(why, fix=["-m the folder that holds config.json and safetensors"])
+            message = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
+            raise NotFoundError(
+                message, fix=["-m the folder that holds config.json and safetensors"]
+            )
         return Fields.read(self.path / CONFIG_FILE)
 
     @cached_property
-    def _stated(self) -> ModelConfig:
-        """What `config.json` says, whatever the weights hold."""
+    def _declared_config(self) -> ModelConfig:
+        """The configuration in `config.json`, whatever the weights are."""
         fields = self.fields if self.gguf is not None else with_quantization(self.fields, self.path)
         return model_config.model_config_of(fields)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """What the model, or the EAGLE-3 head, is. A head that is stored counts more than a flag."""
-        stated = self._stated
-        if stated.head_kind is not None:
-            return stated
+        """The configuration of the model or EAGLE-3 head; a stored output head overrides the flag for it."""
+        declared = self._declared_config
+        if declared.head_kind is not None:
+            return declared
         try:
-            tied = self._is_tied(stated.tie_embeddings)
-        except (
-            SpdError
-        ):  # without weights that can be read, which others refuse where they need them
-            return stated
-        return stated if tied == stated.tie_embeddings else replace(stated, tie_embeddings=tied)
+            tied = self._is_tied(declared.tie_embeddings)
+        except SpdError:  # unreadable weights are refused where they are needed
+            return declared
+        return (
+            declared if tied == declared.tie_embeddings else replace(declared, tie_embeddings=tied)
+        )
 
-    def _is_tied(self, stated: bool) -> bool:
+    def _is_tied(self, declared_tied: bool) -> bool:
         """True if the embedding is the output head too, by the configuration and the weights.
 
         As in transformers, a stored head is used where it differs from the embedding.
         """
         tensors = self.checkpoint.tensors
         if HEAD not in tensors:
-            return stated or self.fields.get("tie_word_embeddings") is True  # of a wrapper
-        if not stated or EMBEDDING not in tensors:
-            return stated
-        with self.checkpoint as opened:
-            is_copy = opened.tensors_equal(HEAD, opened, EMBEDDING)
+            # The flag of a wrapper counts too.
+            return declared_tied or self.fields.get("tie_word_embeddings") is True
+        if not declared_tied or EMBEDDING not in tensors:
+            return declared_tied
+        with self.checkpoint as checkpoint:
+            is_copy = checkpoint.tensors_equal(HEAD, checkpoint, EMBEDDING)
         if not is_copy:
-            words = "%s: tie_word_embeddings is true, but %s is stored and differs: it is the head"
-            logger.warning(words, self.path / CONFIG_FILE, HEAD)
+            message = (
+                "%s: tie_word_embeddings is true, but %s is stored and differs: it is the head"
+            )
+            logger.warning(message, self.path / CONFIG_FILE, HEAD)
         return is_copy
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weights' checked headers. Closing it closes files only: tensors can be read again.
+        """The checked headers of the weights. Closing it closes files only: tensors can be read again.
 
-        MTP layers in a file that the index does not name are among them.
+        They include MTP layers in a file that the index does not name.
         """
         if self.gguf is not None:
             return self.gguf.checkpoint
         try:
-            layers = self._stated.num_layers
+            layers = self._declared_config.num_layers
         except SpdError:
             return Checkpoint.open(self.path)
         return Checkpoint.open(self.path, is_extra=partial(is_mtp_tensor, num_layers=layers))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the folder has no tokenizer.json."""
+        """The tokenizer; None where the folder has no tokenizer.json."""
         if self.gguf is not None:
             return self.gguf.tokenizer
         from spd.formats.tokenizer import Tokenizer
 
-        known = (self.path / TOKENIZER_FILE).exists()
-        return Tokenizer.open(self.path, self.tokenizer_config) if known else None
+        has_tokenizer = (self.path / TOKENIZER_FILE).exists()
+        return Tokenizer.open(self.path, self.tokenizer_config) if has_tokenizer else None
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
+        """The special tokens of the files beside tokenizer.json."""
         from spd.formats.tokenizer_config import read_tokenizer_config
 
         if self.gguf is not None:
@@ -142,15 +149,18 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def generation(self) -> GenerationConfig:
+        """The default sampling parameters and end ids."""
         if self.gguf is not None:
             return self.gguf.generation
         return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
 
     def require_folder(self, command: str) -> None:
-        """Raise UsageError for a GGUF file: the command reads safetensors."""
+        """Raise UsageError for a GGUF file: `command` reads safetensors."""
         if self.gguf is not None:
-            why = f"{self.path}: is a GGUF file, {command} reads a folder with safetensors"
-            raise UsageError(why, fix=["the model as it was published, before it was converted"])
+            message = f"{self.path}: is a GGUF file, {command} reads a folder with safetensors"
+            raise UsageError(
+                message, fix=["the model as it was published, before it was converted"]
+            )
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -1,7 +1,7 @@
-"""From what a person types to a model: a path, an embedded demo, or a name in a store on this machine.
+"""Resolution of a reference to a model: a path, an embedded demo, or a name in a store on this machine.
 
 Stores are the hub's cache, in the layout of huggingface_hub (`models--org--name/refs`, `snapshots`), and
-those of other programs (`stores`). Never touches the network; this is the only module of the room that
+those of other programs (`stores`). Never uses the network; this is the only module of the package that
 reads the environment.
 """
 
@@ -36,12 +36,12 @@ from spd.formats.stores import (
 )
 
 ADAPTER = "adapter_config.json"
-REF_LIMIT = 1000  # bytes of the file that says which snapshot a revision is
+REF_LIMIT = 1000  # bytes of a file that names the snapshot of a revision
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
 _TAGGED = re.compile(rf"((?:{_WORD}/)*{_WORD}):({_WORD})")
-"""A name, and which of a repository's GGUF files or of Ollama's models of that name is meant."""
+"""A name, and the tag of a repository's GGUF file or of Ollama's model."""
 _OLLAMA_FOLDERS = (
     "~/.ollama/models",
     "/usr/share/ollama/.ollama/models",
@@ -49,9 +49,9 @@ _OLLAMA_FOLDERS = (
     "/var/lib/ollama/.ollama/models",
     "/var/snap/ollama/common/models",
 )
-"""Where Ollama keeps models: started by a person, or as a service of several systems."""
+"""Ollama's folders of models: started by a person, or as a service of several systems."""
 _LM_STUDIO_POINTER = "~/.lmstudio-home-pointer"
-"""The file that says where LM Studio's folder is, if it was moved."""
+"""The file with the path of LM Studio's folder, if it was moved."""
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _ADDRESS = re.compile(
     r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
@@ -59,28 +59,28 @@ _ADDRESS = re.compile(
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps downloads: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HOME") or usual, "hub")
+    """Return huggingface_hub's folder of downloads: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(os.environ.get("HF_HOME") or default, "hub")
     return Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()
 
 
 def spd_cache_folder() -> Path:
-    """Where spd keeps what it can make again: never below the working folder, as kernels kept there run."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "spd"
+    """Return spd's cache: never below the working folder, since compiled kernels in it are run."""
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (configured if configured.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
 def model_stores() -> list[Store]:
-    """Return where programs keep models on this machine, the hub's cache first."""
+    """Return the places where programs store models on this machine, the hub's cache first."""
     home = Path("~").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     caches = home / "Library/Caches" if sys.platform == "darwin" else caches
     llama_cpp = Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp").expanduser()
     lm_studio = [home / ".lmstudio/models", home / ".cache/lm-studio/models"]
     with suppress(SpdError):
-        moved = read_text(Path(_LM_STUDIO_POINTER).expanduser(), REF_LIMIT).strip()
-        lm_studio.insert(0, Path(moved).expanduser() / "models")
+        moved_folder = read_text(Path(_LM_STUDIO_POINTER).expanduser(), REF_LIMIT).strip()
+        lm_studio.insert(0, Path(moved_folder).expanduser() / "models")
     variable = os.environ.get("OLLAMA_MODELS")
     roots = (variable,) if variable else _OLLAMA_FOLDERS
     return [
@@ -92,16 +92,16 @@ def model_stores() -> list[Store]:
 
 
 def resolve_model(reference: str) -> Path:
-    """The folder or GGUF file that a reference means.
+    """Return the folder or GGUF file of a reference.
 
-    What lies at a path wins over a stored model of the same name; of a cached one the revision `main`
-    counts, or the only one. Raises `NotFoundError`, and `UsageError` for words that cannot be a model.
+    A model at a path wins over a stored one of the same name; of a cached one the revision `main` is
+    taken, or the only one. Raises `NotFoundError`, and `UsageError` for a text that cannot be a model.
     """
     if not reference.strip() or "\0" in reference:
-        known = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
-        raise UsageError(f"{display_text(reference)}: is not a model: give {known}")
+        alternatives = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
+        raise UsageError(f"{display_text(reference)}: is not a model: give {alternatives}")
     path = Path(os.path.expanduser(reference))
-    if reference in DEMOS:  # whatever lies in the working directory: ./demo is a folder
+    if reference in DEMOS:  # also where the working directory has such a folder: that one is ./demo
         return _model_at(demo_folder(reference))
     if os.path.lexists(path):
         return _model_at(path)
@@ -113,15 +113,15 @@ def resolve_model(reference: str) -> Path:
         name = address[1] + (
             f" --revision {address[2]}" if address[2] not in (None, "main") else ""
         )
-        why = f"{reference}: is an address; a model on the hub is named org/name"
-        raise UsageError(why, fix=[f"spd pull {name}", f"-m {name}"])
+        message = f"{reference}: is an address; a model on the hub is named org/name"
+        raise UsageError(message, fix=[f"spd pull {name}", f"-m {name}"])
     if tagged := _TAGGED.fullmatch(reference):
         raise _not_stored(reference, tagged[1])
     return _model_at(path)
 
 
 def _model_at(path: Path) -> Path:
-    """Return a path that leads to a model. Raises what says why it leads to none."""
+    """Return a path that leads to a model. Raises an error with the reason where it leads to none."""
     if is_gguf(path):
         return path
     if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
@@ -132,7 +132,7 @@ def _model_at(path: Path) -> Path:
 
 
 def _named_model(name: str) -> Path:
-    """Return the model of a repository's name: a folder in the hub's cache, else what a store has of it."""
+    """Return the model of a repository's name: a folder in the hub's cache, else a store's model."""
     snapshot = current_snapshot(cached_folder(name))
     if snapshot is None or not has_safetensors(snapshot):
         check_repository_name(name)
@@ -142,9 +142,9 @@ def _named_model(name: str) -> Path:
 
 
 def find_stored_model(reference: str) -> StoredModel | None:
-    """Return the model that a name means in the stores; None for none.
+    """Return the model of a name in the stores; None without one.
 
-    Raises UsageError where it means several, CheckpointError where it is one that cannot be opened.
+    Raises UsageError where the name fits several, CheckpointError where the model cannot be opened.
     """
     answering = [
         model
@@ -170,11 +170,11 @@ def find_stored_model(reference: str) -> StoredModel | None:
 
 def _not_stored(reference: str, name: str) -> NotFoundError:
     """Return the error for a name with a tag that no store has."""
-    near = difflib.get_close_matches(reference, [model.name for model in list_models()], n=1)
+    matches = difflib.get_close_matches(reference, [model.name for model in list_models()], n=1)
     message = f"{reference}: no store on this machine has it"
-    message += f": did you mean {near[0]}?" if near else ""
+    message += f": did you mean {matches[0]}?" if matches else ""
     pull = [f"spd pull {reference}"] if name.count("/") == 1 else []
-    return NotFoundError(message, fix=[*(f"-m {match}" for match in near), *pull, "spd ls"])
+    return NotFoundError(message, fix=[*(f"-m {match}" for match in matches), *pull, "spd ls"])
 
 
 def list_models() -> list[StoredModel]:
@@ -190,27 +190,31 @@ def list_models() -> list[StoredModel]:
 
 
 def not_a_model_error(path: Path) -> SpdError | None:
-    """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
-    called = model_name_of_snapshot(path) or str(path)
+    """Return the error for a file, or a folder without weights, with fixes; None for an unknown kind."""
+    name_or_path = model_name_of_snapshot(path) or str(path)
     names = list_folder(path) if path.is_dir() else []
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
-        why = f"{called}: holds GGUF files, one of which is to be named: {', '.join(abbreviate(ggufs, 3))}"
-        return CheckpointError(why, fix=[f"-m {path / name}" for name in ggufs[:3]])
+        names_text = ", ".join(abbreviate(ggufs, 3))
+        message = f"{name_or_path}: holds GGUF files, one of which is to be named: {names_text}"
+        return CheckpointError(message, fix=[f"-m {path / name}" for name in ggufs[:3]])
     if path.suffix.lower() == ".gguf" and not os.path.lexists(path):
         return NotFoundError(f"{path}: there is no such file")
     if not path.is_dir():
-        why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
-        return CheckpointError(why, fix=[f"-m {path.parent}"])
+        message = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
+        return CheckpointError(message, fix=[f"-m {path.parent}"])
     if ADAPTER in names:
         base = Fields.read(path / ADAPTER).get("base_model_name_or_path")
-        why = f"{called}: is a LoRA adapter of {display_text(base)}, "
-        why += "to be merged into it (PEFT's merge_and_unload)"
-        return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
+        message = f"{name_or_path}: is a LoRA adapter of {display_text(base)}, "
+        message += "to be merged into it (PEFT's merge_and_unload)"
+        return CheckpointError(message, fix=[f"-m {base} runs it without the adapter"])
     if pickles := [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]:
-        usual = [name for name in pickles if name.startswith("pytorch_model")]
+        torch_files = [name for name in pickles if name.startswith("pytorch_model")]
         convert = shlex.join([sys.executable, "-I", "-m", "spd.cli.unpickle", str(path)])
-        why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
-        return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
+        file = (torch_files or pickles)[0]
+        message = f"{name_or_path}/{file}: pickle formats are not supported, only safetensors is"
+        return CheckpointError(
+            message, fix=[convert if torch_files else "a repository with safetensors"]
+        )
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
     if not inside or CONFIG_FILE in names:
         return None
@@ -220,16 +224,16 @@ def not_a_model_error(path: Path) -> SpdError | None:
     )
 
 
-def incomplete_error(folder: Path, what: str) -> SpdError:
-    """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
+def incomplete_error(folder: Path, reason: str) -> SpdError:
+    """Return the error for a folder without some files; the fix for a snapshot is to continue a download."""
     if (name := model_name_of_snapshot(folder)) is None:
-        return CheckpointError(f"{folder}: {what}")
+        return CheckpointError(f"{folder}: {reason}")
     pull = [f"spd pull {name} --revision {folder.name}"]
-    return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=pull)
+    return NotFoundError(f"{name}: the copy in the local cache is incomplete: {reason}", fix=pull)
 
 
 def is_offline() -> bool:
-    """Whether the hub must not be asked, as huggingface_hub reads it."""
+    """True if the hub must not be used, by huggingface_hub's variable."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -244,7 +248,7 @@ def is_repository_name(reference: str) -> bool:
 
 
 def split_tag(reference: str) -> tuple[str, str | None]:
-    """Return a repository's name and which of its GGUF files is meant; None where that is not said."""
+    """Return a repository's name and the tag of its GGUF file; None without a tag."""
     tagged = _TAGGED.fullmatch(reference)
     return (tagged[1], tagged[2]) if tagged else (reference, None)
 
@@ -252,7 +256,7 @@ def split_tag(reference: str) -> tuple[str, str | None]:
 def check_repository_name(name: str, revision: str | None = None) -> None:
     """Raise `UsageError` for an invalid model name on the hub, and an invalid branch, tag or commit."""
     if _ADDRESS.fullmatch(name):
-        resolve_model(name)  # which says what it is
+        resolve_model(name)  # raises the error for an address
     if name.lower().endswith(".gguf"):
         message = f"{name}: is a file; a repository's is named by what follows its name"
         raise UsageError(message, fix=["org/name:Q4_K_M"])
@@ -271,27 +275,27 @@ def check_repository_name(name: str, revision: str | None = None) -> None:
 
 
 def cached_folder(name: str) -> Path:
-    """Where the cache keeps everything of a model."""
+    """Return the folder of a model in the hub's cache."""
     return cache_folder() / f"models--{name.replace('/', '--')}"
 
 
 def model_name_of_snapshot(snapshot: Path) -> str | None:
-    """The model of which a folder is a snapshot in the hub's cache."""
-    found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$", str(snapshot))
-    return found[1].replace("--", "/", 1) if found else None
+    """Return the model's name of a snapshot folder in the hub's cache; None for another folder."""
+    match = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$", str(snapshot))
+    return match[1].replace("--", "/", 1) if match else None
 
 
 def list_cached_models() -> list[str]:
-    """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
+    """Return the sorted names of models with a snapshot in the hub's cache; empty without a cache."""
     snapshots = cache_folder().glob("models--*/snapshots/*")
-    return sorted({name for each in snapshots if (name := model_name_of_snapshot(each))})
+    return sorted({name for snapshot in snapshots if (name := model_name_of_snapshot(snapshot))})
 
 
 def find_assistant(folder: Path) -> Path | None:
-    """Where the drafter published for a model is: NAME-assistant, beside its folder or in the cache."""
-    beside = folder.parent / f"{folder.name}-assistant"
-    if (beside / CONFIG_FILE).is_file():
-        return beside
+    """Return the folder of a model's published drafter, NAME-assistant, beside its own or in the cache."""
+    neighbour = folder.parent / f"{folder.name}-assistant"
+    if (neighbour / CONFIG_FILE).is_file():
+        return neighbour
     with suppress(SpdError):
         if name := model_name_of_snapshot(folder):
             return _cached_snapshot(f"{name}-assistant")
@@ -306,27 +310,30 @@ def _cached_snapshot(name: str) -> Path:
         snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
         full_names = [*(model.name for model in list_models()), *DEMOS]
-        short = {full.rpartition("/")[2].partition(":")[0].lower(): full for full in full_names}
-        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
-        close = short[near[0]] if near else None
-        full = name if "/" in name else f"ORG/{name}"
-        why = (
+        short = {
+            full_name.rpartition("/")[2].partition(":")[0].lower(): full_name
+            for full_name in full_names
+        }
+        matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
+        closest = short[matches[0]] if matches else None
+        full_name = name if "/" in name else f"ORG/{name}"
+        message = (
             "it is not in the local cache"
-            if full == name
-            else f"a model on the hub is named {full}"
+            if full_name == name
+            else f"a model on the hub is named {full_name}"
         )
-        why += f": did you mean {close}?" if close else ""
-        fix = [f"-m {close}" if close and full != name else f"spd pull {full}"]
-        raise NotFoundError(f"{name}: there is no such folder, and {why}", fix=fix)
+        message += f": did you mean {closest}?" if closest else ""
+        fix = [f"-m {closest}" if closest and full_name != name else f"spd pull {full_name}"]
+        raise NotFoundError(f"{name}: there is no such folder, and {message}", fix=fix)
     main = folder / "refs" / "main"
     commit = snapshots[0] if len(snapshots) == 1 else None
     with suppress(CheckpointError):
-        said = read_text(main, REF_LIMIT).strip()
-        commit = said if said in snapshots else commit
+        revision = read_text(main, REF_LIMIT).strip()
+        commit = revision if revision in snapshots else commit
     if commit is None:
         reason = [
             f"looked for: {main}",
-            *abbreviate([f"in the cache: {each}" for each in snapshots]),
+            *abbreviate([f"in the cache: {commit_name}" for commit_name in snapshots]),
         ]
         fix = [f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"]
         raise NotFoundError(

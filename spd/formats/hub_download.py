@@ -1,6 +1,6 @@
-"""Downloads from the Hugging Face hub into its own cache: the files that `spd` reads, each with its hash.
+"""Downloads from the Hugging Face hub into its cache: the files that `spd` reads, each checked by its hash.
 
-The only module that imports huggingface_hub. A finished file is kept whatever happens to the next one.
+The only module that imports huggingface_hub. A finished file stays, whatever happens to the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
 from huggingface_hub import errors as hub_errors
@@ -55,8 +55,8 @@ SMALL_FILES |= {
     "additional_chat_templates/tool_use.jinja",
 }
 SMALL_FILES |= {*QUANTIZATION_FILES}
-SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
-_MAKE_ROOM = "spd rm NAME for a model that is not needed"
+FREE_SPACE_FACTOR = 1.05  # required free space, as a share of the download
+_FREE_SPACE_FIX = "spd rm NAME for a model that is not needed"
 _GGUF_NAME = re.compile(r"(?:\w[\w.+ -]*/)?\w[\w.+ -]*\.gguf", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
@@ -64,55 +64,55 @@ _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """What would be downloaded of one revision of a repository."""
+    """The files to download of one revision of a repository."""
 
     name: str
     revision: str | None
     commit: str
     files: tuple[RepoSibling, ...]
     missing_bytes: int  # of the files that are not in the cache yet
-    gguf: FileSet | None = None  # what was chosen of a repository of GGUF files
+    gguf: FileSet | None = None  # the chosen files of a repository of GGUF files
 
 
 def look_up_model(
     name: str, revision: str | None = None, tag: str | None = None, free: int = 0
 ) -> RemoteModel:
-    """Look up what the hub has of a model, and what is to come; fetches the index of the shards at most.
+    """Look up a model on the hub and its files to download; fetch at most the index of the shards.
 
-    tag: which of its GGUF files; where it has several, and no safetensors, one has to be chosen. free: bytes
-    of memory, by which is said what fits. Raises UsageError for what is no name or no choice, NotFoundError,
-    NetworkError, IncompatibleError without a model that can be read.
+    tag: of its GGUF files; where it has several, and no safetensors, a tag is required. free: bytes of
+    memory, for the message that says which of them fit. Raises UsageError for an invalid name or tag,
+    NotFoundError, NetworkError, and IncompatibleError without a supported model.
     """
     check_repository_name(name, revision)
-    with _in_words(name):
+    with _convert_hub_errors(name):
         info = HfApi(endpoint=constants.ENDPOINT).model_info(
             name, revision=revision, files_metadata=True
         )
         commit = str(info.sha)
-        every = {file.rfilename: file for file in info.siblings or ()}
+        files = {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        chosen = _chosen(name, tag, every, free)
+        chosen = _choose_gguf(name, tag, files, free)
         if chosen is not None:
-            wanted = [every[file] for file in _with_drafter(chosen, every)]
-        elif CONFIG_FILE not in every:
+            selected = [files[file] for file in _add_drafter_files(chosen, files)]
+        elif CONFIG_FILE not in files:
             raise IncompatibleError(
                 f"{name}: the repository has no config.json, so it is no model folder"
             )
         else:
-            wanted = [file for file in every.values() if file.rfilename in SMALL_FILES]
-            wanted += _weights(name, commit, every)
-        there = cached_folder(name) / "snapshots" / commit
+            selected = [file for file in files.values() if file.rfilename in SMALL_FILES]
+            selected += _select_weights(name, commit, files)
+        snapshot = cached_folder(name) / "snapshots" / commit
         missing = sum(
-            int(file.size or 0) for file in wanted if not (there / file.rfilename).is_file()
+            int(file.size or 0) for file in selected if not (snapshot / file.rfilename).is_file()
         )
-        return RemoteModel(name, revision, commit, tuple(wanted), missing, chosen)
+        return RemoteModel(name, revision, commit, tuple(selected), missing, chosen)
 
 
-def _chosen(
+def _choose_gguf(
     name: str, tag: str | None, offered: Mapping[str, RepoSibling], free: int
 ) -> FileSet | None:
-    """Return the GGUF files that are meant of a repository; None where its safetensors are."""
+    """Return the GGUF files to download of a repository; None where it has safetensors instead."""
     if tag is None and (WEIGHTS_FILE in offered or INDEX_FILE in offered):
         return None
     sets = file_sets(_gguf_sizes(offered))
@@ -132,27 +132,28 @@ def _gguf_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
     }
 
 
-def _with_drafter(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
-    """Return the files of a model, and of its MTP layers where they are beside it."""
+def _add_drafter_files(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
+    """Return the files of a model, and of its MTP layers where the repository has them."""
     drafter = find_drafter(_gguf_sizes(offered), chosen)
     return [*chosen.files, *(drafter.files if drafter else ())]
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
-    """Fetch what is missing and check it; returns the snapshot folder, which the branch or tag then means.
+    """Fetch and check the missing files, point the branch or tag at the snapshot, return its folder.
 
-    `report` hears of bytes as they come. Raises NetworkError, and ResourceError when the disk is full.
+    report: called with the number of bytes as they arrive. Raises NetworkError, and ResourceError when
+    the disk is full.
     """
     cache = cache_folder()
-    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < model.missing_bytes * SPARE_SHARE:
-        why = f"{model.missing_bytes:,} bytes to come, {free:,} free in {cache}"
-        fix = [_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"]
-        raise ResourceError(f"not enough disk space for {model.name}: {why}", fix=fix)
-    with _in_words(model.name):
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < model.missing_bytes * FREE_SPACE_FACTOR:
+        reason = f"{model.missing_bytes:,} bytes to come, {free:,} free in {cache}"
+        fix = [_FREE_SPACE_FIX, "HF_HOME=/another/disk spd pull …"]
+        raise ResourceError(f"not enough disk space for {model.name}: {reason}", fix=fix)
+    with _convert_hub_errors(model.name):
         for file in model.files:
-            _fetch(model.name, model.commit, file, report)
+            _fetch_file(model.name, model.commit, file, report)
         ref = cached_folder(model.name) / "refs" / (model.revision or "main")
         if ref.name != model.commit:  # as huggingface_hub does; files were fetched by commit
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -160,100 +161,118 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     return cached_folder(model.name) / "snapshots" / model.commit
 
 
-def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:
-    """Where a file lies in the cache; what was not there is downloaded and checked."""
+def _fetch_file(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:
+    """Return the path of a file in the cache; download and check it where it is missing."""
     path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
-        at = cache_folder()
-        meter = _meter(report)
-        hub = constants.ENDPOINT
+        cache = cache_folder()
+        progress_class = _make_progress_class(report)
+        endpoint = constants.ENDPOINT
         hf_hub_download(
-            name, file.rfilename, revision=commit, cache_dir=at, endpoint=hub, tqdm_class=meter
+            name,
+            file.rfilename,
+            revision=commit,
+            cache_dir=cache,
+            endpoint=endpoint,
+            tqdm_class=progress_class,
         )
         _check_hash(name, file, path)
     return path
 
 
-def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[RepoSibling]:
-    """The weights that loading would read: the single file, else the shards that the index names."""
-    if WEIGHTS_FILE in every:
-        return [every[WEIGHTS_FILE]]
-    if INDEX_FILE in every:
-        index = _fetch(name, commit, every[INDEX_FILE], lambda _: None)
+def _select_weights(name: str, commit: str, files: Mapping[str, RepoSibling]) -> list[RepoSibling]:
+    """Return the weights that loading reads: the single file, else the shards that the index names."""
+    if WEIGHTS_FILE in files:
+        return [files[WEIGHTS_FILE]]
+    if INDEX_FILE in files:
+        index = _fetch_file(name, commit, files[INDEX_FILE], lambda _: None)
         shards = sorted(set(read_weight_map(index).values()))
-        if absent := [shard for shard in shards if shard not in every]:
-            why = f"{INDEX_FILE} names {display_text(absent[0])}, which the hub does not have"
-            raise errors.CheckpointError(f"{name}: {why}")
-        return [every[shard] for shard in shards]
-    found = sorted(
-        {Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
+        if absent := [shard for shard in shards if shard not in files]:
+            reason = f"{INDEX_FILE} names {display_text(absent[0])}, which the hub does not have"
+            raise errors.CheckpointError(f"{name}: {reason}")
+        return [files[shard] for shard in shards]
+    suffixes = sorted(
+        {Path(file).suffix for file in files} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"}
     )
-    why = f"{name} has no {WEIGHTS_FILE} and no {INDEX_FILE}"
-    why += f", but {', '.join(found)} files, which spd does not read" if found else ""
-    raise IncompatibleError(why, fix=["a repository with safetensors weights"])
+    reason = f"{name} has no {WEIGHTS_FILE} and no {INDEX_FILE}"
+    reason += f", but {', '.join(suffixes)} files, which spd does not read" if suffixes else ""
+    raise IncompatibleError(reason, fix=["a repository with safetensors weights"])
 
 
 def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
-    """Compare a new file with the listing; what differs is removed from the cache, so that it is not read."""
-    wanted = file.lfs.sha256 if file.lfs else file.blob_id  # a small file's hash is git's
-    found = compute_file_hash(path, "sha256" if file.lfs else "git-sha1")
-    if wanted in (None, found):
+    """Compare a new file's hash with the hub's; remove a file that differs and raise NetworkError."""
+    expected = file.lfs.sha256 if file.lfs else file.blob_id  # a small file's hash is git's
+    actual = compute_file_hash(path, "sha256" if file.lfs else "git-sha1")
+    if expected in (None, actual):
         return
     blob = path.resolve()
     path.unlink()
-    if blob.parent.name == "blobs":  # wherever else it lies, it is not the cache's
+    if blob.parent.name == "blobs":  # elsewhere it is not the cache's
         blob.unlink()
-    why = f"{name}: {file.rfilename} is not the file that the hub lists; it was removed"
-    hashes = [f"hash wanted {wanted}", f"hash found  {found}"]
-    raise NetworkError(why, reason=hashes, fix=[f"spd pull {name}"])
+    reason = f"{name}: {file.rfilename} is not the file that the hub lists; it was removed"
+    hashes = [f"hash wanted {expected}", f"hash found  {actual}"]
+    raise NetworkError(reason, reason=hashes, fix=[f"spd pull {name}"])
 
 
-def _meter(report: Callable[[int], None]) -> Any:
-    class Meter(tqdm):  # type: ignore[misc]
-        """Hands on how many bytes came, and draws nothing."""
+def _make_progress_class(report: Callable[[int], None]) -> type[tqdm]:
+    """Return a class for the library's progress bars that calls `report`."""
 
-        def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
+    class ProgressReporter(tqdm):  # type: ignore[misc]
+        """A progress bar that reports the number of new bytes, and draws nothing."""
+
+        def __init__(self, *args: object, name: str | None = None, **options: object) -> None:
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             report(int(n or 0))
 
-    return Meter
+    return ProgressReporter
 
 
-def _check_names(response: Any) -> None:
-    """Refuse an ETag or a commit that is no name: the library makes paths of them as they are."""
+class _Request(Protocol):
+    method: str
+
+
+class _Response(Protocol):
+    """A response of the library's HTTP client, whose package depends on the library's version."""
+
+    headers: Mapping[str, str]
+    request: _Request
+
+
+def _check_response_names(response: _Response) -> None:
+    """Raise ValueError for an ETag or a commit that is no file name: the library makes paths of them."""
     headers = response.headers
     etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
     commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)
-    if response.request.method == "HEAD" and not (
-        _ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)
-    ):
+    are_names = _ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)
+    if response.request.method == "HEAD" and not are_names:
         raise ValueError(
             f"no name to go by: ETag {display_text(etag)}, commit {display_text(commit)}"
         )
 
 
-def _checked_client() -> Any:
+def _make_checked_client() -> Any:
+    """Return the library's HTTP client with a check of each response."""
     client = default_client_factory()
-    client.event_hooks = {**client.event_hooks, "response": [_check_names]}
+    client.event_hooks = {**client.event_hooks, "response": [_check_response_names]}
     return client
 
 
 @contextmanager
-def _in_words(name: str) -> Iterator[None]:
-    """Whatever the hub's library raises, as one refusal that says what to do."""
-    set_client_factory(_checked_client)
+def _convert_hub_errors(name: str) -> Iterator[None]:
+    """Turn an exception of the hub's library into an error with a fix."""
+    set_client_factory(_make_checked_client)
     try:
         yield
     except errors.SpdError:
         raise
     except Exception as error:
-        raise _refusal(name, error) from error
+        raise _convert_hub_error(name, error) from error
 
 
-def _refusal(name: str, error: Exception) -> errors.SpdError:
-    """What an error of the library means for a download."""
+def _convert_hub_error(name: str, error: Exception) -> errors.SpdError:
+    """Return the error for an exception of the library during a download."""
     token = "no token is set (HF_TOKEN)"
     if get_token():
         token = "this token (HF_TOKEN, hf auth login) has no access"
@@ -270,17 +289,17 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
         fix = [f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"]
         return NetworkError(f"{name} is gated, and {token}", fix=fix)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(f"the disk is full while downloading {name}", fix=[_MAKE_ROOM])
-    why = one_line(error) or type(error).__name__
+        return ResourceError(f"the disk is full while downloading {name}", fix=[_FREE_SPACE_FIX])
+    cause = one_line(error) or type(error).__name__
     if _is_lookup_failure(error):
-        why = "no network: the hub's host name cannot be looked up"
+        cause = "no network: the hub's host name cannot be looked up"
     elif isinstance(error, hub_errors.HfHubHTTPError):
-        why = f"the hub answered {status}"
+        cause = f"the hub answered {status}"
     elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
-        why = f"the hub gave a wrong answer: {why}"
+        cause = f"the hub gave a wrong answer: {cause}"
     reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept; the next pull continues."]
     fix = ["check the network, HTTPS_PROXY and HF_ENDPOINT", f"spd pull {name}"]
-    return NetworkError(f"cannot download {name}: {why}", reason=reason, fix=fix)
+    return NetworkError(f"cannot download {name}: {cause}", reason=reason, fix=fix)
 
 
 def _is_lookup_failure(error: BaseException) -> bool:

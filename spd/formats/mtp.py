@@ -1,8 +1,8 @@
-"""MTP heads as folders: where a head is read from, what fits a target, and what is cut out of a checkpoint.
+"""MTP heads as folders: their sources, their checks against a target, and their extraction of a checkpoint.
 
-A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose own checkpoint has
-none. `plan_head` cuts one out of a checkpoint: names stay, and only the shards that hold it and the two
-tables beside it are opened.
+A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose checkpoint has none.
+`plan_head` extracts one of a checkpoint: names stay, and only the shards with the head and with the target's
+embedding and output head are opened.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ HOW_TO_ATTACH = (
 )
 TABLES = (EMBEDDING, HEAD)
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Keys of `config.json` that say how many modules a head has."""
+"""Keys of `config.json` for the number of a head's modules."""
 
 
 @dataclass(frozen=True)
 class MtpSource:
-    """Where a target's MTP head is read from: the target's own folder, or a head folder."""
+    """The source of a target's MTP head: the target's own folder, or a head folder."""
 
     folder: ModelFolder
     layout: MtpLayout
-    config: ModelConfig  # the target's, whose layers the head's are like
-    verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
+    config: ModelConfig
+    """The target's configuration: the head's layers are like the target's."""
+    verifier: str = ""
+    """The model that a head folder was extracted from; empty for a head in the target's checkpoint."""
     verifier_sha256: str = ""
 
 
 def declared_module_count(fields: Fields) -> int:
-    """How many MTP modules `config.json` speaks of; 0 where it does not."""
+    """Return the number of MTP modules in `config.json`; 0 where it names none."""
     nested = fields.get("text_config")
-    found = fields.with_values({**(nested if isinstance(nested, dict) else {}), **fields.values})
-    return found.integer(
-        next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0
+    merged = fields.with_values({**(nested if isinstance(nested, dict) else {}), **fields.values})
+    return merged.integer(
+        next((key for key in COUNT_KEYS if key in merged), COUNT_KEYS[0]), 0, MAX_LAYERS, 0
     )
 
 
 def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
-    """The refusal of a checkpoint that has no MTP head, or lost the one that its configuration names."""
+    """Return the error for a checkpoint without an MTP head, or without the one of its configuration."""
     reason = [
         f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
     ]
@@ -66,17 +68,29 @@ def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleEr
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
-    """SHA-256 of a checkpoint's final norm as stored: small, and the same in quantized copies alone."""
+    """Return the SHA-256 of a checkpoint's final norm as stored.
+
+    The norm is small, and equal only in quantized copies of the checkpoint.
+    """
     meta = checkpoint.meta(FINAL_NORM)
     data = b"".join(checkpoint.read_pieces(meta))
     return hashlib.sha256(f"{meta.dtype} {list(meta.shape)} ".encode() + data).hexdigest()
 
 
 def make_head_config(
-    verifier_config: Mapping[str, Any], verifier: str, sha256: str, modules: int, *, quantized: bool
+    verifier_config: Mapping[str, object],
+    verifier: str,
+    sha256: str,
+    modules: int,
+    *,
+    quantized: bool,
 ) -> dict[str, Any]:
-    """The `config.json` of a head folder; verifier_config is the target's, as read from its file."""
-    kept = {
+    """Return the `config.json` of a head folder.
+
+    verifier_config: the target's `config.json`. sha256: see `verifier_hash`. quantized: keep the
+    target's quantization.
+    """
+    layer_config = {
         key: value
         for key, value in verifier_config.items()
         if quantized or key != "quantization_config"
@@ -86,7 +100,7 @@ def make_head_config(
         "architectures": [MTP_HEAD],
         "speculators_model_type": MODEL_TYPE,
         "num_nextn_predict_layers": modules,
-        "transformer_layer_config": kept,
+        "transformer_layer_config": layer_config,
         "speculators_config": {
             "algorithm": MODEL_TYPE,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": modules}],
@@ -101,32 +115,32 @@ def make_head_config(
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
-    """Read what a head folder says, and find its modules; `check_source` checks its tensors."""
+    """Read a head folder's configuration and find its modules; `check_source` checks its tensors."""
     fields = folder.fields
     layer = fields.optional_nested("transformer_layer_config")
     speculators = fields.optional_nested("speculators_config")
     kind = fields.get("speculators_model_type")
     if kind != MODEL_TYPE or layer is None or speculators is None:
-        why = f"{fields.where}: speculators_model_type: {display_text(kind)}: "
-        why += "this is no folder with an MTP head"
+        message = f"{fields.where}: speculators_model_type: {display_text(kind)}: "
+        message += "this is no folder with an MTP head"
         fix = ["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"]
-        raise CheckpointError(why, fix=fix)
+        raise CheckpointError(message, fix=fix)
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
     layout = find_mtp_layout(config.architecture, folder.checkpoint.tensors, config.num_layers)
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
-    found = layout.modules if layout else 0
-    if layout is None or found != declared:
+    modules = layout.modules if layout else 0
+    if layout is None or modules != declared:
         raise fields.field_error(
-            "num_nextn_predict_layers", f"is {declared}, but {found} modules are there"
+            "num_nextn_predict_layers", f"is {declared}, but {modules} modules are there"
         )
     return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
 
 
 def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
-    """Find the head for a target in a GGUF file, which may hold nothing else. Raises IncompatibleError.
+    """Find the head for a target in a GGUF file, with or without a model. Raises IncompatibleError.
 
-    The layers are like the target's: of their own configuration the file says only what such layers need.
+    The layers' configuration is the target's: the file has only the fields that such layers need.
     """
     fields = file.fields
     config = target.config
@@ -142,14 +156,14 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
         raise no_mtp_error(file.path, config.num_layers, declared_module_count(fields))
-    known = FINAL_NORM in checkpoint.tensors and target.gguf is not None
+    has_verifier_norm = FINAL_NORM in checkpoint.tensors and target.gguf is not None
     return MtpSource(
-        file, layout, config, file.path.name, verifier_hash(checkpoint) if known else ""
+        file, layout, config, file.path.name, verifier_hash(checkpoint) if has_verifier_norm else ""
     )
 
 
 def find_mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSource | None:
-    """Return the MTP head to use with a target; None without one.
+    """Return the source of the MTP head for a target; None without one.
 
     head: a head folder made for the target, or a GGUF file with a head; None: the target's own. Raises
     IncompatibleError where the head was made for another model.
@@ -167,93 +181,102 @@ def find_mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> Mtp
 
 def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
-    words = ("architecture", "hidden size", "vocabulary size", "layers")
-    facts = (
-        (c.architecture, c.hidden_size, c.vocab_size, c.num_layers) for c in (head.config, target)
-    )
-    require_equal_properties(
-        "MTP", zip(words, *facts, strict=True), head.folder.path, folder, "--mtp"
-    )
+    config = head.config
+    properties = [
+        ("architecture", config.architecture, target.architecture),
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary size", config.vocab_size, target.vocab_size),
+        ("layers", config.num_layers, target.num_layers),
+    ]
+    require_equal_properties("MTP", properties, head.folder.path, folder, "--mtp")
 
 
 def require_equal_properties(
-    kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
+    kind: str, properties: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
 ) -> None:
-    """Raise IncompatibleError where a head was made for another target: (words, its fact, the target's)."""
+    """Raise IncompatibleError where a property (name, the head's value, the target's value) differs."""
     differing = [
-        f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other
+        f"{property_name}: head {head_value}, target {target_value}"
+        for property_name, head_value, target_value in properties
+        if head_value != target_value
     ]
     if differing:
-        why = f"{head}: this {kind} head was made for another model than {target}"
+        message = f"{head}: this {kind} head was made for another model than {target}"
         fix = [f"{flag} HEAD made for this model", "--spec ngram"]
-        raise IncompatibleError(why, reason=differing, fix=fix)
+        raise IncompatibleError(message, reason=differing, fix=fix)
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a conversion takes, made from headers alone; closed with its checkpoint."""
+    """The tensors that a conversion copies, from headers alone; closed with its checkpoint."""
 
     checkpoint: Checkpoint
-    head: MtpSource  # where it stands
+    head: MtpSource
     tensors: tuple[TensorMeta, ...]
     table_copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
-    """The head's own tables, each with the target's, if at hand, that it may equal and is left out for."""
-    unused_tensors: tuple[str, ...]  # of no use
-    declared_modules: int  # see `declared_modules`
+    """The head's copies of tables, each with the target's table, or None where that is in no opened shard.
+    An equal copy is left out."""
+    unused_tensors: tuple[str, ...]
+    """Names of the head's tensors that no module reads."""
+    declared_modules: int
+    """See `declared_module_count`."""
 
     @property
-    def quantized(self) -> bool:
-        """Whether matrices are stored in another form than floats."""
+    def is_quantized(self) -> bool:
+        """True if some tensors are not stored as floats."""
         return any(tensor.dtype not in FLOAT_DTYPES for tensor in self.tensors)
 
 
 def plan_head(
     source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
 ) -> HeadPlan:
-    """The head of a checkpoint, which the caller closes. check: names of what it needs, seen to be there."""
+    """Plan the extraction of a checkpoint's head; the caller closes the plan's checkpoint.
+
+    name: of the source, for the head's configuration. check: returns the names of the tensors that the
+    head's modules read, and raises CheckpointError where some are missing.
+    """
     config = source.config
     refuse_head(config, source.path)
+    is_extra_tensor = partial(is_mtp_tensor, num_layers=config.num_layers)
 
-    def wanted(shards: Mapping[str, str]) -> set[str]:
+    def select_tensors(shards: Mapping[str, str]) -> set[str]:
         tables = [
             table for table in TABLES if table in shards and (source.path / shards[table]).exists()
         ]
-        return {
-            FINAL_NORM,
-            *tables,
-            *(name for name in shards if is_mtp_tensor(name, config.num_layers)),
-        }
+        return {FINAL_NORM, *tables, *filter(is_extra_tensor, shards)}
 
-    beside = partial(is_mtp_tensor, num_layers=config.num_layers)
-    checkpoint = Checkpoint.open(source.path, wanted, beside)
+    checkpoint = Checkpoint.open(source.path, select_tensors, is_extra_tensor)
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
         raise no_mtp_error(source.path, config.num_layers, declared_module_count(source.fields))
     head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
     needed = check(head, checkpoint)
-    # What a copy may equal: the target's embedding serves as head too where it is tied.
+    # A copy of the output head may equal the target's embedding, where that one is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
-    equals = {"embedding": embedding, "head": output or embedding}
-    copies = layout.family.private_tables.items()
+    target_tables = {"embedding": embedding, "head": output or embedding}
     tables = {
-        layout.tensor_name(name, m): equals[key]
-        for key, name in copies
-        for m in range(layout.modules)
+        layout.tensor_name(template, module): target_tables[role]
+        for role, template in layout.family.private_tables.items()
+        for module in range(layout.modules)
     }
-    owned = {name: meta for name, meta in checkpoint.tensors.items() if layout.contains(meta.name)}
-    kept = [meta for name, meta in owned.items() if name in needed]
+    head_tensors = {
+        name: meta for name, meta in checkpoint.tensors.items() if layout.contains(meta.name)
+    }
+    used = [meta for name, meta in head_tensors.items() if name in needed]
     return HeadPlan(
         checkpoint,
         head,
-        tuple(meta for meta in kept if meta.name not in tables),
-        tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
-        tuple(meta.name for name, meta in owned.items() if name not in needed),
+        tuple(meta for meta in used if meta.name not in tables),
+        tuple((meta, tables[meta.name]) for meta in used if meta.name in tables),
+        tuple(meta.name for name, meta in head_tensors.items() if name not in needed),
         declared_module_count(source.fields),
     )
 
 
 def find_differing_copies(plan: HeadPlan) -> list[TensorMeta]:
-    """The head's own tables that are not the target's bit for bit; reads both to the end."""
-    known = ((copy, table.name) for copy, table in plan.table_copies if table is not None)
-    held = plan.checkpoint
-    return [copy for copy, table in known if not held.tensors_equal(copy.name, held, table)]
+    """Return the head's copies of tables that differ from the target's in a bit; reads both to the end."""
+    pairs = ((copy, table.name) for copy, table in plan.table_copies if table is not None)
+    checkpoint = plan.checkpoint
+    return [
+        copy for copy, table in pairs if not checkpoint.tensors_equal(copy.name, checkpoint, table)
+    ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats.chat_template import MORE_TEMPLATES
+from spd.formats.chat_template import TEMPLATES_FOLDER
 from spd.formats.files import FILE_LIMIT
 from spd.formats.hub import model_name_of_snapshot
 from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
@@ -67,11 +67,11 @@ def _candidates(folder: Path, without: Sequence[str]) -> Iterator[Path]:
     for name in list_folder(folder):
         if name.endswith(ENDINGS) and ".safetensors" not in name and name not in without:
             yield Path(name)
-    templates = folder / MORE_TEMPLATES
+    templates = folder / TEMPLATES_FOLDER
     if templates.is_dir() and not templates.is_symlink():
         for name in list_folder(templates):
             if name.endswith(".jinja"):
-                yield Path(MORE_TEMPLATES, name)
+                yield Path(TEMPLATES_FOLDER, name)
 
 
 def _root(folder: Path) -> Path:

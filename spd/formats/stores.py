@@ -1,7 +1,7 @@
-"""Models that other programs keep on this machine: Ollama, LM Studio, llama.cpp, and the hub's cache.
+"""Models that other programs store on this machine: Ollama, LM Studio, llama.cpp, and the hub's cache.
 
-Everything is only read. What lies there is untrusted: names and sizes are bounded, digests are checked,
-and a fault of one model hides no other.
+Stores are only read. Their content is untrusted: names and sizes are bounded, digests are checked, and a
+fault of one model hides no other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LLAMA_CPP = "llama.cpp"
 LM_STUDIO = "LM Studio"
 OLLAMA = "Ollama"
 MANIFEST_LIMIT = 1_000_000  # bytes; Ollama's have some thousand
-MAX_ENTRIES = 20_000  # names of one store that are looked at
+MAX_ENTRIES = 20_000  # names of one store that are read
 MAX_NAME = 300  # characters
 _REGISTRY = "registry.ollama.ai"
-_MODEL = "application/vnd.ollama.image.model"
-_ADAPTER = "application/vnd.ollama.image.adapter"
+_MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
+_ADAPTER_MEDIA_TYPE = "application/vnd.ollama.image.adapter"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
-_PULLED = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
-_REMOVED_BY = {
+_LLAMA_CPP_MANIFEST = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
+_REMOVAL_COMMANDS = {
     OLLAMA: "ollama rm {}",
     LM_STUDIO: "remove it in LM Studio, or delete {}",
     LLAMA_CPP: "delete {}",
@@ -43,38 +43,38 @@ class StoredModel:
     """One model that lies in a store."""
 
     name: str
-    """What `-m` takes."""
+    """The model's name for `-m`."""
     store: str
     path: Path
-    """The file, the first one of splits, or the folder."""
+    """The file, the first one of a split model, or the folder."""
     nbytes: int
     aliases: tuple[str, ...] = ()
-    """Further names that mean it."""
+    """Further names of the model."""
     fault: str = ""
-    """Why it cannot be opened."""
+    """The reason why it cannot be opened; empty without one."""
 
     def is_named_by(self, reference: str) -> bool:
-        """True if a person's words mean this model."""
+        """True if a reference is one of this model's names, in any case of letters."""
         lowered = reference.casefold()
         return any(name.casefold() == lowered for name in (self.name, *self.aliases))
 
     @property
     def removal_command(self) -> str:
-        """Return how its store's own program removes it."""
+        """The command or step that removes it from its store."""
         subject = self.name if self.store == OLLAMA else str(self.path)
-        return _REMOVED_BY[self.store].format(subject)
+        return _REMOVAL_COMMANDS[self.store].format(subject)
 
 
 @dataclass(frozen=True)
 class Store:
-    """A place where a program keeps models, and how it is read."""
+    """A folder where a program stores models, and the function that reads it."""
 
     name: str
     root: Path
     iterate: Callable[[Path], Iterator[StoredModel]]
 
     def models(self) -> list[StoredModel]:
-        """Return what it holds, by name; nothing where it cannot be read."""
+        """Return the models of the store, sorted by name; none where it cannot be read."""
         models: list[StoredModel] = []
         with suppress(OSError):
             models = [model for model in self.iterate(self.root) if len(model.name) <= MAX_NAME]
@@ -82,12 +82,12 @@ class Store:
 
 
 def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
-    """Yield the GGUF models of a cache in the layout of huggingface_hub, of which llama.cpp has one, too."""
+    """Yield the GGUF models of a cache in the layout of huggingface_hub, which llama.cpp uses too."""
     for folder in islice(sorted(root.glob("models--*")), MAX_ENTRIES):
         snapshot = current_snapshot(folder)
         if snapshot is not None:
             name = folder.name.removeprefix("models--").replace("--", "/", 1)
-            yield from _of_sets(name, store, snapshot, _sizes(snapshot))
+            yield from _iterate_sets(name, store, snapshot, _gguf_sizes(snapshot))
 
 
 def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
@@ -96,44 +96,41 @@ def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
         if not folder.is_dir():
             continue
         name = f"{folder.parent.name}/{folder.name}"
-        yield from _of_sets(name, LM_STUDIO, folder, _sizes(folder))
+        yield from _iterate_sets(name, LM_STUDIO, folder, _gguf_sizes(folder))
         if (folder / CONFIG_FILE).is_file() and has_safetensors(folder):
             total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             yield StoredModel(name, LM_STUDIO, folder, total)
 
 
 def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
-    """Yield what llama.cpp downloaded: into one folder, and lately in the layout of the hub's cache."""
+    """Yield llama.cpp's downloads: in one folder, and of newer versions in the layout of the hub's cache."""
     yield from iterate_hub_cache(root, LLAMA_CPP)
-    sizes = _sizes(root, depth=1)
-    called: dict[str, str] = {}
+    sizes = _gguf_sizes(root, depth=1)
+    repositories: dict[str, str] = {}
     for path in islice(sorted(root.glob("manifest=*.json")), MAX_ENTRIES):
-        pulled = _PULLED.fullmatch(path.name)
-        if pulled is not None and (remote := _pulled_file(path)):
-            local = f"{pulled[1]}_{pulled[2]}_{remote}".replace("/", "_")
-            called[local] = f"{pulled[1]}/{pulled[2]}"
+        match = _LLAMA_CPP_MANIFEST.fullmatch(path.name)
+        if match is not None and (remote := _read_pulled_file(path)):
+            local = f"{match[1]}_{match[2]}_{remote}".replace("/", "_")
+            repositories[local] = f"{match[1]}/{match[2]}"
     for file_set in file_sets(sizes):
         first = file_set.files[0]
-        repository = called.get(first)
+        repository = repositories.get(first)
         name = f"{repository}:{file_set.tag}" if repository else file_set.stem
         aliases = (repository, file_set.stem) if repository else ()
         yield StoredModel(name, LLAMA_CPP, root / first, file_set.nbytes, aliases)
 
 
 def iterate_ollama(root: Path) -> Iterator[StoredModel]:
-    """Yield the models of Ollama: a manifest a tag, which names a blob that is a GGUF file."""
+    """Yield the models of Ollama: each tag has a manifest that names a blob, which is a GGUF file."""
     manifests = root / "manifests"
     for path in islice(sorted(manifests.glob("*/*/*/*")), MAX_ENTRIES):
         parts = path.relative_to(manifests).parts
         if path.is_file():
-            yield _ollama_model(root, path, parts)
+            yield _read_ollama_model(root, path, parts)
 
 
 def current_snapshot(folder: Path) -> Path | None:
-    """Return the snapshot of a model's folder in the hub's cache that is used; None without one.
-
-    That of `main`, else the only one.
-    """
+    """Return the snapshot of `main` in a model's folder of the hub's cache, else the only one, else None."""
     main = ""
     with suppress(CheckpointError):
         main = read_text(folder / "refs" / "main", 1000).strip()
@@ -145,11 +142,11 @@ def current_snapshot(folder: Path) -> Path | None:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """True if a folder has weights in the files that a model folder has them in."""
+    """True if a folder has weights in the files of a model folder."""
     return (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
-def _sizes(folder: Path, depth: int = 2) -> dict[str, int]:
+def _gguf_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
     """Return the bytes of the GGUF files in a folder, by their paths below it."""
     sizes: dict[str, int] = {}
     patterns = ["*", "*/*"][:depth]
@@ -161,62 +158,64 @@ def _sizes(folder: Path, depth: int = 2) -> dict[str, int]:
     return sizes
 
 
-def _of_sets(
+def _iterate_sets(
     name: str, store: str, folder: Path, sizes: Mapping[str, int]
 ) -> Iterator[StoredModel]:
-    """Yield the models among a repository's files: called NAME:TAG each, or NAME where there is one."""
+    """Yield the models among a repository's files by NAME:TAG, with NAME as an alias."""
     for file_set in file_sets(sizes):
-        aliases = (f"{name}:{file_set.stem}", *_shorter(name, file_set), name)
-        fault = "" if len(file_set.files) == file_set.expected else _incomplete(file_set)
+        aliases = (f"{name}:{file_set.stem}", *_shorter_aliases(name, file_set), name)
+        fault = "" if len(file_set.files) == file_set.expected else _incomplete_fault(file_set)
         path = folder / file_set.files[0]
         yield StoredModel(f"{name}:{file_set.tag}", store, path, file_set.nbytes, aliases, fault)
 
 
-def _shorter(name: str, file_set: FileSet) -> tuple[str, ...]:
-    """Return the name of a set without what its maker writes before a quantization."""
-    plain = file_set.quantization.removeprefix("UD-")
-    return () if plain in ("", file_set.quantization) else (f"{name}:{plain}",)
+def _shorter_aliases(name: str, file_set: FileSet) -> tuple[str, ...]:
+    """Return the name of a set without its maker's prefix of the quantization; empty without a prefix."""
+    short_tag = file_set.quantization.removeprefix("UD-")
+    return () if short_tag in ("", file_set.quantization) else (f"{name}:{short_tag}",)
 
 
-def _incomplete(file_set: FileSet) -> str:
+def _incomplete_fault(file_set: FileSet) -> str:
     return f"{file_set.files[0]}: {len(file_set.files)} of {file_set.expected} files are there"
 
 
-def _pulled_file(manifest: Path) -> str:
-    """Return the file that llama.cpp's note of a download names; empty without one."""
+def _read_pulled_file(manifest: Path) -> str:
+    """Return the file that llama.cpp's manifest of a download names; empty without one."""
     with suppress(CheckpointError):
-        named = Fields.read(manifest, MANIFEST_LIMIT).optional_nested("ggufFile")
-        return "" if named is None else named.text("rfilename", "")
+        file = Fields.read(manifest, MANIFEST_LIMIT).optional_nested("ggufFile")
+        return "" if file is None else file.text("rfilename", "")
     return ""
 
 
-def _ollama_model(root: Path, manifest: Path, parts: tuple[str, ...]) -> StoredModel:
-    """Return the model of a manifest, with its fault where it is none that can be opened."""
+def _read_ollama_model(root: Path, manifest: Path, parts: tuple[str, ...]) -> StoredModel:
+    """Return the model of a manifest, with its fault where it cannot be opened."""
     host, owner, name, tag = parts
-    full = f"{host}/{owner}/{name}:{tag}"
-    called = full.removeprefix(f"{_REGISTRY}/").removeprefix("library/")
-    aliases = (full, called.removesuffix(":latest"))
+    full_name = f"{host}/{owner}/{name}:{tag}"
+    short_name = full_name.removeprefix(f"{_REGISTRY}/").removeprefix("library/")
+    aliases = (full_name, short_name.removesuffix(":latest"))
     try:
-        path, nbytes = _ollama_blob(root, manifest)
+        path, nbytes = _find_ollama_blob(root, manifest)
     except CheckpointError as error:
-        return StoredModel(called, OLLAMA, manifest, 0, aliases, error.message)
-    return StoredModel(called, OLLAMA, path, nbytes, aliases)
+        return StoredModel(short_name, OLLAMA, manifest, 0, aliases, error.message)
+    return StoredModel(short_name, OLLAMA, path, nbytes, aliases)
 
 
-def _ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:
-    """Return where the weights of a manifest are, and their bytes. Raises CheckpointError."""
+def _find_ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:
+    """Return the path and the bytes of a manifest's weights. Raises CheckpointError."""
     layers = Fields.read(manifest, MANIFEST_LIMIT).get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise CheckpointError(f"{manifest}: layers: is not a list of objects")
-    kinds = [layer.get("mediaType") for layer in layers]
-    if _ADAPTER in kinds:
+    media_types = [layer.get("mediaType") for layer in layers]
+    if _ADAPTER_MEDIA_TYPE in media_types:
         raise CheckpointError(f"{manifest}: has a LoRA adapter, which is not supported")
-    if kinds.count(_MODEL) != 1:
-        raise CheckpointError(f"{manifest}: names {kinds.count(_MODEL)} GGUF files, not one")
-    stated = layers[kinds.index(_MODEL)].get("digest")
-    digest = _DIGEST.fullmatch(stated) if isinstance(stated, str) else None
+    if media_types.count(_MODEL_MEDIA_TYPE) != 1:
+        raise CheckpointError(
+            f"{manifest}: names {media_types.count(_MODEL_MEDIA_TYPE)} GGUF files, not one"
+        )
+    stored_digest = layers[media_types.index(_MODEL_MEDIA_TYPE)].get("digest")
+    digest = _DIGEST.fullmatch(stored_digest) if isinstance(stored_digest, str) else None
     if digest is None:
-        raise CheckpointError(f"{manifest}: digest: {display_text(stated)} is no SHA-256")
+        raise CheckpointError(f"{manifest}: digest: {display_text(stored_digest)} is no SHA-256")
     for separator in "-:":
         path = root / "blobs" / f"sha256{separator}{digest[1]}"
         if path.is_file():

@@ -1,8 +1,8 @@
 """The child process that renders chat templates: Jinja2 in its sandbox, under hard limits.
 
-A template is a program from an untrusted folder. Inside one process nothing stops `'a' * 10**10` or a
-filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit.
-Requests and replies are JSON, a line each.
+A template is a program from an untrusted folder. Python cannot stop `'a' * 10**10` or a filter that pads to
+a gigabyte, so the kernel does: CPU time is limited by a timer, memory by a resource limit. Requests and
+replies are JSON, a line each.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 0.5
 CPU_SECONDS_PER_INPUT_BYTE = 1e-7
-MEMORY_BYTES = 256 << 20  # beside what the interpreter itself occupies and what the messages need
+MEMORY_BYTES = 256 << 20
+"""Memory of a template, in addition to the interpreter's and the messages'."""
 MEMORY_PER_INPUT_BYTE = 40
-OUTPUT_CHARACTERS = 1 << 20  # beside what the messages hold
+OUTPUT_CHARACTERS = 1 << 20
+"""Characters of a prompt, in addition to those of the messages."""
 
 
-class Refused(Exception):
-    """`raise_exception` in a template: the template does not want these messages."""
+class TemplateRefusal(Exception):
+    """`raise_exception` in a template: the template refuses these messages."""
 
 
 class GenerationBlock(Extension):
@@ -39,45 +41,50 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - the attribute that Jinja2 reads
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return the block's content in a scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Hugging Face's environment; what the sandbox finds unsafe is an error at once, not an empty value."""
+    """Hugging Face's environment; unsafe access is an error at once, not an empty value as in the sandbox."""
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
-        self.filters["tojson"] = _to_json
-        del (
-            self.filters["random"],
-            self.globals["lipsum"],
-        )  # the same messages must give the same prompt
-        self.globals["raise_exception"] = _raise_exception
+        self.filters["tojson"] = _dump_json
+        del self.filters["random"]  # the same messages must give the same prompt
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
+        """Raise SecurityError for access to an unsafe attribute."""
         raise SecurityError(
             f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
         )
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **layout: Any) -> str:
-    # Jinja2's own filter escapes HTML, which no model was trained on.
+def _dump_json(
+    value: object, ensure_ascii: bool = False, indent: int | str | None = None, **layout: Any
+) -> str:
+    """Return JSON as it is; Jinja2's filter escapes HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **layout)
 
 
-def _raise_exception(message: Any) -> NoReturn:
-    raise Refused(str(message))
+def _refuse(message: object) -> NoReturn:
+    raise TemplateRefusal(str(message))
 
 
 def render(
-    jinja: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
+    jinja: TemplateEnvironment, source: str, variables: dict[str, object], limit: int
 ) -> dict[str, str]:
-    """Render one template: {"text": ...}, or why not: {"refused": ...}, {"faulty": ...}, {"memory": ...}."""
+    """Render a template to {"text": ...}, or an error: {"refused": ...}, {"faulty": ...}, {"memory": ...}.
+
+    limit: characters of the text.
+    """
     try:
         parts = []
         length = 0
@@ -91,15 +98,16 @@ def render(
         return {"memory": "needs too much memory"}
     except RecursionError:
         return {"faulty": "is nested too deeply or calls itself without end"}
-    except Refused as error:
+    except TemplateRefusal as error:
         return {"refused": str(error)}
-    except TemplateError as error:  # one of syntax knows its line
-        return {"faulty": f"{_line(error)}{error.message}"}
-    except Exception as error:  # a template may fail in any way that Python code can
-        return {"faulty": f"{_line(error)}{type(error).__name__}: {error}"}
+    except TemplateError as error:  # a syntax error has its line
+        return {"faulty": f"{_line_prefix(error)}{error.message}"}
+    except Exception as error:  # a template may raise any exception
+        return {"faulty": f"{_line_prefix(error)}{type(error).__name__}: {error}"}
 
 
-def _line(error: BaseException) -> str:
+def _line_prefix(error: BaseException) -> str:
+    """Return the line of a template for the beginning of a message; empty where it is unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = (frame.lineno for frame in reversed(frames) if frame.filename == "<template>")
     line = getattr(error, "lineno", None) or next(lines, None)
@@ -107,7 +115,7 @@ def _line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Serve requests until the input ends: {"source", "variables"} in, the result of `render` out."""
+    """Read requests {"source", "variables"} until the input ends; write the result of `render` for each."""
     environment = TemplateEnvironment()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     try:
@@ -118,13 +126,12 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process, inside C code too
     for line in sys.stdin.buffer:
         memory = occupied + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(line)
-        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
+        with suppress(ValueError, OSError):  # some systems have the limit but refuse to set it
             soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
         result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
-        signal.setitimer(
-            signal.ITIMER_PROF, 0.0
-        )  # no answer may arrive from a process about to end
+        # The timer stops before the reply: no reply may arrive from a process about to end.
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How models mark their thinking, and the variable that switches it in a chat template.
+"""The marks of models around their thinking, and the variable that switches it in a chat template.
 
 Marks are recognised by their form: a word for thinking between brackets, as tokens of the vocabulary
 or in the text of the template. Only the few that have no such form are listed by name.
@@ -11,22 +11,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 _WORD = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)(?::\w+)?"
-_FORMS = (
+_MARK_FORMS = (
     ("<{}>", "</{}>"),
     ("[{}]", "[/{}]"),
     ("<|START_{}|>", "<|END_{}|>"),
     ("<|begin_of_{}|>", "<|end_of_{}|>"),
     ("<|{}_start|>", "<|{}_end|>"),
 )
-"""How a word becomes the mark that opens thinking, and the one that closes it."""
+"""Forms of a word for thinking: the opening and the closing mark."""
 
 
 @dataclass(frozen=True)
 class MarkPair:
-    """Two marks and what stands between them; `label` is a word that follows the opening mark.
+    """An opening and a closing mark; `label` is a word that follows the opening mark.
 
-    Where the marks `are_tokens`, special ones, they count wherever they stand in a reply. Otherwise
-    words could spell them, so they count at its beginning only.
+    Where the marks `are_tokens`, special ones, they count anywhere in a reply. Otherwise ordinary text
+    could contain them, so they count at its beginning only.
     """
 
     opening: str
@@ -37,21 +37,21 @@ class MarkPair:
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The marks of one model: around thinking, its own pair first, and around the answer."""
+    """The marks of one model: around thinking, the pair of its template first, and around the answer."""
 
     thinking: tuple[MarkPair, ...]
     answer: tuple[MarkPair, ...] = ()
 
 
 DEFAULT_MARKS = MarkPair("<think>", "</think>")
-"""Known to so many models that it counts even where neither template nor vocabulary mentions it."""
+"""So common that it counts even where neither template nor vocabulary mentions it."""
 GEMMA = MarkPair("<|channel>", "<channel|>", label="thought", are_tokens=True)
-_NAMED = (
+_FORMLESS_MARKS = (
     GEMMA,
     MarkPair("Here is my thought process:", "Here is my response:"),  # Granite 3.2
     MarkPair("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
-_ANSWERS = (
+_ANSWER_MARKS = (
     MarkPair("<|START_RESPONSE|>", "<|END_RESPONSE|>", are_tokens=True),  # Command
     MarkPair("<response>", "</response>"),  # Granite 3.3, ERNIE 4.5
     MarkPair("<answer>", "</answer>"),  # Hunyuan
@@ -65,27 +65,27 @@ KNOWN_MARKS = ThinkingMarks(
         MarkPair("<seed:think>", "</seed:think>", are_tokens=True),  # Seed-OSS
         MarkPair("<|START_THINKING|>", "<|END_THINKING|>", are_tokens=True),  # Command A
     ),
-    _ANSWERS[:1],
+    _ANSWER_MARKS[:1],
 )
-"""What is looked for in a reply of which neither the template nor the vocabulary is known."""
+"""Marks that are searched for in a reply of an unknown template and vocabulary."""
 
 
-def _pairs_by_form(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the place, the opening and the closing mark of every mark in a text."""
-    for forms in _FORMS:
+def _find_pairs(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the position, the opening and the closing mark of every mark in a text."""
+    for forms in _MARK_FORMS:
         for form in forms:
             before, behind = map(re.escape, form.split("{}"))
             for match in re.finditer(f"{before}({_WORD}){behind}", text, re.IGNORECASE):
-                opening, closing = (one.format(match[1]) for one in forms)
+                opening, closing = (member.format(match[1]) for member in forms)
                 yield match.start(), opening, closing
 
 
 def find_mark_tokens(names: Collection[str]) -> frozenset[str]:
-    """Return those tokens of a vocabulary, given by their names, that mark thinking."""
-    pairs = [(opening, closing) for _, opening, closing in _pairs_by_form(" ".join(names))]
+    """Return the tokens among a vocabulary's names that mark thinking."""
+    pairs = [(opening, closing) for _, opening, closing in _find_pairs(" ".join(names))]
     pairs.append((GEMMA.opening, GEMMA.closing))
-    whole = (pair for pair in pairs if pair[0] in names and pair[1] in names)
-    return frozenset(mark for pair in whole for mark in pair)
+    complete_pairs = (pair for pair in pairs if pair[0] in names and pair[1] in names)
+    return frozenset(mark for pair in complete_pairs for mark in pair)
 
 
 def find_thinking_marks(
@@ -93,32 +93,34 @@ def find_thinking_marks(
 ) -> ThinkingMarks:
     """Return the marks of a model by its chat template and the names of its added tokens.
 
-    `special` are those of the names that are special tokens. One mark of a pair in the template is
-    enough; in the vocabulary both have to be there.
+    special: the names that are special tokens. One mark of a pair in the template is enough; in the
+    vocabulary both are required.
     """
 
     def pair_of(opening: str, closing: str, label: str = "") -> MarkPair:
         return MarkPair(opening, closing, label, {opening, closing} <= {*special})
 
-    found = {
+    def with_special(pair: MarkPair) -> MarkPair:
+        return pair_of(pair.opening, pair.closing, pair.label)
+
+    by_form = {
         (opening, closing): pair_of(opening, closing)
-        for _, opening, closing in sorted(_pairs_by_form(template))
+        for _, opening, closing in sorted(_find_pairs(template))
     }
-    for _, opening, closing in sorted(_pairs_by_form("\n".join(names))):
+    for _, opening, closing in sorted(_find_pairs("\n".join(names))):
         if opening in names and closing in names:
-            found.setdefault((opening, closing), pair_of(opening, closing))
-    named = [pair for pair in _NAMED if pair.opening in template or pair.opening in names]
-    pairs = [*(pair_of(one.opening, one.closing, one.label) for one in named), *found.values()]
-    unnamed = (
-        pair
-        for pair in (DEFAULT_MARKS, GEMMA)
-        if pair.opening not in {one.opening for one in pairs}
+            by_form.setdefault((opening, closing), pair_of(opening, closing))
+    formless = (
+        pair for pair in _FORMLESS_MARKS if pair.opening in template or pair.opening in names
     )
-    pairs += [pair_of(one.opening, one.closing, one.label) for one in unnamed]
+    pairs = [*map(with_special, formless), *by_form.values()]
+    openings = {pair.opening for pair in pairs}
+    defaults = (pair for pair in (DEFAULT_MARKS, GEMMA) if pair.opening not in openings)
+    pairs += map(with_special, defaults)
     pairs.sort(key=lambda pair: pair.opening not in template and pair.closing not in template)
     answers = (
         pair
-        for pair in _ANSWERS
+        for pair in _ANSWER_MARKS
         if (pair.opening in template and pair.closing in template) or pair.opening in names
     )
     return ThinkingMarks(tuple(pairs), tuple(answers))
@@ -132,7 +134,7 @@ _CHUNKS = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
 
 
 def separates_thinking(template: str) -> bool:
-    """True if a chat template takes the thinking of a past turn apart from its text."""
+    """True if a chat template reads the thinking of a past turn separately from its text."""
     code = (match[1] for match in _CODE.finditer(template) if match[1])
     return _CHUNKS.search(template) is not None or any(map(_FIELD.search, code))
 
@@ -141,14 +143,14 @@ def make_past_turn(thought: str, text: str, template: str) -> dict[str, object]:
     """Return the fields of a past turn of the model, with its thinking as the template reads it."""
     if _CHUNKS.search(template) and not _FIELD.search(template):
         thoughts = [{"type": "thinking", "thinking": thought}] if thought else []
-        words = [{"type": "text", "text": text}] if text or not thought else []
-        return {"content": [*thoughts, *words]}
+        contents = [{"type": "text", "text": text}] if text or not thought else []
+        return {"content": [*thoughts, *contents]}
     return {"content": text, "reasoning_content": thought, "thinking": thought}
 
 
 THINKING_SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning", "thinking_mode")
-"""Variables by which chat templates are told to think, the usual name first."""
-_OFF_AND_ON: dict[str, tuple[object, object]] = {
+"""Variables of chat templates that switch thinking, the most common name first."""
+_SWITCH_VALUES: dict[str, tuple[object, object]] = {
     "thinking_budget": (0, -1),
     "thinking_mode": ("disabled", "enabled"),
 }
@@ -175,23 +177,23 @@ def _is_read(name: str, code: Collection[str]) -> bool:
 
 
 def switch_value(switch: str, thinks: bool) -> object:
-    """Return what a template's switch is set to so that the model thinks, or does not."""
-    return _OFF_AND_ON.get(switch, (False, True))[thinks]
+    """Return the value of a template's switch with which the model thinks, or does not."""
+    return _SWITCH_VALUES.get(switch, (False, True))[thinks]
 
 
 def opens_thinking(prompt: str, marks: ThinkingMarks) -> bool:
-    """True if a rendered prompt, or its end, leaves thinking open."""
+    """True if a rendered prompt, or its end, ends inside thinking that has no text yet."""
     end = prompt.rstrip()
-    return any(end.endswith((one.opening, one.opening + one.label)) for one in marks.thinking)
+    return any(end.endswith((pair.opening, pair.opening + pair.label)) for pair in marks.thinking)
 
 
 def closes_thinking(prompt: str, marks: ThinkingMarks) -> bool:
     """True if a rendered prompt, or its end, has closed thinking: the reply is an answer."""
-    return prompt.rstrip().endswith(tuple(one.closing for one in marks.thinking))
+    return prompt.rstrip().endswith(tuple(pair.closing for pair in marks.thinking))
 
 
 def continues_thinking(prompt: str, marks: ThinkingMarks) -> bool:
-    """True if a prompt, or its end, has begun thinking, whatever words stand behind it."""
-    last_opening = max(prompt.rfind(one.opening) for one in marks.thinking)
-    last_closing = max(prompt.rfind(one.closing) for one in marks.thinking)
+    """True if a prompt, or its end, has begun thinking and not closed it, whatever text follows."""
+    last_opening = max(prompt.rfind(pair.opening) for pair in marks.thinking)
+    last_closing = max(prompt.rfind(pair.closing) for pair in marks.thinking)
     return last_opening > last_closing

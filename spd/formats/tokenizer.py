@@ -1,11 +1,11 @@
 """Text to token ids and back, over the `tokenizers` library and `tokenizer.json` alone.
 
-Plain text never becomes a special token unless asked, and every token's exact bytes are known, so that
-text can be put together incrementally. Byte-level and SentencePiece-style vocabularies are supported.
+Plain text becomes a special token only on request, and every token's exact bytes are known, so that text
+can be decoded incrementally. Byte-level and SentencePiece-style vocabularies are supported.
 
-The file is untrusted. What takes much time or memory is refused before the library sees it: replacements may
-double a text again and again. Merges and regular expressions may make the library panic, which becomes an
-error. Classes that `tokenizer_config.json` names are never imported.
+The file is untrusted. Parts that need much time or memory are refused before the library reads them:
+replacements may double a text again and again. Merges and regular expressions may make the library panic,
+which becomes an error. Classes that `tokenizer_config.json` names are never imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -33,16 +33,27 @@ from spd.formats.names import TOKENIZER_FILE
 from spd.formats.thinking import find_mark_tokens
 from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
 
-_CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
-"""What parts a reply into messages; only such models have the first of each."""
-SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
-MAX_CHARACTERS = (
-    4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
-)
-MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,000
-MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
-_GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
-_GROWTH |= {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
+_CHANNEL_TOKENS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
+"""Tokens that divide a reply into messages; only such models have the first of each group."""
+SHORT_TEXT = 1 << 16
+"""Characters of a text that is always encoded to count its tokens, whatever the context."""
+MAX_CHARACTERS = 4_000_000
+"""Characters of a vocabulary; published: 2 million. The library needs up to 250 bytes for one."""
+MAX_PART = 20_000
+"""Characters of JSON of a normalizer and so on; published: 3,000."""
+MAX_GROWTH = 1000
+"""Growth of a text by one part; published: T5's map of characters and a pattern, 33 x 4."""
+_GROWTH_BY_TYPE = {
+    "BertNormalizer": 18,
+    "ByteLevel": 3,
+    "Lowercase": 2,
+    "Metaspace": 5,
+    "Precompiled": 33,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 11,
+    "NFKD": 11,
+}
 logger = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -58,48 +69,55 @@ class Tokenizer:
         where: str,
         encode: Encode | None = None,
     ) -> None:
-        """Take a library's tokenizer, and what encodes in its place."""
+        """Configure a library's tokenizer.
+
+        last: the highest id of its vocabulary. encode: a function that encodes in its place.
+        """
         self._library = library
         self._where = where
         self._lock = threading.Lock()
         self._encoder = Encoder(encode or partial(encode_ids, library), where)
-        self._declared = _contents(config)
-        _add_declared(library, config, where)
-        # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        named = [name for name in config.special_tokens if self.token_to_id(name) is not None]
-        _make_special(library, named)
+        self._declared = _added_token_texts(config)
+        _add_declared_tokens(library, config, where)
+        # Names in tokenizer_config.json are special even where tokenizer.json does not mark them.
+        special_names = [
+            name for name in config.special_tokens if self.token_to_id(name) is not None
+        ]
+        _make_special(library, special_names)
         added = library.get_added_tokens_decoder()
-        special = (
-            pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named
-        )
-        self.special_tokens = {token.content: token_id for token_id, token in special}
-        self.vocab_size = (
-            max(last, *added, -1) + 1
-        )  # the highest token id plus one, added tokens included
+        self.special_tokens = {
+            token.content: token_id
+            for token_id, token in sorted(added.items())
+            if token.special or token.content in special_names
+        }
+        self.vocab_size = max(last, *added, -1) + 1
+        """The highest token id plus one, added tokens included."""
         if not 0 < self.vocab_size <= MAX_ID + 1:
-            why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
-            raise CheckpointError(f"{where}: {why}")
+            reason = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
+            raise CheckpointError(f"{where}: {reason}")
         self.special_ids = frozenset(self.special_tokens.values())
         self.added_tokens = frozenset(token.content for token in added.values())
-        """The names of tokens beside the vocabulary proper, special ones and others."""
+        """The names of added tokens, special ones and others."""
         roles = {role: self.token_to_id(name) for role, name in config.roles.items()}
         self.bos_id = roles.get("bos_token")
         self.eos_id = roles.get("eos_token")
-        # The unknown token may well come out of plain text; no other special one may.
+        # Plain text may become the unknown token, but no other special one.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
-        told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
-        told |= find_mark_tokens(self.special_tokens)
-        silent = {i for name, i in self.special_tokens.items() if name not in told}
-        self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
-        """The exact bytes that a token stands for, a leading space included; none for ids without a token and
-        special tokens, but for those that part a reply into thinking and answer."""
+        visible = set(find_mark_tokens(self.special_tokens))
+        for channel_tokens in _CHANNEL_TOKENS:
+            if channel_tokens[0] in self.special_tokens:
+                visible.update(channel_tokens)
+        hidden = {i for name, i in self.special_tokens.items() if name not in visible}
+        self.token_bytes = cache(lambda i: b"" if i in hidden else bytes_of(self._token(i)))
+        """The exact bytes of a token, a leading space included; none for ids without a token and for special
+        tokens, except those that separate a reply's thinking from its answer."""
         self._prefix, self._suffix = self._read_surroundings(config)
         self.digest = b""
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
-        """Load a folder's tokenizer; `config` where it was read."""
+        """Load a folder's tokenizer. config: that of the folder, where it was read before."""
         config = config or read_tokenizer_config(folder)
         path = folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
@@ -107,7 +125,7 @@ class Tokenizer:
         highest = check_content(str(path), parse_json(text, str(path)), declared)
         with convert_library_errors(str(path)):
             library = tokenizers.Tokenizer.from_str(text)
-            # Truncation would cut prompts in silence, padding would lengthen them.
+            # Truncation would shorten prompts without an error, padding would lengthen them.
             library.no_truncation()
             library.no_padding()
         tokenizer = cls(library, highest, config, str(path))
@@ -115,21 +133,21 @@ class Tokenizer:
         return tokenizer
 
     def is_same_file(self, folder: Path) -> bool:
-        """True if a folder holds the very file that this one was opened from, and adds the same tokens."""
+        """True if a folder holds an equal tokenizer file, and adds the same tokens."""
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             return False
         if hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() != self.digest:
             return False
-        return _contents(read_tokenizer_config(folder)) == self._declared
+        return _added_token_texts(read_tokenizer_config(folder)) == self._declared
 
     def encode(
         self, text: str, *, parse_special: bool = False, add_special: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
-        `parse_special` lets strings such as <|im_end|> become special tokens; `add_special` puts around
-        the text what the tokenizer is set up to put there (usually the BOS token).
+        parse_special: strings such as <|im_end|> become special tokens. add_special: add the tokens that
+        the tokenizer is configured to put around a text (often the BOS token).
         Raises `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
         """
         ids = self._encode(text, parse_special)
@@ -138,35 +156,36 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def limit_length(self, text: str, context: int, *, cut: bool = False) -> str:
-        """A text that may fit a context of so many tokens; with `cut` the end of one that cannot.
+        """Return a text that may fit a context of so many tokens; with `cut` the end of a longer one.
 
-        Such a text has more characters than as many of the longest tokens. Else raises IncompatibleError.
+        A text with more characters than that many of the longest tokens cannot fit. Without `cut` it
+        raises IncompatibleError.
         """
-        if len(text) <= SHORT:
+        if len(text) <= SHORT_TEXT:
             return text
-        longest = max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
-        most = max(SHORT, longest * context)
-        if len(text) > most and not cut:
-            why = (
+        longest_token = max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
+        max_characters = max(SHORT_TEXT, longest_token * context)
+        if len(text) > max_characters and not cut:
+            reason = (
                 f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
             )
             raise IncompatibleError(
-                f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow"
+                f"the prompt is {reason}", fix=["a shorter prompt"], code="context_overflow"
             )
-        return text[-most:]
+        return text[-max_characters:]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
+        """Return the text of token ids: their bytes as UTF-8, with U+FFFD for invalid bytes."""
         names = () if skip_special else self.special_ids
         raw = b"".join(self._token(i).encode() if i in names else self.token_bytes(i) for i in ids)
         return raw.decode("utf-8", "replace").removeprefix(" " if self._strips else "")
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The exact bytes of tokens of the vocabulary, one after the other; see `token_bytes`."""
+        """Return the joined exact bytes of tokens; see `token_bytes`."""
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token given as it is written in the vocabulary."""
+        """Return the id of a token as written in the vocabulary; None for an unknown one."""
         return self._library.token_to_id(token)
 
     @cached_property
@@ -193,19 +212,24 @@ class Tokenizer:
     def _read_surroundings(
         self, config: TokenizerConfig
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the post-processor puts before and after a text, corrected by what the config says."""
+        """Return the ids that the post-processor puts before and after a text, corrected by the config."""
         with convert_library_errors(f"{self._where}: cannot encode a letter"):
-            whole = self._library.encode("a")
-        if not all(self._token(token_id) for token_id in whole.ids):
+            encoded = self._library.encode("a")
+        if not all(self._token(token_id) for token_id in encoded.ids):
             raise CheckpointError(
                 f"{self._where}: post_processor: adds token ids that do not exist"
             )
-        own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
-        first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
-        prefix = tuple(whole.ids[:first])
-        suffix = tuple(whole.ids[last:])
-        self._library.post_processor = None  # from here on both are put there by `encode`
-        if whole.ids[first:last] != self._library.encode("a").ids:
+        text_positions = [
+            position for position, added in enumerate(encoded.special_tokens_mask) if not added
+        ]
+        first = last = len(encoded.ids)
+        if text_positions:
+            first = text_positions[0]
+            last = text_positions[-1] + 1
+        prefix = tuple(encoded.ids[:first])
+        suffix = tuple(encoded.ids[last:])
+        self._library.post_processor = None  # `encode` adds both
+        if encoded.ids[first:last] != self._library.encode("a").ids:
             raise CheckpointError(f"{self._where}: post_processor: repeats the text")
         ends = (
             (config.add_bos, self.bos_id, "bos_token"),
@@ -215,16 +239,15 @@ class Tokenizer:
             if flag and token_id is None:
                 raise CheckpointError(f"{self._where}: add_{name}: is true, but there is no {name}")
         if config.add_bos is not None and self.bos_id is not None:
-            prefix = (self.bos_id,) * config.add_bos + prefix[prefix[:1] == (self.bos_id,) :]
+            remaining = prefix[1:] if prefix[:1] == (self.bos_id,) else prefix
+            prefix = (self.bos_id, *remaining) if config.add_bos else remaining
         if config.add_eos is not None and self.eos_id is not None:
-            suffix = (
-                suffix[: len(suffix) - (suffix[-1:] == (self.eos_id,))]
-                + (self.eos_id,) * config.add_eos
-            )
+            remaining = suffix[:-1] if suffix[-1:] == (self.eos_id,) else suffix
+            suffix = (*remaining, self.eos_id) if config.add_eos else remaining
         return prefix, suffix
 
 
-def _contents(config: TokenizerConfig) -> dict[int, str]:
+def _added_token_texts(config: TokenizerConfig) -> dict[int, str]:
     """Return the texts of the added tokens of other files by their ids."""
     return {number: token.content for number, token in config.added_tokens.items()}
 
@@ -232,22 +255,25 @@ def _contents(config: TokenizerConfig) -> dict[int, str]:
 _Flags = tuple[bool, bool, bool, bool, bool]
 
 
-def _flags(token: tokenizers.AddedToken) -> _Flags:
+def _token_flags(token: tokenizers.AddedToken) -> _Flags:
+    """Return the flags of an added token."""
     return token.single_word, token.lstrip, token.rstrip, token.normalized, token.special
 
 
-def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where: str) -> None:
+def _add_declared_tokens(
+    library: tokenizers.Tokenizer, config: TokenizerConfig, where: str
+) -> None:
     """Add the tokens that files beside `tokenizer.json` declare, as transformers does.
 
-    `added_tokens_decoder` also corrects the flags of tokens that are there; `added_tokens.json` does not.
+    `added_tokens_decoder` also corrects the flags of existing tokens; `added_tokens.json` does not.
     """
-    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    existing = {token.content: token for token in library.get_added_tokens_decoder().values()}
     has_flags = config.fields is not None and "added_tokens_decoder" in config.fields
     missing = [
         token
         for token in config.added_tokens.values()
-        if token.content not in known
-        or (has_flags and _flags(token) != _flags(known[token.content]))
+        if token.content not in existing
+        or (has_flags and _token_flags(token) != _token_flags(existing[token.content]))
     ]
     if not missing:
         return
@@ -255,19 +281,19 @@ def _add_declared(library: tokenizers.Tokenizer, config: TokenizerConfig, where:
         library.add_tokens(missing)
     for number, token in config.added_tokens.items():
         actual = library.token_to_id(token.content)
-        if actual != number and token.content not in known:
-            words = "%s: token %s has id %s there, as in transformers; another file says %s"
-            logger.warning(words, where, display_text(token.content), actual, number)
+        if actual != number and token.content not in existing:
+            message = "%s: token %s has id %s there, as in transformers; another file says %s"
+            logger.warning(message, where, display_text(token.content), actual, number)
             break
 
 
 def _make_special(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
-    """Make added or other tokens of a vocabulary special. Their other flags stay as they are."""
-    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    """Mark added or other tokens of a vocabulary as special. Their other flags stay as they are."""
+    existing = {token.content: token for token in library.get_added_tokens_decoder().values()}
     tokens: list[tokenizers.AddedToken] = []
     for name in dict.fromkeys(names):
-        token = known.get(name, tokenizers.AddedToken(name, normalized=False))
-        if name in known and not token.special:
+        token = existing.get(name, tokenizers.AddedToken(name, normalized=False))
+        if name in existing and not token.special:
             token = tokenizers.AddedToken(
                 name,
                 single_word=token.single_word,
@@ -281,17 +307,17 @@ def _make_special(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of GPT-2 for the 256 bytes, character to byte."""
+    """Return GPT-2's bytes by the printable characters that stand for them."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    spare_bytes = (byte for byte in range(256) if chr(byte) not in alphabet)
     return {
-        character: ord(character) if ord(character) < 256 else next(others)
+        character: ord(character) if ord(character) < 256 else next(spare_bytes)
         for character in alphabet
     }
 
 
 def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's text becomes bytes, and whether a whole text loses the space that it begins with.
+    """Return the function from a token's text to bytes, and True if a text loses its leading space.
 
     Characters of a byte-level vocabulary stand for bytes; in others texts are replaced, and tokens like
     <0x0A> are bytes.
@@ -300,15 +326,7 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
     steps = [] if state is None else state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        alphabet = _byte_alphabet()
-
-        def spelled(token: str) -> bytes:
-            try:
-                return bytes(alphabet[character] for character in token)
-            except KeyError:  # a token added as plain text
-                return token.encode()
-
-        return spelled, False
+        return partial(_byte_level_bytes, alphabet=_byte_alphabet()), False
     replacements: list[tuple[str, str]] = []
     strips = False
     for position, step in enumerate(steps):
@@ -320,44 +338,55 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
             strips |= step["prepend_scheme"] != "never"
         elif kind == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
             if "Fuse" not in kinds[:position]:
-                raise CheckpointError(
-                    f"{where}: decoder: Strip without Fuse before it is not supported"
-                )
+                reason = "Strip without Fuse before it is not supported"
+                raise CheckpointError(f"{where}: decoder: {reason}")
             strips = True
         elif kind not in ("ByteFallback", "Fuse"):
             raise CheckpointError(f"{where}: decoder: {display_text(kind)} is not supported here")
     if not replacements:
-        why = f"{display_text(kinds)} is not supported (ByteLevel and SentencePiece are)"
-        raise CheckpointError(f"{where}: decoder: {why}")
+        reason = f"{display_text(kinds)} is not supported (ByteLevel and SentencePiece are)"
+        raise CheckpointError(f"{where}: decoder: {reason}")
+    has_byte_tokens = "ByteFallback" in kinds
+    return (
+        partial(_replaced_bytes, replacements=replacements, has_byte_tokens=has_byte_tokens),
+        strips,
+    )
 
-    def replaced(token: str) -> bytes:
-        if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        for old, new in replacements:
-            token = token.replace(old, new)
+
+def _byte_level_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes(alphabet[character] for character in token)
+    except KeyError:  # a token added as plain text
         return token.encode()
 
-    return replaced, strips
+
+def _replaced_bytes(
+    token: str, replacements: Sequence[tuple[str, str]], has_byte_tokens: bool
+) -> bytes:
+    """Return the bytes of a token after replacements; those such as <0x0A> may be a byte each."""
+    if has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(match[1], 16)])
+    for old, new in replacements:
+        token = token.replace(old, new)
+    return token.encode()
 
 
 def check_content(where: str, file: Any, declared: int) -> int:
-    """Refuse bombs by their keys; returns the highest id.
+    """Refuse content that needs much time or memory, naming its key; return the highest id.
 
     declared: characters of the added tokens of other files.
     """
     try:
         model = file["model"]
-        ids = model["vocab"]
-        ids = ids if isinstance(ids, dict) else {pair[0]: at for at, pair in enumerate(ids)}
+        vocab = model["vocab"]
+        ids = vocab if isinstance(vocab, dict) else {pair[0]: i for i, pair in enumerate(vocab)}
         added = sum(len(token["content"]) for token in file.get("added_tokens") or ())
-        longer = (added + declared) * _growth(file.get("normalizer")) > MAX_CHARACTERS
+        normalized = (added + declared) * _max_growth(file.get("normalizer"))
+        size = f"{MAX_CHARACTERS:,} characters"
         faults = [
-            ("added_tokens", longer, f"come to over {MAX_CHARACTERS:,} characters"),
-            (
-                "model: vocab",
-                sum(map(len, ids)) > MAX_CHARACTERS,
-                f"has over {MAX_CHARACTERS:,} characters",
-            ),
+            ("added_tokens", normalized > MAX_CHARACTERS, f"come to over {size}"),
+            ("model: vocab", sum(map(len, ids)) > MAX_CHARACTERS, f"has over {size}"),
             (
                 "model: dropout",
                 bool(model.get("dropout")),
@@ -366,40 +395,41 @@ def check_content(where: str, file: Any, declared: int) -> int:
         ]
         for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
             part = file.get(key)
-            text = json.dumps(file.get(key))
-            large = len(text) > MAX_PART and "precompiled_charsmap" not in text
+            text = json.dumps(part)
+            grows = _max_growth(part) > MAX_GROWTH
+            is_large = len(text) > MAX_PART and "precompiled_charsmap" not in text
             faults += [
-                (key, _growth(part) > MAX_GROWTH, f"may make a text {MAX_GROWTH:,} times as long"),
-                (key, large, f"has more than {MAX_PART:,} characters"),
+                (key, grows, f"may make a text {MAX_GROWTH:,} times as long"),
+                (key, is_large, f"has more than {MAX_PART:,} characters"),
                 # Groups that call groups that call groups are compiled without end.
                 (key, r"\g" in text, r"calls a group of its pattern by \g"),
             ]
         highest: int = max(ids.values(), default=-1)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: is no tokenizer: {one_line(repr(error))}") from None
-    for key, is_one, words in faults:
-        if is_one:
-            raise CheckpointError(f"{where}: {key}: {words}")
+    for key, has_fault, reason in faults:
+        if has_fault:
+            raise CheckpointError(f"{where}: {key}: {reason}")
     return highest
 
 
-def _growth(step: Any) -> float:
-    """How many times as long a normalizer, pre-tokenizer, decoder or post-processor may make a text."""
+def _max_growth(step: Any) -> float:
+    """Return the most a text may grow by a normalizer, pre-tokenizer, decoder or post-processor."""
     if step is None:
         return 1.0
-    growth = _GROWTH.get(step["type"], 1.0) + sum(
+    growth = _GROWTH_BY_TYPE.get(step["type"], 1.0) + sum(
         len(step.get(key, "")) for key in ("content", "prepend")
     )
     growth *= max(1, sum("Sequence" in piece for piece in step.get("single", ())))
     inner = (
         step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders", "processors")
     )
-    return math.prod(map(_growth, chain.from_iterable(inner)), start=growth)
+    return math.prod(map(_max_growth, chain.from_iterable(inner)), start=growth)
 
 
 @contextmanager
 def convert_library_errors(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
-    """Make what the library raises inside the block a refusal of one line that begins with `where`."""
+    """Turn an exception of the library in the block into an error of one line that begins with `where`."""
     try:
         yield
     except BaseException as error:  # a panic is no `Exception`

@@ -401,7 +401,7 @@ def test_patterns_that_take_too_long_are_refused(
     )
     tokenizer = Tokenizer.open(changed(tmp_path, parts))
     assert tokenizer.decode(tokenizer.encode("letter" * 10)) == "letter" * 10
-    monkeypatch.setattr(encoder, "SECONDS", 0.1)
+    monkeypatch.setattr(encoder, "BASE_SECONDS", 0.1)
     for _ in range(2):  # at once the second time: the thread is still busy
         with refused(CheckpointError, "tokenizer.json", "take too long for this text", seconds=4):
             tokenizer.encode("a" * 900)

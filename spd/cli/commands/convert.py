@@ -69,7 +69,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
         )
         plan.checkpoint.check_unchanged()
         told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
-        write_json(stage / CONFIG_FILE, make_head_config(*told, quantized=plan.quantized))
+        write_json(stage / CONFIG_FILE, make_head_config(*told, quantized=plan.is_quantized))
     return [tensor.name for tensor in own]
 
 
