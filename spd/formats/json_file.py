@@ -13,12 +13,9 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 from spd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 logger = logging.getLogger(__name__)
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
@@ -28,7 +25,15 @@ MAX_CONTAINERS = 1_500_000
 """Lists and objects of a file. The limit bounds a hostile file's memory; the header of 90 thousand
 tensors has 270,000."""
 _CONTAINERS = (dict, list)
-T = TypeVar("T", bound="DataclassInstance")
+
+
+class DataclassInstance(Protocol):
+    """An object of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T", bound=DataclassInstance)
 
 
 def display_text(value: object) -> str:
@@ -122,6 +127,7 @@ def parse_json(
     """
 
     def refuse_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """Return the object of some pairs; raise CheckpointError where a key is there twice."""
         values = dict(pairs)
         if len(values) < len(pairs):
             duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]

@@ -262,12 +262,12 @@ def plan_head(
     head_tensors = {
         name: meta for name, meta in checkpoint.tensors.items() if layout.contains(meta.name)
     }
-    used = [meta for name, meta in head_tensors.items() if name in needed]
+    needed_tensors = [meta for name, meta in head_tensors.items() if name in needed]
     return HeadPlan(
         checkpoint,
         head,
-        tuple(meta for meta in used if meta.name not in tables),
-        tuple((meta, tables[meta.name]) for meta in used if meta.name in tables),
+        tuple(meta for meta in needed_tensors if meta.name not in tables),
+        tuple((meta, tables[meta.name]) for meta in needed_tensors if meta.name in tables),
         tuple(meta.name for name, meta in head_tensors.items() if name not in needed),
         declared_module_count(source.fields),
     )
