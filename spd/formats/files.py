@@ -1,4 +1,4 @@
-"""Files that a user names: read up to a limit, written under a lock, or replaced whole by a rename."""
+"""Files that a user names: read up to a limit, written under a lock, or replaced by a rename."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from typing import BinaryIO
 from spd.errors import NotFoundError, UsageError
 
 INPUT_LIMIT = 64 * 2**20
-"""Bytes of one input."""
+"""Bytes of a prompt or another input."""
 LINES_LIMIT = 2**30
 """Bytes of a file of many lines."""
 FILE_LIMIT = 64_000_000
-"""Bytes of a file beside a model's weights; the largest published tokenizers have about 35 million."""
+"""Bytes of a file next to a model's weights; the largest published tokenizers have about 35 million."""
 
 
 def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
-    """All of a file, which may be a FIFO, or of stdin ("-"). Raises NotFoundError and UsageError."""
-    shown = "stdin" if name == "-" else str(name)
+    """Return all of a file, which may be a FIFO, or of stdin ("-").
+
+    Raises NotFoundError, and UsageError where it cannot be read or has more than `limit` bytes.
+    """
+    display_name = "stdin" if name == "-" else str(name)
     try:
         if name == "-":
             data = sys.stdin.buffer.read(limit + 1) if sys.stdin is not None else b""
@@ -30,19 +33,19 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
             with open(name, "rb") as file:
                 data = file.read(limit + 1)
     except FileNotFoundError:
-        raise NotFoundError(f"no file {shown}", fix=[fix]) from None
+        raise NotFoundError(f"no file {display_name}", fix=[fix]) from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot read {shown}: {why}", fix=[fix]) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {display_name}: {reason}", fix=[fix]) from None
     if len(data) > limit:
         raise UsageError(
-            f"{shown} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"]
+            f"{display_name} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"]
         )
     return data
 
 
 def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str:
-    """The same as text, which must be UTF-8; a byte order mark is dropped."""
+    """Return the same as text, which must be UTF-8, without a byte order mark."""
     data = read_input(name, fix, limit)
     try:
         return data.decode("utf-8-sig")
@@ -54,7 +57,10 @@ def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str
 
 
 def open_output(path: Path, *, append: bool = False) -> int:
-    """Open a file to write, emptied unless `append`; a regular one is locked. Raises OSError, UsageError."""
+    """Return a descriptor for writing, of a file that is emptied unless `append`.
+
+    A regular file is locked. Raises OSError, and UsageError where another process has the lock.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -74,23 +80,26 @@ def open_output(path: Path, *, append: bool = False) -> int:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file through a temporary one with an unpredictable name, so it is never incomplete."""
-    spare = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    descriptor = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    """Write a text file through a temporary one with an unpredictable name.
+
+    The file is never incomplete.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(text.encode())
             sync(file)
-        os.replace(spare, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(spare)
+            os.unlink(temporary)
         raise
     sync_folder(path.parent)
 
 
 def sync(file: BinaryIO) -> None:
-    """Return when what was written has reached the disk."""
+    """Flush a file, and return when its bytes have reached the disk."""
     file.flush()
     os.fsync(file.fileno())
 

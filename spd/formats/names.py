@@ -1,4 +1,4 @@
-"""What a model folder calls its files, and the tensors around its layers."""
+"""Names of a model folder's files, and of the tensors around a model's layers."""
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

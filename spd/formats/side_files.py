@@ -1,8 +1,8 @@
-"""The files beside a model's weights that go along into a folder made of it: tokenizer, templates, words.
+"""Files that are copied with a model's weights: tokenizer, templates, texts.
 
-A folder is untrusted: a link in it may lead to a device or to any file of the user, who then publishes what
-was written. Only regular files are copied, and links that stay in the folder or in its repository's part of
-the hub's cache.
+A folder is untrusted: a link in it may lead to a device or to any file of the user, who then publishes the
+copy. Only regular files are copied, and links that stay in the folder or in its repository's part of the
+hub's cache.
 """
 
 from __future__ import annotations
@@ -19,53 +19,59 @@ from spd.formats.hub import model_name_of_snapshot
 from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
 
 ENDINGS = (".json", ".jinja", ".txt", ".model")
-TOTAL_LIMIT = 512_000_000  # bytes of all of them
+TOTAL_LIMIT = 512_000_000
+"""Bytes of all files together."""
 
 
 @dataclass(frozen=True)
 class SideFile:
-    """A file to copy: its path below the folder, and where its content lies."""
+    """A file to copy."""
 
     name: Path
+    """Its path below the folder."""
     source: Path
+    """The file that has its content, where it is a link."""
 
 
-def side_files(folder: Path, without: Sequence[str]) -> tuple[list[SideFile], list[str]]:
-    """Return the files that go along, and a note for each that does not though it is called like one."""
-    root = _root(folder)
+def side_files(folder: Path, excluded: Sequence[str]) -> tuple[list[SideFile], list[str]]:
+    """Return the files to copy, and a note for each file of such a name that is not copied.
+
+    excluded: names that are not copied, without a note.
+    """
+    root = _link_root(folder)
     files: list[SideFile] = []
     notes: list[str] = []
-    left = TOTAL_LIMIT
-    for name in _candidates(folder, without):
+    remaining = TOTAL_LIMIT
+    for name in _candidates(folder, excluded):
         try:
-            source = _copyable(folder / name, root, left)
+            source = _resolve_copyable(folder / name, root, remaining)
         except CheckpointError as refusal:
             notes.append(f"not copied: {refusal.message.removeprefix(f'{folder}/')}")
             continue
-        left -= source.stat().st_size
+        remaining -= source.stat().st_size
         files.append(SideFile(name, source))
     return files, notes
 
 
 def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
-    """Copy files into a new folder. Raises CheckpointError where one is no longer what it was."""
+    """Copy files into a new folder. Raises CheckpointError for a file that has changed."""
     for file in files:
         target = destination / file.name
         target.parent.mkdir(exist_ok=True)
         if os.path.realpath(file.source) != str(file.source):
             raise CheckpointError(f"{file.source}: changed while in use")
-        with open_regular_file(file.source) as source, open(target, "xb") as written:
+        with open_regular_file(file.source) as source, open(target, "xb") as copy:
             with convert_os_errors(file.source):
                 data = source.read(FILE_LIMIT + 1)
             if len(data) > FILE_LIMIT:
                 raise CheckpointError(f"{file.source}: changed while in use")
-            written.write(data)
+            copy.write(data)
 
 
-def _candidates(folder: Path, without: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths below a folder whose names say that they go along."""
+def _candidates(folder: Path, excluded: Sequence[str]) -> Iterator[Path]:
+    """Yield the paths below a folder whose names are those of files to copy."""
     for name in list_folder(folder):
-        if name.endswith(ENDINGS) and ".safetensors" not in name and name not in without:
+        if name.endswith(ENDINGS) and ".safetensors" not in name and name not in excluded:
             yield Path(name)
     templates = folder / TEMPLATES_FOLDER
     if templates.is_dir() and not templates.is_symlink():
@@ -74,23 +80,23 @@ def _candidates(folder: Path, without: Sequence[str]) -> Iterator[Path]:
                 yield Path(TEMPLATES_FOLDER, name)
 
 
-def _root(folder: Path) -> Path:
-    """Return what links may lead into: the folder, or for a snapshot of the hub's cache its repository."""
-    real = Path(os.path.realpath(folder))
-    return real.parent.parent if model_name_of_snapshot(real) is not None else real
+def _link_root(model_folder: Path) -> Path:
+    """Return the folder that links may not leave; for a snapshot of the hub's cache its repository."""
+    target = Path(os.path.realpath(model_folder))
+    return target.parent.parent if model_name_of_snapshot(target) is not None else target
 
 
-def _copyable(path: Path, root: Path, left: int) -> Path:
-    """Return where a file's content lies. Raises CheckpointError where it must not be copied.
+def _resolve_copyable(path: Path, root: Path, remaining: int) -> Path:
+    """Return the file with a path's content. Raises CheckpointError where it must not be copied.
 
-    root: what a link may lead into. left: bytes that all further files may have together.
+    root: the folder that a link may not leave. remaining: bytes that all further files may have together.
     """
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(root):
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(root):
         raise CheckpointError(f"{path}: is a link that leads out of the folder")
-    with open_regular_file(real) as file:
+    with open_regular_file(target) as file:
         size = os.fstat(file.fileno()).st_size
-    if size > min(FILE_LIMIT, left):
-        most = f"{FILE_LIMIT:,} bytes, or all of them over {TOTAL_LIMIT:,}"
-        raise CheckpointError(f"{path}: is larger than {most}")
-    return real
+    if size > min(FILE_LIMIT, remaining):
+        limit = f"{FILE_LIMIT:,} bytes, or all of them over {TOTAL_LIMIT:,}"
+        raise CheckpointError(f"{path}: is larger than {limit}")
+    return target

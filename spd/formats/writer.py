@@ -1,8 +1,7 @@
-"""Write a folder completely or not at all: build it under a temporary name, rename it at the end.
+"""Writing of a folder completely or not at all: under a temporary name that is replaced at the end.
 
-The stage has a name that cannot be foreseen, and only its owner writes there. Whatever ends a run takes it
-away, but for a kill, which leaves a folder `.spd-*`.
-Source: https://github.com/huggingface/safetensors#format.
+The stage has an unpredictable name, and only its owner writes there. It is removed whatever ends a run,
+except a kill, which leaves a folder `.spd-*`. Source: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -16,24 +15,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.files import sync, sync_folder, write_atomically
 from spd.formats.safetensors_header import DTYPE_BITS, TensorMeta
 
-ReportProgress = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
+ReportProgress = Callable[[int, int], None]
+"""Called with the bytes written, and the bytes in all."""
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write: `pieces` yields its bytes in order, `nbytes` of them, row after row."""
+    """One tensor to write."""
 
     name: str
-    dtype: str  # the safetensors code
+    dtype: str
+    """The safetensors code."""
     shape: tuple[int, ...]
     pieces: Callable[[], Iterator[bytes]]
+    """Yields its bytes in order, row after row, `nbytes` in all."""
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +42,7 @@ class OutputTensor:
 
 
 def output_tensors(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
-    """What is written of a checkpoint's tensors: bytes as they are stored."""
+    """Return tensors of a checkpoint for writing, with their bytes as they are stored."""
     return [
         OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.read_pieces, t)) for t in tensors
     ]
@@ -52,7 +53,7 @@ def write_tensors(
 ) -> None:
     """Write a new safetensors file, a piece at a time."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in ordered:
         shape = list(tensor.shape)
@@ -62,31 +63,34 @@ def write_tensors(
     data = json.dumps(entries, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     header = len(data).to_bytes(8, "little") + data
-    done = len(header)
+    written = len(header)
     total = len(header) + position
     with open(path, "xb") as file:
         file.write(header)
         for tensor in ordered:
-            begin = done
+            begin = written
             for piece in tensor.pieces():
                 file.write(piece)
-                done += len(piece)
-                report(done, total)
-            if done - begin != tensor.nbytes:
+                written += len(piece)
+                report(written, total)
+            if written - begin != tensor.nbytes:
                 raise ValueError(
-                    f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced"
+                    f"{tensor.name}: {written - begin} bytes came, {tensor.nbytes} were announced"
                 )
         sync(file)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write a JSON file."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager
 def open_stage(destination: Path) -> Iterator[Path]:
-    """A folder that becomes `destination` when the block ends well. Raises ResourceError where it cannot."""
+    """Yield a folder that is renamed to `destination` when the block ends without an error.
+
+    Raises ResourceError where it cannot be written.
+    """
     try:
         parent = destination.parent
         parent.mkdir(parents=True, exist_ok=True)
@@ -98,5 +102,5 @@ def open_stage(destination: Path) -> Iterator[Path]:
             os.rename(new, destination)
             sync_folder(parent)
     except OSError as error:
-        why = f"{destination}: cannot be written: {error.strerror}; nothing of it is left"
-        raise ResourceError(why, fix=["free some space, or name another folder"]) from error
+        reason = f"{destination}: cannot be written: {error.strerror}; nothing of it is left"
+        raise ResourceError(reason, fix=["free some space, or name another folder"]) from error

@@ -128,7 +128,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     source.require_folder("spd quantize")
     destination = options.destination.expanduser()
     check_new_folder(destination)
-    beside, notes = side_files(source.path, without=(CONFIG_FILE,))
+    beside, notes = side_files(source.path, excluded=(CONFIG_FILE,))
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:

@@ -12,7 +12,7 @@ from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import HOW_TO_ATTACH, MtpSource
 from spd.formats.mtp_layout import MtpFamily
-from spd.formats.quantized import UNUSED
+from spd.formats.quantized import UNUSED_SUFFIXES
 from spd.kernels.linear.activation import SILU
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.attention_layout import GqaLayout
@@ -113,7 +113,7 @@ def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
         checkpoint, expected, dtypes=kinds, description=what, fix=HOW_TO_ATTACH
     )
     own = (name for name in unexpected if layout.contains(name))
-    foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
+    foreign = [name for name in own if not name.endswith((*UNUSED_SUFFIXES, ".weight_scale"))]
     if foreign:
         why = "tensors of the MTP head belong to none of its layers as"
         why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"

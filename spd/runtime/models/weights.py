@@ -16,7 +16,7 @@ from spd.formats.json_file import abbreviate, display_text
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
-from spd.formats.quantized import UNUSED
+from spd.formats.quantized import UNUSED_SUFFIXES
 from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, SUPER_BLOCK, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
@@ -208,7 +208,7 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     ):  # a head that is stored nevertheless is a copy: see `ModelFolder.config`
         unexpected = [name for name in unexpected if name != HEAD]
     if how is not None:
-        unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
+        unexpected = [name for name in unexpected if not name.endswith(UNUSED_SUFFIXES)]
     unused = [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
     if unused and checkpoint.refuses_unused:
         raise checkpoint.tensor_error(unused[0], f"is not known in {config.architecture}")

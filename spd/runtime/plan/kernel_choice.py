@@ -13,7 +13,7 @@ from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
-from spd.formats.quantized import CODES, Quantization
+from spd.formats.quantized import CODE_TENSORS, Quantization
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.native.build import (
     DTYPE_FLAGS,
@@ -203,7 +203,7 @@ def _packed_form(
     odd_count = 0
     for name in tensors:
         stem, _, last = name.rpartition(".")
-        scheme = quantization.scheme_of(stem) if last in CODES else None
+        scheme = quantization.scheme_of(stem) if last in CODE_TENSORS else None
         if scheme is None or scheme.codes_name != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
         group = scheme.group_size or STEP
