@@ -1,4 +1,4 @@
-"""Shared fixtures: checkpoints made once a session, one thread, engines kept small."""
+"""Shared fixtures: checkpoints made once a session, one thread, small engines."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Tiny models gain nothing from more, and busy machines lose much."""
+    """Use one thread: tiny models gain nothing from more, and busy machines lose much."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
-    """Tests of what an engine tries at load ask for `every_trial`."""
+    """Try a model's arithmetic once a process; `every_trial` tries it in every engine."""
     if "every_trial" not in request.fixturenames:
         monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_once)
         set_probed_row_counts(monkeypatch, FEW_ROW_COUNTS)
@@ -46,19 +46,19 @@ def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def every_trial() -> None:
-    """Every engine tries its arithmetic itself."""
+    """Let every engine try its arithmetic itself."""
 
 
 @pytest.fixture
 def untried(monkeypatch: Patch) -> None:
-    """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
+    """Let no engine try its arithmetic: all run full tiles, as other programs' numbers need."""
     whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST,))  # noqa: E731
     monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
 
 
 @pytest.fixture
 def keep_threads() -> Iterator[None]:
-    """An engine sets the number of threads of the whole process; gives it back."""
+    """Restore the number of threads of the process, which an engine sets."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -66,13 +66,13 @@ def keep_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_are_heard() -> None:
-    """A shell starts background jobs with SIGINT ignored, which spd and its children would respect."""
+    """Restore SIGINT, which background jobs of a shell ignore, and their children with them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` is heard."""
+    """Mark slow cases before `-m` selects."""
     choose(items)
 
 
@@ -83,16 +83,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest, record_property: Callable) -> Callable[[str], None]:
-    """Shows a line of a passing test: at once, or from a worker process (`pytest -n`) after all tests."""
+    """Print a line of a passing test: at once, or from a worker process after all tests."""
     if hasattr(request.config, "workerinput"):
         return lambda line: record_property("said", line)
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
-    def shown(line: str) -> None:
+    def print_line(line: str) -> None:
         with capture.global_and_fixture_disabled():
             print(f"\n{line}", end="", flush=True)
 
-    return shown
+    return print_line
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -104,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 0.35 B checkpoint: made here, or an existing copy named by SPD_TEST_MEDIUM."""
+    """Return the 0.35 B checkpoint: made here, or the existing copy in SPD_TEST_MEDIUM."""
     if os.environ.get("SPD_TEST_MEDIUM"):
         return Path(os.environ["SPD_TEST_MEDIUM"])
     folder = tmp_path_factory.mktemp("medium")
@@ -115,11 +115,11 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Tiny random checkpoints by variant name and options, written once a session."""
+    """Return tiny random checkpoints by variant name and options, written once a session."""
     return TinyShelf(tmp_path_factory.mktemp("tiny")).get
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Tiny targets and what drafts for them, by name, written once a session."""
+    """Return tiny targets and their drafters by name, written once a session."""
     return Pairs(tmp_path_factory.mktemp("pairs"))

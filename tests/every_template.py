@@ -1,4 +1,7 @@
-"""`python -m tests.every_template FOLDER…`: prompts of `*.jinja` against `transformers`; calls read back."""
+"""`python -m tests.every_template FOLDER…`: prompts of `*.jinja` by spd and by `transformers`.
+
+Calls that a template writes are also read back.
+"""
 
 import itertools
 import json
@@ -74,63 +77,67 @@ CONVERSATIONS: dict[str, Sequence[Message]] = {
 }
 
 
-def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -> str | None:
-    """What a request's messages become; None where the template refuses them."""
-    shown = [
+def render_with_spd(
+    template: ChatTemplate, messages: Sequence[Message], **variables: Any
+) -> str | None:
+    """Return the prompt of a request's messages; None where the template refuses them."""
+    rendered_messages = [
         for_template(message, template.default)
         for message in CHAT_FIELDS["messages"](messages, "messages")
     ]
     try:
-        return template.render(shown, **variables)
+        return template.render(rendered_messages, **variables)
     except SpdError as error:
         return None if "faulty" not in error.message else error.message
 
 
-def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list[str]:
-    """The library's prompts, with arguments as objects and as text.
+def render_with_jinja(template: str, messages: Sequence[Message], **variables: Any) -> list[str]:
+    """Return the library's prompts, with arguments as objects and as text.
 
-    Mistral's templates read thinking from a list of parts, which a user of the library writes so.
+    Mistral's templates read thinking from a list of parts, as a user of the library writes it.
     """
-    found: list[str] = []
+    prompts: list[str] = []
     parts = [
-        {**one, **make_past_turn(one["reasoning_content"], one["content"], template)}
-        if "reasoning_content" in one
-        else one
-        for one in messages
+        {**message, **make_past_turn(message["reasoning_content"], message["content"], template)}
+        if "reasoning_content" in message
+        else message
+        for message in messages
     ]
     for written in (json.loads, str):
-        said = json.loads(json.dumps(parts))
-        for one in (one for message in said for one in message.get("tool_calls", ())):
-            one["function"]["arguments"] = written(one["function"]["arguments"])
-        asked: dict[str, Any] = {
-            "conversations": [said],
+        plain_parts = json.loads(json.dumps(parts))
+        for message in plain_parts:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = written(call["function"]["arguments"])
+        arguments: dict[str, Any] = {
+            "conversations": [plain_parts],
             "chat_template": template,
             "add_generation_prompt": True,
             **SPECIAL,
             **variables,
         }
         try:
-            found += render_jinja_template(**asked)[0]
+            prompts += render_jinja_template(**arguments)[0]
         except Exception:  # whatever a template may raise
             continue
-    return found
+    return prompts
 
 
 def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
-    """Each conversation with each set of tools and switch of thinking: names, own prompt, the library's."""
-    one = ChatTemplate("", {"default": template}, SPECIAL)
+    """Yield names, spd's prompt and the library's, by conversation, tools and thinking switch."""
+    chat_template = ChatTemplate("", {"default": template}, SPECIAL)
     switches = list[dict[str, Any]]([{}])
     switches += [{"enable_thinking": on} for on in (True, False) if "enable_thinking" in template]
     for (name, messages), tools, switch in itertools.product(
         CONVERSATIONS.items(), (None, TOOLS), switches
     ):
-        shown = {"tools": tools, **switch}
-        what = " ".join(["with tools" if tools else "without", *map(str, switch.values())])
-        yield name, what, own(one, messages, **shown), theirs(template, messages, **shown)
+        variables = {"tools": tools, **switch}
+        description = " ".join(["with tools" if tools else "without", *map(str, switch.values())])
+        spd_prompt = render_with_spd(chat_template, messages, **variables)
+        yield name, description, spd_prompt, render_with_jinja(template, messages, **variables)
 
 
-def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
-    """What is found in a reply that came in these pieces, without its thinking."""
+def split_reply(tools: Tools, texts: Sequence[str]) -> list[Piece]:
+    """Return the pieces of a reply that came in these texts, without its thinking."""
     splitter = ThinkingSplitter(False)
     parser = CallParser(tools)
     pieces = list[Piece]()
@@ -141,33 +148,39 @@ def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
 
 
 def read_back(template: str) -> str:
-    """What is found in a reply as the template writes it: as many calls as there were, or else."""
-    one = ChatTemplate("", {"default": template}, SPECIAL)
+    """Compare the calls of a reply that the template writes with those that spd reads in it."""
+    chat_template = ChatTemplate("", {"default": template}, SPECIAL)
     form = call_form(template)
     for tool_calls in (PLAIN[:2], PLAIN[:1]):
-        said = {"role": "assistant", "content": "Yes.", "tool_calls": tool_calls}
-        written = own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False)
-        asked = own(one, [ASKED], tools=TOOLS), written
-        if None in asked:
+        reply_message = {"role": "assistant", "content": "Yes.", "tool_calls": tool_calls}
+        written = render_with_spd(
+            chat_template, [ASKED, reply_message], tools=TOOLS, add_generation_prompt=False
+        )
+        prompts = render_with_spd(chat_template, [ASKED], tools=TOOLS), written
+        if None in prompts:
             continue
-        pairs = enumerate(zip(*map(str, asked), strict=False))
-        same = str(asked[1])[: next((at for at, (a, b) in pairs if a != b), len(str(asked[0])))]
+        pairs = enumerate(zip(*map(str, prompts), strict=False))
+        same = str(prompts[1])[: next((at for at, (a, b) in pairs if a != b), len(str(prompts[0])))]
         same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
-        if "read" not in (reply := str(asked[1])[len(same) :]):
+        if "read" not in (reply := str(prompts[1])[len(same) :]):
             continue
-        told = (each["function"] for each in tool_calls if each["function"]["name"] in reply)
-        wanted = [(each["name"], json.loads(each["arguments"])) for each in told]
+        called_functions = (
+            call["function"] for call in tool_calls if call["function"]["name"] in reply
+        )
+        expected_calls = [
+            (call["name"], json.loads(call["arguments"])) for call in called_functions
+        ]
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:
             tools = Tools({"read": PARAMETERS, "now": {}}, form)
             calls = [
-                (one.name, json.loads(one.text))
-                for one in found(tools, pieces)
-                if one.kind == "call"
+                (piece.name, json.loads(piece.text))
+                for piece in split_reply(tools, pieces)
+                if piece.kind == "call"
             ]
-            if calls != wanted:
+            if calls != expected_calls:
                 return f"NOT READ: {reply!r}"
-        return f"{len(wanted)} calls read"
+        return f"{len(expected_calls)} calls read"
     return "no calls written"
 
 
@@ -176,16 +189,16 @@ def main() -> None:
     names = {id(form): name for name, form in FORMS.items()}
     for path in sorted(path for folder in sys.argv[1:] for path in Path(folder).glob("**/*.jinja")):
         template = path.read_text("utf-8")
-        found = Counter[str]()
-        for name, what, mine, other in cells(template):
+        counts = Counter[str]()
+        for name, description, mine, other in cells(template):
             same = "equal" if mine in other else "DIFFERS"
             kind = "refused by both" if mine is None and not other else same
-            found[kind] += 1
+            counts[kind] += 1
             if kind == "DIFFERS":
-                print(f"  {name}, {what}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
+                print(f"  {name}, {description}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
         form = names.get(id(call_form(template)), "guessed")
-        print(f"{path.stem}: {form}: {dict(found)}, {read_back(template)}", flush=True)
-        total += found
+        print(f"{path.stem}: {form}: {dict(counts)}, {read_back(template)}", flush=True)
+        total += counts
     print(dict(total))
     sys.exit(total["DIFFERS"] > 0)
 

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter as position-blind in its products as a GPU, and three times as fast."""
+"""Products of Triton's interpreter, as position-blind as a GPU's, and three times as fast."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """`tl.dot` of tiles a [M, K], b [K, N] onto d [M, N], each element summed in the same order."""
+    """Add the product of a [M, K] and b [K, N] to d [M, N], each element in the same order."""
     from triton.runtime.interpreter import TensorHandle
 
     kind = d.data.dtype
@@ -16,7 +16,7 @@ def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_impreci
 
 
 class Lasting:
-    """Stands for what the interpreter puts in the place of `triton.language`, which stays there."""
+    """A stand-in for the interpreter's replacement of `triton.language`; it stays installed."""
 
     def restore(self) -> None:
         return
@@ -30,16 +30,16 @@ def install() -> None:
         return
     original = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, *remaining: Any) -> Any:
         narrow = any(t.dtype.is_floating() and t.dtype.primitive_bitwidth == 8 for t in (a, b))
-        return original(self, a, b, *rest) if narrow else dot(self, a, b, *rest)
+        return original(self, a, b, *remaining) if narrow else dot(self, a, b, *remaining)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     _hurry(interpreter)
 
 
 def _hurry(interpreter: Any) -> None:
-    """Do once what the interpreter does in every launch, call or operation, and look for no overflow."""
+    """Do once what the interpreter does in every launch, and skip its overflow checks."""
     core = interpreter.tl.core
     replace = interpreter._patch_lang
     numpy_type = interpreter._get_np_dtype
@@ -50,7 +50,7 @@ def _hurry(interpreter: Any) -> None:
     blocks = dict[Any, dict[str, Any]]()
 
     def replace_once(fn: Any) -> Lasting:
-        """By the module that a function is of: each knows the language by names of its own."""
+        """Replace by the module of a function: each knows the language by names of its own."""
         if id(fn.__globals__) not in replaced:
             replaced.add(id(fn.__globals__))
             replace(fn)
@@ -70,8 +70,8 @@ def _hurry(interpreter: Any) -> None:
             blocks[key] = self.__dict__
 
     def tensor_of_known(self: Any, handle: Any, type: Any) -> None:
-        known = type.__dict__.get("of_tensors")
-        if known is None:
+        cached = type.__dict__.get("of_tensors")
+        if cached is None:
             make_tensor(self, handle, type)
             type.of_tensors = {
                 "shape": self.shape,
@@ -80,7 +80,7 @@ def _hurry(interpreter: Any) -> None:
                 "dtype": self.dtype,
             }
         else:
-            self.__dict__.update(known, handle=handle, type=type)
+            self.__dict__.update(cached, handle=handle, type=type)
 
     interpreter._patch_lang = replace_once
     interpreter._get_np_dtype = known_type

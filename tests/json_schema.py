@@ -1,4 +1,4 @@
-"""As much of JSON Schema as the shipped schemas use; a keyword it does not know is an error."""
+"""The part of JSON Schema that the shipped schemas use; an unknown keyword is an error."""
 
 import json
 import re
@@ -20,16 +20,16 @@ NO_RULE = {"$schema", "$id", "$defs", "title"}
 
 
 def faults(value: object, name: str, part: str | None = None) -> list[str]:
-    """Where `value` breaks the shipped schema `name`, or a part that it defines, in words."""
+    """Return how `value` breaks the shipped schema `name`, or a part that it defines."""
     schema = json.loads((SCHEMAS / f"{name}.json").read_text())
     return list(_walk(value, schema if part is None else schema["$defs"][part], schema, "$"))
 
 
 def faults_by_name(value: dict[str, Any]) -> list[str]:
-    """Where an object breaks the schema that it names itself; one that names none is an error's."""
-    named = re.fullmatch(r"spd\.([a-z.-]+)/1", value.get("schema", "spd.error/1"))
-    assert named is not None, value
-    return faults(value, named[1])
+    """Return how an object breaks the schema that it names; without a name, an error's."""
+    match = re.fullmatch(r"spd\.([a-z.-]+)/1", value.get("schema", "spd.error/1"))
+    assert match is not None, value
+    return faults(value, match[1])
 
 
 def _walk(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> Iterator[str]:
@@ -38,8 +38,8 @@ def _walk(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> 
             yield from _walk(value, root["$defs"][rule.rpartition("/")[2]], root, at)
         elif keyword == "type":
             kinds = [TYPES[kind] for kind in ([rule] if isinstance(rule, str) else rule)]
-            fits = [each for each in kinds if isinstance(value, each)]
-            if not any(isinstance(value, bool) == (each is bool) for each in fits):
+            fits = [kind for kind in kinds if isinstance(value, kind)]
+            if not any(isinstance(value, bool) == (kind is bool) for kind in fits):
                 yield f"{at} is {type(value).__name__}, not {rule}"
         elif keyword in ("const", "enum"):
             if value not in (rule if keyword == "enum" else [rule]):

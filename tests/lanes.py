@@ -1,4 +1,4 @@
-"""Chooses which cases of a parametrised test run in the default lane; the others are `slow`."""
+"""The choice of a parametrised test's cases for the default lane; the others are `slow`."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -10,48 +10,49 @@ Case = dict[str, Hashable]  # Which row of each list of parameters it is of.
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[int]:
-    """Indices of few cases in which any rows of `strength` lists meet: greedy, always the same."""
+    """Return the indices of few cases that cover all combinations of `strength` rows; greedy."""
     names = list(cases[0])
     groups = list(itertools.combinations(names, min(strength, len(names))))
     holds = [{(group, tuple(case[name] for name in group)) for group in groups} for case in cases]
     left = set[object]().union(*holds)
     chosen = list[int]()
-    used = Counter[object]()
+    value_counts = Counter[object]()
 
     def worth(index: int) -> tuple[int, int, int]:
-        """New meetings first, then values that were seldom chosen, then the order of the list."""
-        return len(holds[index] & left), -sum(used[item] for item in cases[index].items()), -index
+        """Return a case's rank: new combinations first, then rare values, then the list's order."""
+        return (
+            len(holds[index] & left),
+            -sum(value_counts[item] for item in cases[index].items()),
+            -index,
+        )
 
     while left:
         best = max(range(len(cases)), key=worth)
         chosen.append(best)
         left -= holds[best]
-        used.update(cases[best].items())
+        value_counts.update(cases[best].items())
     return chosen
 
 
 def case_of(item: pytest.Item) -> Case:
-    """The rows that a test is of: one of each of its `parametrize`, and one of each other fixture's list."""
-    given = getattr(item, "callspec").params  # noqa: B009
+    """Return the rows of a test's case: one of each `parametrize` and of each fixture's list."""
+    params = getattr(item, "callspec").params  # noqa: B009
     lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
     tied = [
         names.replace(",", " ").split() if isinstance(names, str) else list(names)
         for names in lists
     ]
-    alone = [[name] for name in given if not any(name in names for names in tied)]
-    return {" ".join(names): tuple(id(given[name]) for name in names) for names in (*tied, *alone)}
+    alone = [[name] for name in params if not any(name in names for names in tied)]
+    return {" ".join(names): tuple(id(params[name]) for name in names) for names in (*tied, *alone)}
 
 
 def spread(total: int, count: int) -> list[int]:
-    """Indices of `count` of so many cases, the first and the last among them."""
+    """Return the indices of `count` of so many cases, the first and the last among them."""
     return sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(min(count, total))})
 
 
 def choose(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what `covers` leaves out.
-
-    `covers(1)`: every value of each parameter is met, `covers(2)`: every two; `covers(count=n)`: n cases.
-    """
+    """Mark as slow the cases that `covers` leaves out."""
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("covers") and not any(
@@ -62,8 +63,8 @@ def choose(items: Sequence[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("covers")
         assert mark is not None
         count = mark.kwargs.get("count")
-        wanted = (
+        number_of_cases = (
             spread(len(cases), count) if count else covering([*map(case_of, cases)], *mark.args)
         )
-        for index in set(range(len(cases))) - set(wanted):
+        for index in set(range(len(cases))) - set(number_of_cases):
             cases[index].add_marker(pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""The files in completions/ are what the program prints, and real shells can use them."""
+"""The files in completions/ are the program's output, and real shells can use them."""
 
 import os
 import pty
@@ -44,7 +44,7 @@ def test_the_files_are_current(shell: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """In which `spd` is this one, the cache holds two models, Ollama one, and two GGUF files lie here."""
+    """Return an environment with this `spd`, cached models, one of Ollama, and GGUF files."""
     binary = tmp_path / "bin" / "spd"
     binary.parent.mkdir()
     binary.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m spd \"$@\"\n")
@@ -57,13 +57,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
         file.touch()
     (tmp_path / "models" / "sub").mkdir()
     (tmp_path / "models" / ".hidden.gguf").touch()
-    own = {
+    private_folders = {
         "OLLAMA_MODELS": str(tmp_path / "ollama"),
         "PATH": f"{binary.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TERM": "xterm",
     }
-    return {**os.environ, **own, "HF_HUB_CACHE": str(tmp_path / "hub"), "HOME": str(tmp_path)}
+    return {
+        **os.environ,
+        **private_folders,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HOME": str(tmp_path),
+    }
 
 
 def needs(shell: str) -> pytest.MarkDecorator:
@@ -94,19 +99,19 @@ def test_bash_offers_what_fits(environment: dict[str, str], line: str) -> None:
 
 @needs("fish")
 def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
-    for line, wanted in {
+    for line, expected in {
         "spd ": sorted(COMMANDS),
         "spd generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
         "spd generate --draft-": ["--draft-max", "--draft-model", "--draft-tp"],
     }.items():
         assert [
             s.split("\t")[0] for s in printed("fish", f"complete -C '{line}'", environment)
-        ] == wanted
+        ] == expected
 
 
 @needs("zsh")
 def test_zsh_offers_what_fits(environment: dict[str, str], tmp_path: Path) -> None:
-    """Where a person would type: a terminal, TAB, and what is there then."""
+    """As a person types: a terminal, TAB, and the screen after it."""
     start = "$fpath); autoload -Uz compinit && compinit -u; PS1='READY> '\n"
     (tmp_path / ".zshrc").write_text(f"fpath=('{ROOT}/completions' {start}")
     pid, terminal = pty.fork()
@@ -114,17 +119,17 @@ def test_zsh_offers_what_fits(environment: dict[str, str], tmp_path: Path) -> No
         os.execvpe("zsh", ["zsh", "-i"], environment | {"ZDOTDIR": str(tmp_path)})
     try:
 
-        def shown(keys: str, until: str) -> str:
+        def read_screen(keys: str, end_mark: str) -> str:
             os.write(terminal, keys.encode())
             text = ""
-            while until not in text and select.select([terminal], [], [], 60)[0]:
+            while end_mark not in text and select.select([terminal], [], [], 60)[0]:
                 text += os.read(terminal, 4096).decode()
             return text
 
-        assert "READY" in shown("", "READY> ")
-        offered = shown("spd \t", "verify")
+        assert "READY" in read_screen("", "READY> ")
+        offered = read_screen("spd \t", "verify")
         assert all(command in offered for command in COMMANDS) and "checkpoint's" in offered
-        assert "Qwen/Qwen3-0.6B" in shown("\x15spd inspect Qwen/Q\t", "0.6B")
+        assert "Qwen/Qwen3-0.6B" in read_screen("\x15spd inspect Qwen/Q\t", "0.6B")
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""The demo is what it is labelled as: it answers, it is no parrot and no loop, its drafts get accepted."""
+"""The demo keeps what its label says: it answers, does not loop, and its drafts get accepted."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
 
 
 def replies(folder: Path, temperature: float, count: int, **options: object) -> list[Run]:
-    """Drafted by the MTP layer unless options say otherwise: the texts are the same, and sooner there."""
+    """Return replies drafted by the MTP layer unless options say otherwise; the texts are equal."""
     names = list(QUESTIONS)
     drafts = {"spec": "mtp", "draft_max": 2, "adaptive": False}
     engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **{**drafts, **options})
@@ -80,8 +80,8 @@ def test_it_answers_questions_about_documented_functions(folder: Path, say: Call
 
 @every_demo
 def test_sampled_replies_are_no_loop(folder: Path) -> None:
-    said = [run.text.split() for run in replies(folder, 0.8, 20)]
-    grams = [tuple(words[i : i + 4]) for words in said for i in range(len(words) - 3)]
+    reply_words = [run.text.split() for run in replies(folder, 0.8, 20)]
+    grams = [tuple(words[i : i + 4]) for words in reply_words for i in range(len(words) - 3)]
     assert len(grams) > 160
     assert len(set(grams)) / len(grams) >= 0.6
 
@@ -92,8 +92,12 @@ def test_it_fits_and_says_what_it_is() -> None:
     assert len(weights) == 3 and sum(path.stat().st_size for path in weights) <= 26 * 2**20
     record = json.loads((demo_folder() / "training.json").read_text())
     for stage in ("target", "draft"):
-        own = record[stage]
-        assert own["tokens"] > 0 and own["seconds"] > 0 and len(own["curve"]) >= 10
+        stage_record = record[stage]
+        assert (
+            stage_record["tokens"] > 0
+            and stage_record["seconds"] > 0
+            and len(stage_record["curve"]) >= 10
+        )
     folders = demo_folder(), demo_draft_folder()
     assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
 
@@ -102,14 +106,20 @@ def test_it_fits_and_says_what_it_is() -> None:
 def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
     record = json.loads((folder / "training.json").read_text())
     words = " ".join((folder / "README.md").read_text().split())
-    held = record["held_out"]
-    told = [f"{held['parameters']:,} parameters", f"{held['bits_per_byte']:.3f} bits"]
-    told += [
+    held_out_record = record["held_out"]
+    facts = [
+        f"{held_out_record['parameters']:,} parameters",
+        f"{held_out_record['bits_per_byte']:.3f} bits",
+    ]
+    facts += [
         f"{record[stage]['tokens']:,}" for stage in ("target", "mtp", "draft") if stage in record
     ]
-    told += [", ".join(f"{share:.0%}" for share in held["mtp_acceptance"]), record["corpus_sha256"]]
-    told += [f"{held['bigram_acceptance']:.0%}"]
-    assert [each for each in told if each not in words] == []
+    facts += [
+        ", ".join(f"{share:.0%}" for share in held_out_record["mtp_acceptance"]),
+        record["corpus_sha256"],
+    ]
+    facts += [f"{held_out_record['bigram_acceptance']:.0%}"]
+    assert [fact for fact in facts if fact not in words] == []
     for line in (folder / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
@@ -129,19 +139,19 @@ def test_natural_acceptance() -> None:
 def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(
     folder: Path, say: Callable
 ) -> None:
-    """Measured again by the recipe's own forward pass on modules that training never saw, and as recorded."""
+    """Measured by the recipe's forward pass on modules outside the training text."""
     corpus = build_corpus()
     record = json.loads((folder / "training.json").read_text())
     if record["corpus_sha256"] != corpus.digest():
         pytest.skip("another Python version: its standard library was not held out")
     shape = TARGETS[SHAPES[json.loads((folder / "config.json").read_text())["model_type"]]]
     tokenizer = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
-    found = held_out(folder, corpus, tokenizer, shape)
+    scores = held_out(folder, corpus, tokenizer, shape)
     text = "".join(corpus.held_out).encode()
     xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    say(f"{folder.name}: {found}; xz -9 takes {xz:.3f} bits a byte")
-    assert found["bits_per_byte"] < xz
-    assert found["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
-    first = found["mtp_acceptance"][0]
-    assert first >= found["bigram_acceptance"] + 0.10
+    say(f"{folder.name}: {scores}; xz -9 takes {xz:.3f} bits a byte")
+    assert scores["bits_per_byte"] < xz
+    assert scores["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
+    first = scores["mtp_acceptance"][0]
+    assert first >= scores["bigram_acceptance"] + 0.10
     assert first >= 0.60 or folder != demo_folder()

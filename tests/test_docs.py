@@ -1,4 +1,4 @@
-"""README and docs say what the program says: tables, commands, options and layouts; links lead somewhere."""
+"""README and docs agree with the program: tables, commands, options and layouts; links resolve."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
 def python(*words: str, folder: Path = ROOT) -> str:
-    """What it prints where it ends well."""
+    """Return the output of a Python command that ends well."""
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "200"}
     command = [sys.executable, *words]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, env=env)
@@ -48,7 +48,7 @@ def test_supported_models_is_current() -> None:
 
 
 def test_the_tables_of_ranks_are_the_cost_models() -> None:
-    """To write them anew: `python docs/parallel_tables.py`, whose tables stand under their names."""
+    """To write them anew: `python docs/parallel_tables.py`."""
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     tables = python("docs/parallel_tables.py").strip().split("\n\n")
     assert len(tables) == 3 and all(f"{table}\n" in page for table in tables)
@@ -56,7 +56,7 @@ def test_the_tables_of_ranks_are_the_cost_models() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_hybrids_is_the_plans() -> None:
-    """To write it anew: `PYTHONPATH=. python docs/hybrid_tables.py`, for the one in hybrids.md."""
+    """To write it anew: `PYTHONPATH=. python docs/hybrid_tables.py`."""
     assert python("docs/hybrid_tables.py") in (ROOT / "docs" / "hybrids.md").read_text(
         encoding="utf-8"
     )
@@ -82,13 +82,19 @@ def test_they_count_the_demos_parameters_as_inspect_does() -> None:
 
 
 def test_every_option_they_name_exists() -> None:
-    known = {"--help", "--version"}
+    options = {"--help", "--version"}
     for command in COMMANDS:
-        known |= set(re.findall(r"--[a-z][a-z-]+", python("-m", "spd", command, "--help")))
-    before, _, rest = README.partition("\n## Install\n")  # which names options of pipx and uv
-    pages = [before, rest[rest.index("\n## ") :], *(path.read_text("utf-8") for path in GUIDES)]
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(pages)))
-    assert len(named) > 30 and named <= known, named - known
+        options |= set(re.findall(r"--[a-z][a-z-]+", python("-m", "spd", command, "--help")))
+    before, _, after_install = README.partition(
+        "\n## Install\n"
+    )  # which names options of pipx and uv
+    pages = [
+        before,
+        after_install[after_install.index("\n## ") :],
+        *(path.read_text("utf-8") for path in GUIDES),
+    ]
+    named_options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(pages)))
+    assert len(named_options) > 30 and named_options <= options, named_options - options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -120,11 +126,11 @@ def test_every_command_in_the_demo_as_it_stands_there(tmp_path: Path) -> None:
 def test_layouts_and_keys_are_all_there() -> None:
     config = make_head_config({"architectures": ["X"]}, "x", "y", 1, quantized=False)
     keys = config["speculators_config"]
-    said = [f"`{key}" for key in config] + [f"speculators_config.{key}" for key in keys]
-    said += [f"verifier.{key}`" for key in keys["verifier"]] + [
+    key_texts = [f"`{key}" for key in config] + [f"speculators_config.{key}" for key in keys]
+    key_texts += [f"verifier.{key}`" for key in keys["verifier"]] + [
         f"`{family.name}`" for family in LAYOUTS
     ]
-    assert [each for each in said if each not in MTP_PAGE] == []
+    assert [key_text for key_text in key_texts if key_text not in MTP_PAGE] == []
 
 
 def test_the_list_of_changes_is_short_and_by_kind() -> None:

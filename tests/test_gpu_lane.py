@@ -1,4 +1,4 @@
-"""The tests for a GPU, where there is none: bodies that a CPU can run are run on it."""
+"""The tests for a GPU on a machine without one: bodies that a CPU can run are run on it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.helpers import Patch, get_local_queue, make_engine
 
 
 class Through(CapturedRounds):
-    """Stands where graphs do: notes each shape and runs it eagerly."""
+    """A stand-in for graphs: records each shape and runs it eagerly."""
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         self.capture(shape, views)
@@ -39,13 +39,13 @@ def engine_on_cpu(model: Path, graphs: bool | None = None, **options: Any) -> En
 
 @pytest.fixture
 def rehearsal(monkeypatch: Patch) -> None:
-    """Engines of the GPU tests are on the CPU, in the forms that it has."""
+    """Put the engines of the GPU tests on the CPU, in the forms that it has."""
     monkeypatch.setattr(gpu_helpers, "make_engine", engine_on_cpu)
 
 
 def test_rounds_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patch) -> None:
-    def short(prompts: Sequence[tuple[int, ...]], stop: int, most: int) -> gpu_helpers.Work:
-        return every_kind(prompts[:2], stop, most // 4)[:2]
+    def short(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int) -> gpu_helpers.Work:
+        return every_kind(prompts[:2], stop, max_tokens // 4)[:2]
 
     every_kind = gpu_helpers.every_kind
     monkeypatch.setattr(gpu_helpers, "every_kind", short)

@@ -1,7 +1,4 @@
-"""Hostile input against the whole command line: names that steer a terminal, files that are none, bombs.
-
-Cases run in forked children of a server that has imported everything, each with bounds on time and memory.
-"""
+"""Hostile input to the command line: names that steer a terminal, irregular files, bombs."""
 
 import contextlib
 import json
@@ -60,7 +57,7 @@ COMMANDS = TABLES["COMMANDS"]
 
 
 class Case(NamedTuple):
-    """A command line, and what is done to a folder with a copy of a model in it first."""
+    """A command line, and a change of a folder with a copy of a model before it."""
 
     kind: str
     line: str
@@ -70,7 +67,7 @@ class Case(NamedTuple):
 
 
 def serve_cases() -> None:
-    """Read a case a line from stdin, run it in a fork of this process, answer with its status and peak."""
+    """Run each case from stdin in a fork of this process; report its status and peak memory."""
     import spd.runtime
     from spd.__main__ import main
     from spd.cli.app import main as run
@@ -114,7 +111,7 @@ class Bench:
         write_tiny(folder / "tiny", architecture="Qwen3ForCausalLM", tie=False)
         shutil.copytree(ROOT / "spd/formats/demo", folder / "demo")
         shutil.copytree(ROOT / "spd/formats/demo/eagle3", folder / "eagle3")
-        own = {
+        private_environment = {
             "XDG_STATE_HOME": folder / "case/state",
             "XDG_CONFIG_HOME": folder / "none",
             "TMPDIR": folder,
@@ -123,9 +120,9 @@ class Bench:
             "COLUMNS": 100,
             "TERM": "dumb",
         }
-        self.env = {**os.environ, **{key: str(value) for key, value in own.items()}}
-        made = [sys.executable, "-m", "spd", "convert-mtp", "demo", str(folder / "head"), "-q"]
-        subprocess.run(made, cwd=ROOT, env=self.env, check=True, capture_output=True)
+        self.env = {**os.environ, **{key: str(value) for key, value in private_environment.items()}}
+        command = [sys.executable, "-m", "spd", "convert-mtp", "demo", str(folder / "head"), "-q"]
+        subprocess.run(command, cwd=ROOT, env=self.env, check=True, capture_output=True)
         words = [sys.executable, "-m", "tests.test_hostile"]
         pipe = subprocess.PIPE
         self.server = subprocess.Popen(
@@ -159,8 +156,8 @@ class Bench:
         faults += ["traceback"] if b"Traceback (most" in err + out else []
         replies = argv[0] == "chat" or (argv[0] == "generate" and "--json" not in argv)
         for stream, data in (("stdout", b"" if replies else out), ("stderr", err)):
-            if found := CONTROLS.search(data):
-                faults.append(f"{stream}: {data[max(0, found.start() - 60) : found.end() + 30]!r}")
+            if match := CONTROLS.search(data):
+                faults.append(f"{stream}: {data[max(0, match.start() - 60) : match.end() + 30]!r}")
         if faults:
             last = err.decode(errors="replace").strip().rsplit("\n", 1)[-1][:300]
             self.faults.append(
@@ -171,16 +168,16 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """The server; its first case is a harmless one, whose peak of memory the others are held against."""
-    made = Bench(tmp_path_factory.mktemp("hostile"))
-    made.run(Case("floor", "generate -m model -n 2 hi"))
-    assert not made.faults
-    yield made
-    made.server.kill()
+    """Return the server; its first case is harmless, and others are compared with its peak memory."""
+    shared_bench = Bench(tmp_path_factory.mktemp("hostile"))
+    shared_bench.run(Case("floor", "generate -m model -n 2 hi"))
+    assert not shared_bench.faults
+    yield shared_bench
+    shared_bench.server.kill()
 
 
 def put(name: str, path: str, value: Any) -> Callable[[Path], Any]:
-    """Sets a value deep inside a JSON file of the model folder, or inside the header of its weights."""
+    """Return a change that sets a value deep inside a JSON file or the header of the weights."""
 
     def spoil(place: Path) -> None:
         file = place / "model" / name
@@ -188,22 +185,22 @@ def put(name: str, path: str, value: Any) -> Callable[[Path], Any]:
         end = 0
         if name.endswith(".safetensors"):
             end = 8 + int.from_bytes(data[:8], "little")
-        found = whole = json.loads(data[8:end] if end else data)
+        node = document = json.loads(data[8:end] if end else data)
         *keys, last = [int(key) if key.isdigit() else key for key in path.split(" ")]
         for key in keys:
-            if isinstance(found, dict) and found.get(key) is None:
-                found[key] = {}
-            found = found[key]
+            if isinstance(node, dict) and node.get(key) is None:
+                node[key] = {}
+            node = node[key]
         if isinstance(last, str) and "EVIL" in last:
             added = (
                 {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
                 if end and not keys
                 else value
             )
-            found[last.replace("EVIL", value)] = 7 if "vocab" in keys else added
+            node[last.replace("EVIL", value)] = 7 if "vocab" in keys else added
         else:
-            found[last] = value
-        text = json.dumps(whole).encode()
+            node[last] = value
+        text = json.dumps(document).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:] if end else text)
 
     return spoil
@@ -214,7 +211,7 @@ def writes(name: str, text: str) -> Callable[[Path], Any]:
 
 
 def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
-    """Names and values that would steer a terminal, wherever a command may print them."""
+    """Yield names and values that would steer a terminal, wherever a command may print them."""
     for line in TABLES["PLACES"]:
         name, paths = line.split(": ")
         for path, command in (
@@ -234,9 +231,9 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         head |= {"plan": {"spec": evil, "verify": evil}}
         row = json.dumps({"request": evil, "method": evil, **lists, **numbers})
         additions: list[dict[str, object]] = [{"prompt_ids": []}, {"prompt_ids": evil}, {evil: 1}]
-        for more in additions:
+        for addition in additions:
             yield Case(
-                "trace", "explain t -v", writes("t", f"{json.dumps(head | more)}\n{row}\n{row}")
+                "trace", "explain t -v", writes("t", f"{json.dumps(head | addition)}\n{row}\n{row}")
             )
         lines = "\n".join(
             ('{"id": @, "prompt": "hi"}', '{"id": 1, "prompt": @}', '{"id": 2, @: 3}', "@")
@@ -244,16 +241,16 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         lines = lines.replace("@", quoted)
         for words in ("--json", "-q", "-v -o out/a.jsonl"):
             yield Case("jsonl", f"generate -m model -n 2 --jsonl {words} -f l", writes("l", lines))
-        named = {evil: evil}
+        evil_entry = {evil: evil}
         result = {
             "schema": "spd.bench/1",
             "model": evil,
             "plans": [{"model": evil}],
-            "settings": named,
+            "settings": evil_entry,
         }
         result |= {
             "rows": [{"label": evil, "spec": evil}],
-            "versions": named,
+            "versions": evil_entry,
             "machine": {"cpu": evil},
         }
         yield Case("result", "compare a.json a.json", writes("a.json", json.dumps(result)))
@@ -282,8 +279,10 @@ def become(path: Path, shape: str, rng: random.Random) -> None:
     elif shape == "folder":
         path.mkdir()
     elif shape == "socket":
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{(folder := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+        with socket.socket(socket.AF_UNIX) as server_socket:
+            server_socket.bind(
+                f"/proc/self/fd/{(folder := os.open(path.parent, os.O_RDONLY))}/{path.name}"
+            )
         os.close(folder)
     elif shape in ("loop", "dangling") or shape.startswith("/dev"):
         path.symlink_to({"loop": path.name, "dangling": "nothing"}.get(shape, shape))
@@ -311,7 +310,7 @@ def become(path: Path, shape: str, rng: random.Random) -> None:
 
 
 def files(rng: random.Random, bench: Bench) -> Iterator[Case]:
-    """What is no regular file, or holds what it should not, in the place of every file that spd opens."""
+    """Yield irregular files, or ones with wrong content, for every file that spd opens."""
     for row, shape in product(TABLES["OPENED"], SHAPES.split()):
         name, line = row.split(":")
         if shape == "fifo" and line.strip():
@@ -327,7 +326,7 @@ def files(rng: random.Random, bench: Bench) -> Iterator[Case]:
 
 
 def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
-    """What would take all memory or time, in every field of the tokenizer's files."""
+    """Yield values that would take all memory or time, in every field of the tokenizer's files."""
     added = (
         '"single_word": false, "lstrip": true, "rstrip": true, "normalized": false, "special": true'
     )
@@ -357,10 +356,10 @@ def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
     }
     for line in TABLES["BOMBS"]:
         field, text = line.split(": ", 1)
-        own = field == "added_tokens" or not re.search(r"_tokens?$|_decoder|template", field)
-        name = "tokenizer.json" if own else "tokenizer_config.json"
-        for word, whole in short.items():
-            text = text.replace(word, whole)
+        is_allowed = field == "added_tokens" or not re.search(r"_tokens?$|_decoder|template", field)
+        name = "tokenizer.json" if is_allowed else "tokenizer_config.json"
+        for word, full_word in short.items():
+            text = text.replace(word, full_word)
         word = next((word for word in several if word in text), "")
         for value in several.get(word, (0,)):
             bomb = json.loads(text.replace(word, json.dumps(value)) if word else text)
@@ -370,7 +369,7 @@ def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
 
 @pytest.mark.parametrize("kind", [strings, files, bombs])
 def test_hostile_input_is_refused_or_shown_harmlessly(kind: Any, bench: Bench) -> None:
-    """No control character reaches a stream, no status is undocumented, nothing hangs or takes all memory."""
+    """Print no control character, exit with a documented status, end in time and memory."""
     bench.faults = []
     bench.count = 0
     for case in kind(random.Random(kind.__name__), bench):
@@ -382,8 +381,8 @@ def test_hostile_input_is_refused_or_shown_harmlessly(kind: Any, bench: Bench) -
 def test_what_a_hub_says_is_shown_harmlessly(bench: Bench) -> None:
     bench.faults = []
     for evil, status in product(EVIL, (200, 404)):
-        held = {"config.json": b"{}", "model.safetensors": b"12345678"}
-        hub = Hub(held, extra=[evil, f"{evil}.json"], status=status)
+        files = {"config.json": b"{}", "model.safetensors": b"12345678"}
+        hub = Hub(files, extra=[evil, f"{evil}.json"], status=status)
         server = serve(hub)
         for words in ("--dry-run", "--json --dry-run", "-v --color never"):
             bench.run(Case("hub", f"pull {NAME} {words}"), HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")

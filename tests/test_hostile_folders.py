@@ -1,8 +1,4 @@
-"""Model folders made to hang, to fill a disk, to take other files along, or to be half right in silence.
-
-Each is run by commands that read it. None may hang, take all memory or end in a traceback; none may write
-outside of its output; and a fault of the weights or of an index is refused or told on standard error.
-"""
+"""Model folders that try to hang, fill a disk, take other files along, or fail half in silence."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Folder:
-    """A hostile folder. silent: whether exit code 0 without a word is right."""
+    """A hostile folder. silent: True where exit code 0 without a message is right."""
 
     kind: str
     spoil: Spoil
@@ -59,7 +55,7 @@ class Folder:
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
-    """Return what changes the tensors of a folder."""
+    """Return a change of a folder's tensors."""
 
     def spoil(place: Path) -> None:
         path = place / "model" / "model.safetensors"
@@ -76,8 +72,8 @@ def patterns() -> Iterator[Folder]:
     for pattern in PATTERNS:
         place = "quantization_config config_groups group_0 targets"
         yield Folder("targets", put("config.json", place, [f"re:{pattern}"]), "packed")
-        many = [f"re:{pattern[:40]}{number}" for number in range(300)]
-        yield Folder("many targets", put("config.json", place, many), "packed", READ[:1])
+        number_patterns = [f"re:{pattern[:40]}{number}" for number in range(300)]
+        yield Folder("many targets", put("config.json", place, number_patterns), "packed", READ[:1])
         dynamic = {f"+:{pattern}": {"bits": 8}}
         yield Folder("dynamic", put("config.json", "quantization_config dynamic", dynamic), "gptq")
         split = {
@@ -142,20 +138,23 @@ def _spoil_scales(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 def indices() -> Iterator[Folder]:
     """Yield folders whose index and shards contradict each other, and heads beside a tie flag."""
-    one = "model-00001-of-00002.safetensors"
+    first_shard = "model-00001-of-00002.safetensors"
     two = "model-00002-of-00002.safetensors"
 
     def shards(change: Callable[[dict[str, str], dict[str, torch.Tensor]], object]) -> Spoil:
         def spoil(place: Path) -> None:
             tensors = load_file(place / "model" / "model.safetensors")
             (place / "model" / "model.safetensors").unlink()
-            places = {name: (one, two)[i % 2] for i, name in enumerate(sorted(tensors))}
+            places = {name: (first_shard, two)[i % 2] for i, name in enumerate(sorted(tensors))}
             extra: dict[str, torch.Tensor] = {}
             weight_map = dict(places)
             change(weight_map, extra)
-            for shard in (one, two):
-                own = {name: t for name, t in tensors.items() if places[name] == shard}
-                save_file({**(extra if shard == one else {}), **own}, place / "model" / shard)
+            for shard in (first_shard, two):
+                shard_tensors = {name: t for name, t in tensors.items() if places[name] == shard}
+                save_file(
+                    {**(extra if shard == first_shard else {}), **shard_tensors},
+                    place / "model" / shard,
+                )
             text = json.dumps({"metadata": {}, "weight_map": weight_map})
             (place / "model" / "model.safetensors.index.json").write_text(text)
 
@@ -170,7 +169,9 @@ def indices() -> Iterator[Folder]:
     }
     for name, change in changes.items():
         yield Folder(f"index: {name}", shards(change), lines=TOLD, silent=False)
-    swap = shards(lambda m, e: m.update({n: one if s == two else two for n, s in m.items()}))
+    swap = shards(
+        lambda m, e: m.update({n: first_shard if s == two else two for n, s in m.items()})
+    )
     yield Folder("index: all swapped", swap)
     digits = "9" * 5000
     for tensor in (f"model.layers.{digits}.x", f"mtp.layers.{digits}.x", "model." * 50_000 + "x"):
@@ -200,8 +201,8 @@ def tokens() -> Iterator[Folder]:
     name = "tokenizer_config.json"
     for decoder in decoders:
         yield Folder("added_tokens_decoder", put(name, "added_tokens_decoder", decoder))
-    for listed in ({"<x>": 259}, {"<x>": -1}, {"<x>": 1 << 40}, {"": 3}, {"x" * 10**6: 300}):
-        for text, number in listed.items():
+    for added_tokens in ({"<x>": 259}, {"<x>": -1}, {"<x>": 1 << 40}, {"": 3}, {"x" * 10**6: 300}):
+        for text, number in added_tokens.items():
             yield Folder("added_tokens.json", put("added_tokens.json", text, number))
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         for value in (
@@ -264,8 +265,8 @@ def test_hostile_folders_neither_hang_nor_stay_silent(kind: str, folders: Bench)
     for folder, line in cases:
         folders.run(Case(folder.kind, line, folder.spoil, folder.base))
         count += 1
-        said = (folders.folder / "err").read_text(errors="replace").strip()
-        if not folder.silent and not said:
+        error_text = (folders.folder / "err").read_text(errors="replace").strip()
+        if not folder.silent and not error_text:
             folders.faults.append(f"{folder.kind}: spd {line}: nothing was said")
         written = folders.folder / "case" / "out"
         for path in written.rglob("*"):
@@ -273,7 +274,7 @@ def test_hostile_folders_neither_hang_nor_stay_silent(kind: str, folders: Bench)
                 continue
             if path.is_symlink() or SECRET.encode() in path.read_bytes():
                 folders.faults.append(f"{folder.kind}: {path} was copied")
-        if beside := names_beside(folders.folder) - before:
-            folders.faults.append(f"{folder.kind}: wrote {beside}")
+        if new_names := names_beside(folders.folder) - before:
+            folders.faults.append(f"{folder.kind}: wrote {new_names}")
     print(f"{count} folders of {kind}")
     assert not folders.faults, "\n".join(folders.faults)

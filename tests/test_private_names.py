@@ -1,7 +1,4 @@
-"""Private names of other libraries: every one that `spd` uses is listed here, and exists.
-
-A library may drop such a name in any release. A case that fails says which name is gone and who uses it.
-"""
+"""Private names of other libraries: every one that `spd` uses is listed here, and exists."""
 
 from __future__ import annotations
 
@@ -204,16 +201,18 @@ def test_no_other_private_name_is_used() -> None:
     trees = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "spd").rglob("*.py")}
     ours = {name for tree in trees.values() for name in assigned_names(tree)}
     ours |= {path.stem for path in trees}
-    used: dict[str, set[str]] = {}
+    users_by_name: dict[str, set[str]] = {}
     for path, tree in trees.items():
         for name in filter(is_private, private_uses(tree)):
             if name not in ours and name not in DOCUMENTED:
-                used.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    listed = {private.name for private in PRIVATE_NAMES}
+                users_by_name.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    listed_names = {private.name for private in PRIVATE_NAMES}
     parts = {"_C", "_http", "_verification"}  # modules on the way to a listed name
-    unlisted = {name: users for name, users in used.items() if name not in listed | parts}
+    unlisted = {
+        name: users for name, users in users_by_name.items() if name not in listed_names | parts
+    }
     assert unlisted == {}, "add them to PRIVATE_NAMES, or do without"
-    unused = {name for name in listed if is_private(name)} - set(used)
+    unused = {name for name in listed_names if is_private(name)} - set(users_by_name)
     assert unused == set(), "remove them from PRIVATE_NAMES"
     for private in PRIVATE_NAMES:
         assert private.name in (ROOT / private.user).read_text("utf-8"), private

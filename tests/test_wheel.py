@@ -1,4 +1,4 @@
-"""The built wheel, not the checkout: it carries the demos, and its one executable does the main job."""
+"""The built wheel, not the checkout: it carries the demos, and its executable does the main job."""
 
 import os
 import re
@@ -64,11 +64,11 @@ def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "path" in done.stdout and done.stdout.endswith("\n") and "\x1b" not in done.stdout
-    where = [sys.executable, "-c", "import spd; print(spd.__file__)"]
-    found = subprocess.run(
-        where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+    print_location = [sys.executable, "-c", "import spd; print(spd.__file__)"]
+    completed = subprocess.run(
+        print_location, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
     )
-    assert str(site) in found.stdout
+    assert str(site) in completed.stdout
     guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     assert len(snippets) == 2

@@ -1,4 +1,4 @@
-"""The workflows, hooks and issue forms: every line refers to what is there, and they agree with the pages."""
+"""The workflows, hooks and issue forms refer to what exists, and agree with the pages."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ def test_the_newest_requirements_have_no_upper_pin() -> None:
     packaging = pytest.importorskip("packaging.requirements")
     pytest.importorskip("tomllib")
     without_upper_pin = runpy.run_path(str(ROOT / ".github" / "newest.py"))["without_upper_pin"]
-    wanted = project()["dependencies"] + project()["optional-dependencies"]["dev"]
-    for text in wanted:
+    requirements = project()["dependencies"] + project()["optional-dependencies"]["dev"]
+    for text in requirements:
         before = packaging.Requirement(text)
         after = packaging.Requirement(without_upper_pin(text))
         assert (after.name, after.marker) == (before.name, before.marker)
-        assert {each.operator for each in after.specifier} == {">="}, text
+        assert {specifier.operator for specifier in after.specifier} == {">="}, text
         assert after.specifier.contains("9999")
     assert without_upper_pin("torch>=2.9,<2.14") == "torch>=2.9"
 

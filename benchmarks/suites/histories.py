@@ -17,7 +17,7 @@ from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.served import Server, serving
 from benchmarks.suites.templates import template_files
 from spd.conversation.tools.call_forms import MARKS
-from tests.every_template import theirs
+from tests.every_template import render_with_jinja
 
 HISTORIES = 200
 CLIENTS = 4
@@ -311,7 +311,9 @@ def _asked(server: Server, name: str, source: str) -> Report:
             row = f"{name}, {api}"
             if status == 200:
                 report.add(row, ACCEPTED)
-            elif "template" in str(reply) and not theirs(source, plain_chat(history), tools=TOOLS):
+            elif "template" in str(reply) and not render_with_jinja(
+                source, plain_chat(history), tools=TOOLS
+            ):
                 report.add(row, BY_TEMPLATE)
             else:
                 body = json.dumps(

@@ -28,7 +28,7 @@ from spd.formats.chat_template import ChatTemplate
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarSpec
-from tests.every_template import SPECIAL, found, own
+from tests.every_template import SPECIAL, render_with_spd, split_reply
 
 NAME = "lookup_word"
 READ = "read"
@@ -115,9 +115,9 @@ class Frame:
     def of(cls, template: ChatTemplate, schema: Mapping[str, Any]) -> Frame | None:
         """Return a schema's frame; None where the template refuses such a conversation."""
         tools = [{"type": "function", "function": {"name": NAME, "parameters": dict(schema)}}]
-        prompt = own(template, [user()], tools=tools)
+        prompt = render_with_spd(template, [user()], tools=tools)
         said = [user(), reply("XYZ")]
-        plain = own(template, said, tools=tools, add_generation_prompt=False)
+        plain = render_with_spd(template, said, tools=tools, add_generation_prompt=False)
         if prompt is None or plain is None:
             return None
         return cls(template, tools, prompt, plain[plain.rfind("XYZ") + 3 :])
@@ -125,7 +125,7 @@ class Frame:
     def reply(self, arguments: Mapping[str, Any]) -> str | None:
         """Return a call as the template writes it into a history; None where it writes none."""
         said = [user(), calling((NAME, dict(arguments)))]
-        whole = own(self.template, said, tools=self.tools, add_generation_prompt=False)
+        whole = render_with_spd(self.template, said, tools=self.tools, add_generation_prompt=False)
         if whole is None:
             return None
         pairs = enumerate(zip(self.prompt, whole, strict=False))
@@ -210,7 +210,7 @@ class Checker:
         wanted = [(NAME, _exact(one.arguments))]
         for pieces in ways:
             calls: list[list[str]] = []
-            for piece in found(tools, pieces):
+            for piece in split_reply(tools, pieces):
                 if piece.kind == "call" and piece.name:
                     calls.append([piece.name, piece.text])
                 elif piece.kind == "call":

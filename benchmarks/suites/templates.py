@@ -11,7 +11,7 @@ from benchmarks.suites.conversations import CONVERSATIONS, TOOLS
 from benchmarks.suites.report import WRONG, Report
 from spd.formats.chat_template import ChatTemplate
 from tests.every_template import CONVERSATIONS as EARLIER
-from tests.every_template import SPECIAL, own, theirs
+from tests.every_template import SPECIAL, render_with_jinja, render_with_spd
 
 EQUAL = "equal"
 REFUSED = "refused by both"
@@ -37,7 +37,11 @@ def renderings(source: str) -> Iterator[tuple[str, str | None, list[str]]]:
     ):
         variables = {"tools": tools, **switch}
         where = f"{name}, {'with' if tools else 'without'} tools, {switch or 'no switch'}"
-        yield where, own(template, messages, **variables), theirs(source, messages, **variables)
+        yield (
+            where,
+            render_with_spd(template, messages, **variables),
+            render_with_jinja(source, messages, **variables),
+        )
 
 
 def run(llama: Path) -> Report:

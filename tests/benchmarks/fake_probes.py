@@ -23,11 +23,11 @@ def grow_and_fail() -> Iterator[dict[str, Any]]:
 
 def grow_forever() -> Iterator[dict[str, Any]]:
     """Find ever more."""
-    found: list[float] = []
+    numbers: list[float] = []
     while True:
-        found.append(1 / 3)
+        numbers.append(1 / 3)
         time.sleep(0.05)
-        yield {"found": found}
+        yield {"found": numbers}
 
 
 def say(word: str) -> dict[str, Any]:

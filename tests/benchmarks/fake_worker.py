@@ -14,7 +14,7 @@ MODE = sys.argv.pop(1)
 
 
 class FakeEngine:
-    """Speaks the protocol; MODE says how it misbehaves."""
+    """An engine that speaks the protocol; MODE names its misbehaviour."""
 
     def __init__(self, options: protocol.WorkerOptions) -> None:
         print("an engine's own chatter", flush=True)
@@ -49,7 +49,7 @@ class FakeEngine:
         concurrency: int,
         arrivals: list[float] | None,
     ) -> protocol.PassResult:
-        """All requests at once, in two steps of 5 ms."""
+        """Run all requests at once, in two steps of 5 ms."""
         assert arrivals is None or len(arrivals) == len(prompts)
         requests = []
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""The GPU suite without a GPU: its isolation, its report, and checks that can find what they look for."""
+"""The GPU suite without a GPU: its isolation, its report, and checks that find planted faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
     capsys: Any,
 ) -> None:
     monkeypatch.setattr(command, "gpu_is_there", lambda: True)
-    monkeypatch.setattr(command, "run_suite", lambda *given, **more: {"probes": probes})
+    monkeypatch.setattr(command, "run_suite", lambda *args, **kwargs: {"probes": probes})
     only = ",".join(name for name in probes if name != "warm_up")
     assert command.main(["--out", str(tmp_path), "--only", only]) == status
     assert ("NOT met" in capsys.readouterr().out) <= (status == 1)
@@ -83,7 +83,12 @@ def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_f
         Probe(name, f"{HERE}:{f}", 12 if name == "is long" else 60) for name, f in functions.items()
     ]
     report = run_suite(tmp_path, probes[:4], 200, lambda line: None)["probes"]
-    assert [one["status"] for one in report.values()] == ["failed", "died", "cut short", "ok"]
+    assert [probe_result["status"] for probe_result in report.values()] == [
+        "failed",
+        "died",
+        "cut short",
+        "ok",
+    ]
     assert report["fails"]["result"] == {"found": [1]} and report["works"]["result"] == {
         "word": "hello"
     }
@@ -102,7 +107,7 @@ def test_every_probe_is_a_function_and_has_words() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small model and its draft."""
+    """Return a small model and its draft."""
     place = tmp_path_factory.mktemp("pair")
     shape = {
         "hidden": 64,
@@ -127,19 +132,23 @@ def test_a_changed_token_and_a_changed_count_are_found(
     def faulty(engine: Any, jobs: Any, prompts: Any, tokens: int) -> Any:
         outcomes = generate(engine, jobs, prompts, tokens)
         if engine.plan.spec == "draft" and engine.plan.lag == 1:
-            one = outcomes[jobs[0]]
-            outcomes[jobs[0]] = Outcome((one.ids[0] + 1, *one.ids[1:-1]), (*one.counts[:1], 99), 0)
+            first_outcome = outcomes[jobs[0]]
+            outcomes[jobs[0]] = Outcome(
+                (first_outcome.ids[0] + 1, *first_outcome.ids[1:-1]),
+                (*first_outcome.counts[:1], 99),
+                0,
+            )
         return outcomes
 
     monkeypatch.setattr(spd_rounds, "generate", faulty)
     settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "device": "cpu",
         "settings": settings,
         "runs": ("greedy",),
         "threads": 1,
     }
-    *_, result = compare(*pair, PROMPTS[:1], tokens=6, **given)
+    *_, result = compare(*pair, PROMPTS[:1], tokens=6, **options)
     rows = result["settings"]
     assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
     # One token is another, one is missing.

@@ -1,4 +1,4 @@
-"""The GPU suite rehearsed without a GPU: every probe at tiny shapes on the CPU; times mean nothing here."""
+"""The GPU suite rehearsed without a GPU: every probe at tiny shapes; times mean nothing here."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ NOT_IN_THE_TABLE = {
 
 
 class Watched:
-    """A kernel set that notes which of its operations are called."""
+    """A kernel set that records which of its operations are called."""
 
     def __init__(self, form: str) -> None:
         self.honest = load_kernels(form)
@@ -96,8 +96,8 @@ class Watched:
 @pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: str) -> None:
-    every = cases() | recurrent.recurrent_cases()
-    functions = {case.func for case in every.values()}  # type: ignore[attr-defined]
+    all_cases = cases() | recurrent.recurrent_cases()
+    functions = {case.func for case in all_cases.values()}  # type: ignore[attr-defined]
     assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watched = Watched(form)
@@ -123,8 +123,10 @@ def test_every_round_is_noted_in_order(tmp_path: Path) -> None:
     config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=2, **CPU)
     span, recorder, left = times.with_engine(config, work)
     assert (span.rounds, span.tokens, len(span.records), left) == (5, 10, 5, False)
-    marks = [t for one in recorder.rounds for t in (one.began, one.committed, one.ended)]
-    assert marks == sorted(marks) and {one.k for one in recorder.rounds} == {0}
+    marks = [
+        mark for times in recorder.rounds for mark in (times.began, times.committed, times.ended)
+    ]
+    assert marks == sorted(marks) and {times.k for times in recorder.rounds} == {0}
 
 
 def test_plain_rounds_of_a_tiny_model() -> None:
@@ -163,11 +165,11 @@ def test_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert case["plain"]["rounds_at_k"] == {"0": 18} and set(case["fixed"]["rounds_at_k"]) == {"4"}
     # A plain round commits one token a slot: expected and counted are the same.
     assert case["plain"]["tokens_a_second"] == pytest.approx(1e6 / case["plain"]["round_us"])
-    ratios = {name: one for name, one in case.items() if "_over_" in name}
+    ratios = {name: ratio for name, ratio in case.items() if "_over_" in name}
     assert set(ratios) == {"auto_over_plain", "fixed_over_plain", "auto_over_fixed"}
     assert all(
-        low <= one["median"] <= high
-        for one in ratios.values()
-        for low, high in [one["interval_95"]]
+        low <= ratio["median"] <= high
+        for ratio in ratios.values()
+        for low, high in [ratio["interval_95"]]
     )
     assert "nan" not in digest({"probes": {"batches": {"status": "ok", "result": report}}})

@@ -1,4 +1,4 @@
-"""The peer comparison: its protocol, its rounds and its figures, with workers that need no engine."""
+"""The peer comparison: its protocol, rounds and figures, with workers that need no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import compare
-from benchmarks.peers.agreement import agreement, figures
+from benchmarks.peers.agreement import figures
 from benchmarks.peers.protocol import Speculation
 from benchmarks.peers.worker import Entry
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -46,7 +46,7 @@ def fake(name: str, mode: str = "good") -> Entry:
 
 @pytest.fixture
 def run_fakes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Runs the comparison of such entries: its exit status and its report."""
+    """Run the comparison of such entries; return its exit status and report."""
 
     def run(entries: list[Entry], *extra: str, rounds: int = 2) -> tuple[int, Any]:
         monkeypatch.setattr(compare, "entries", lambda options: entries)
@@ -82,9 +82,9 @@ def test_rounds_give_figures_ratios_and_equality(
     assert names["vllm-plain"]["equal_to_spd_plain"]["first_difference"] == [11, 11]
     assert list(report["ratios"]) == ["spd-plain / vllm-plain"]
     assert report["verify_over_decode"]["ratio"]["median"] == pytest.approx(1.1)
-    shown = capsys.readouterr()
-    assert "0/2" in shown.out and "verify(8 rows)" in shown.out and "chatter" not in shown.out
-    order = [line.split()[2] for line in shown.err.splitlines() if line.startswith("round ")]
+    output = capsys.readouterr()
+    assert "0/2" in output.out and "verify(8 rows)" in output.out and "chatter" not in output.out
+    order = [line.split()[2] for line in output.err.splitlines() if line.startswith("round ")]
     assert order == ["spd-plain:", "vllm-plain:", "spd-rows:"] * 2
 
 
@@ -107,11 +107,11 @@ def test_loads_run_every_worker_that_can_and_counters_are_compared(
         assert entry["acceptance"]["per_position"] == [0.5, 0.25]
         assert set(load["ratios"]) == {"spd-draft / vllm-draft", "spd-draft / spd-plain"}
         assert load["ratios"]["spd-draft / vllm-draft"]["low"] is not None
-    found = report["agreement"]["spd-draft / vllm-draft"]
+    agreement = report["agreement"]["spd-draft / vllm-draft"]
     # 0.75 of a draft a round here, 0.81 there.
-    assert found["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
-    assert found["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
-    assert not found["agree"]
+    assert agreement["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
+    assert agreement["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
+    assert not agreement["agree"]
     assert "spd-draft / vllm-draft: differ, 10.7% apart at most" in capsys.readouterr().out
     counted = figures(Speculation(100, 200, 75, (50, 25)))
     same = agreement(counted, counted)

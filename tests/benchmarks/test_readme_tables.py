@@ -1,4 +1,4 @@
-"""Tables of README and docs are those of the result files; acceptance and adaptive k are counted right."""
+"""Tables of README and docs equal the result files; acceptance and adaptive k are counted right."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     result["entries"]["spd-ngram"] = result["entries"]["spd-plain"]
     del result["entries"]["vllm-draft"]
     (tmp_path / "cpu_peers.json").write_text(json.dumps(result))
-    made = with_tables(MEASUREMENTS.read_text(encoding="utf-8"), tmp_path)
-    assert "| spd | 123.4 |" in made and "| tokens/s, k = 4 | plain | draft | n-gram |" in made
+    readme = with_tables(MEASUREMENTS.read_text(encoding="utf-8"), tmp_path)
+    assert "| spd | 123.4 |" in readme and "| tokens/s, k = 4 | plain | draft | n-gram |" in readme
     assert (
-        next(line for line in made.splitlines() if line.startswith("| vLLM-CPU")).count("|  |") >= 1
+        next(line for line in readme.splitlines() if line.startswith("| vLLM-CPU")).count("|  |")
+        >= 1
     )
     monkeypatch.setattr(readme_tables, "PAGES", (tmp_path / "measurements.md",))
-    (tmp_path / "measurements.md").write_text(made)
+    (tmp_path / "measurements.md").write_text(readme)
     assert readme_tables.main([]) == 1, "made of other results"
     assert readme_tables.main(["--write"]) == 0 and readme_tables.main([]) == 0
 
@@ -63,9 +64,9 @@ def record(
 def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     params = SamplingParams(max_tokens=8)
     lines = [Timeline(request=Request(name, (1, 2, 3), params), arrived=0.0) for name in ("a", "b")]
-    told = [("a", 0, 3, 0), ("a", 1, 4, 2), ("b", 1, 4, 0), ("b", 2, 5, 1), ("a", 2, 7, 2)]
-    told += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
-    rounds = [record(*one) for one in told]
+    round_values = [("a", 0, 3, 0), ("a", 1, 4, 2), ("b", 1, 4, 0), ("b", 2, 5, 1), ("a", 2, 7, 2)]
+    round_values += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
+    rounds = [record(*values) for values in round_values]
     counted = acceptance.counted_rounds(Pass(lines, rounds, 1.0), 2)
     assert [(r.request, r.round) for r in counted] == [
         ("a", 1),
@@ -107,7 +108,7 @@ def test_acceptance_of_a_self_draft_is_k_plus_one(tmp_path: Path) -> None:
 def test_the_best_fixed_k_is_the_fastest() -> None:
     def row(method: str, k: int, factor: float, adaptive: bool = False) -> dict[str, Any]:
         values = [factor * number for number in range(10, 17)]
-        found = {
+        row_values = {
             "method": method,
             "draft_max": k,
             "adaptive": adaptive,
@@ -115,13 +116,13 @@ def test_the_best_fixed_k_is_the_fastest() -> None:
             "rounds": 10,
         }
         return {
-            **found,
+            **row_values,
             "tokens_per_second": {"values": values},
             "drafted_per_position": [6, 3] if k else [],
         }
 
-    told = (("plain", 0, 1.0), ("mtp", 1, 1.5), ("mtp", 2, 1.2), ("mtp", 2, 1.44, True))
-    rows = [row(*one) for one in told]
+    row_arguments = (("plain", 0, 1.0), ("mtp", 1, 1.5), ("mtp", 2, 1.2), ("mtp", 2, 1.44, True))
+    rows = [row(*arguments) for arguments in row_arguments]
     case = auto_k.case_of(rows)
     assert case["best_k"] == 1 and case["auto_over_best"]["median"] == pytest.approx(0.96)
     assert case["auto_over_plain"]["interval"] == pytest.approx((1.44, 1.44))

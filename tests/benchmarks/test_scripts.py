@@ -1,4 +1,4 @@
-"""Scripts in small: an agent's replay, the soak, counts of changed tokens, the comparison of two trees."""
+"""Scripts at small scale: an agent's replay, the soak, changed tokens, two trees compared."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.server.conftest import serving
 def test_a_turn_prefills_what_it_adds(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And less than a chunk more, compacted or not; what is cached was not written; a cut run goes on."""
+    """And less than a chunk more, compacted or not; cached tokens are not written again."""
     monkeypatch.setitem(agent_replay.METHODS, model, ("ngram",))
     for name, value in {"OWN": 4, "LEAST": 200, "MOST": 900}.items():
         monkeypatch.setattr(agent_replay, name, value)
-    given = argparse.Namespace(turns=6, window=3200, threads=1, parts=tmp_path, cold_every=2)
-    found = agent_replay.measure(model, given)
-    (lookup,) = found["methods"].values()
+    arguments = argparse.Namespace(turns=6, window=3200, threads=1, parts=tmp_path, cold_every=2)
+    measurements = agent_replay.measure(model, arguments)
+    (lookup,) = measurements["methods"].values()
     assert lookup["turns"] == 6 and lookup["turns_equal_to_cold"] == lookup["turns_cold"] == 3
     assert lookup["cached_is_true"] and lookup["compactions"] > 0
     assert lookup["prefilled_beyond_new_most"] < CAPABILITIES["native"].chunk
@@ -44,44 +44,44 @@ def test_a_turn_prefills_what_it_adds(
     )
     assert lookup["prefilled_tokens"] < lookup["prompt_tokens"] * 0.8
     assert lookup["tokens_per_round"] > 1.5 and lookup["said_tokens"] > 100
-    changing = found["without_rule"]
+    changing = measurements["without_rule"]
     assert (
         changing["prefilled_tokens"] > changing["prompt_tokens"] - CAPABILITIES["native"].chunk * 6
     )
     cold = tmp_path / f"{model}-cold.jsonl"
     cold.write_text("".join(cold.read_text().splitlines(keepends=True)[:-1]))
-    assert agent_replay.measure(model, given) == found
+    assert agent_replay.measure(model, arguments) == measurements
 
 
 def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its requests over a socket, which this server does not have."""
+    """Without the requests over a socket, which this server does not have."""
     monkeypatch.setattr(soak, "SHARES", {"plain": 5, "aborted": 1, "malformed": 2, "canary": 1})
     monkeypatch.setattr(soak, "GROWTH", {"memory_mib": 1000, "descriptors": 100, "threads": 100})
     with serving(adaptive=False) as served:
-        asked = soak.Soak(served.port, os.getpid(), tmp_path, GenerateOptions())
-        asked.run(24, 4, 8)
-        assert soak.faults_of(asked) == [] and len(asked.samples) == 4
-        assert asked.counts.total() == 24 and set(asked.counts) == set(soak.SHARES)
-        asked._canary_text = "another"
+        soak_test = soak.Soak(served.port, os.getpid(), tmp_path, GenerateOptions())
+        soak_test.run(24, 4, 8)
+        assert soak.faults_of(soak_test) == [] and len(soak_test.samples) == 4
+        assert soak_test.counts.total() == 24 and set(soak_test.counts) == set(soak.SHARES)
+        soak_test._canary_text = "another"
         monkeypatch.setattr(soak, "SHARES", {"canary": 1, "socket": 1})
         monkeypatch.setattr(soak, "GROWTH", {"memory_mib": -1000})
-        asked.run(6, 2, 6)
-    faults = " ".join(soak.faults_of(asked))
+        soak_test.run(6, 2, 6)
+    faults = " ".join(soak.faults_of(soak_test))
     for words in ("instead of 'another'", "no server is found", "memory_mib grew by"):
         assert words in faults
 
 
 @pytest.mark.usefixtures("keep_threads")
 def test_a_server_says_what_generate_says() -> None:
-    """While others leave; a text that is another one is counted."""
+    """While others leave; a different text is counted."""
     chats = serve_equality.make_chats(4, 3, 0.8, 24)
     right = serve_equality.generated("demo", chats, 1)
     options = ServeOptions(
         model="demo", ctx=serve_equality.CTX, concurrency=4, threads=1, adaptive=False, spec="mtp"
     )
     wrong = [(right[0][0] + ".", right[0][1]), *right[1:]]
-    found = serve_equality.run_cell(options, chats, wrong)
-    assert (found["tokens"], found["differ"], found["still_open"]) == (96, 24, 0)
+    result = serve_equality.run_cell(options, chats, wrong)
+    assert (result["tokens"], result["differ"], result["still_open"]) == (96, 24, 0)
 
 
 CELL = ["--requests", "6", "--tokens", "8", "--only", "bfloat16/ngram/k2", "-m", "demo"]
@@ -97,32 +97,32 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     assert equality.main([*CELL, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["cells"].values()
     assert row["tokens"] == 3 * 7 * 8 and row["differ"] == 0 and row["drafted"]
-    monkeypatch.setattr(equality, "run_cell", lambda *given: dict(row, differ=1))
+    monkeypatch.setattr(equality, "run_cell", lambda *args: dict(row, differ=1))
     assert equality.main([*CELL, "--out", str(out)]) == 0
     assert equality.main([*CELL, "--tokens", "9", "--out", str(out)]) == 6, "other cells"
     assert equality.main([*CELL, "--minutes", "0"]) == 7
 
 
-@pytest.mark.parametrize("what", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
-def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("changed", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
+def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str) -> None:
     honest = equality.run
     out = tmp_path / "found.json"
 
-    def changed(engine: Engine, requests: Sequence[Request]) -> list[equality.Text]:
+    def run_changed(engine: Engine, requests: Sequence[Request]) -> list[equality.Text]:
         texts = honest(engine, requests)
         if engine.plan.config.lag == 2 and len(requests) > 1:
-            if what == "token":
+            if changed == "token":
                 texts[1].tokens[3] += 1
-            elif what == "draft":
+            elif changed == "draft":
                 texts[1].drafts[0] = ((1, 2), 0)
             else:
                 texts[1].finish = "stop"
         return texts
 
-    monkeypatch.setattr(equality, "run", changed)
+    monkeypatch.setattr(equality, "run", run_changed)
     assert equality.main([*CELL, "--out", str(out)]) == 6
     (row,) = json.loads(out.read_text())["cells"].values()
-    assert (row["differ"], row["drafts_differ"]) == ((0, 1) if what == "draft" else (1, 0))
+    assert (row["differ"], row["drafts_differ"]) == ((0, 1) if changed == "draft" else (1, 0))
 
 
 PROGRAM = """
@@ -136,7 +136,7 @@ def main():
 
 
 def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal trees differ in nothing, whatever varies; a tree that has answered is not asked again."""
+    """Equal trees differ in nothing; a tree whose answers are stored is not run again."""
     program = tmp_path / "repo/spd/__main__.py"
     program.parent.mkdir(parents=True)
     (program.parent / "__init__.py").touch()
@@ -144,7 +144,7 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(freeze, "ROOT", tmp_path / "repo")
 
     def compared(old: int, new: int) -> tuple[list[str], int]:
-        """What differs between trees that accept so many drafts, and how many of them were asked."""
+        """Return the differences between trees that accept so many drafts, and how many ran."""
         trees: list[freeze.Tree] = []
         for accepted in (old, new):
             program.write_text(PROGRAM.format(accepted=accepted))
@@ -153,10 +153,10 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         before, after = trees
         ((_, row),) = freeze.compare({"a/b": [Run(["generate"], trace=True)]}, before, after, inf)
         assert (row["tokens"], row["rounds"], row["failed"]) == (2, 1, 0)
-        asked = sum(tree.process is not None for tree in trees)
+        running = sum(tree.process is not None for tree in trees)
         for tree in trees:
             tree.close()
-        return [line.split(": ", 1)[1] for line in row["first"]], asked
+        return [line.split(": ", 1)[1] for line in row["first"]], running
 
     assert compared(2, 2) == ([], 2)
     assert compared(2, 1) == (["trace 1 accepted: 2 became 1"], 1)
@@ -168,7 +168,7 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 def test_slow_tests_are_run_and_their_outcome_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that passes, one that fails, one that is not slow, one that takes too long."""
+    """One passes, one fails, one is not slow, one takes too long."""
     slow = "import pytest\n@pytest.mark.slow\ndef test_it(): assert "
     texts = {"right": f"{slow}True", "wrong": f"{slow}False", "quick": "test_it = id"}
     files = {name: str(tmp_path / f"test_{name}.py") for name in texts}
@@ -182,8 +182,8 @@ def test_slow_tests_are_run_and_their_outcome_is_printed(
         return status, {row[0]: row[-1] for row in rows if row and row[0] in files.values()}
 
     assert outcomes(files["right"]) == (0, {files["right"]: "passed"})
-    status, found = outcomes()
-    assert (status, found[files["wrong"]], found[files["quick"]]) == (1, "failed", "failed")
+    status, output = outcomes()
+    assert (status, output[files["wrong"]], output[files["quick"]]) == (1, "failed", "failed")
     assert outcomes("--minutes", "0") == (0, dict.fromkeys(files.values(), "begun"))
     monkeypatch.setattr(slow_tests, "FILE_SECONDS", 0.1)
     assert outcomes(files["right"]) == (1, {files["right"]: "failed"})

@@ -1,4 +1,4 @@
-"""The suites count what they see: wrong outcomes are found, and texts are made as models write them."""
+"""The suites count wrong outcomes, and texts are made as models write them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_schema_suite_finds_what_a_grammar_has_wrong(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_reply_in_each_form_is_read(name: str, tmp_path: Path) -> None:
-    """The simplest schema: the checker finds the call whole and cut, and misses a broken one."""
+    """With the simplest schema the checker finds the call full and cut, and misses a broken one."""
     case = reply_schemas.Case(
         {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}, []
     )
@@ -89,22 +89,22 @@ def test_a_reply_in_each_form_is_read(name: str, tmp_path: Path) -> None:
     arguments = {"k": "two words"}
     text = replies.written(form, case.schema, arguments)
     checker = replies.Checker(tmp_path)
-    one = replies.Scripted(name, form, case, arguments, text)
-    read = checker._read(one, Tools(one.functions, form), 5)
+    scripted = replies.Scripted(name, form, case, arguments, text)
+    read = checker._read(scripted, Tools(scripted.functions, form), 5)
     assert read == ""
-    broken = one.__class__(name, form, case, arguments, text.replace("two", "one"))
-    assert "read as" in checker._read(broken, Tools(one.functions, form), 5)
+    broken = scripted.__class__(name, form, case, arguments, text.replace("two", "one"))
+    assert "read as" in checker._read(broken, Tools(scripted.functions, form), 5)
 
 
 def test_histories_are_the_same_and_fit_each_api() -> None:
     first = histories.histories(40)
     assert first == histories.histories(40)
-    called = next(one for one in first if any(turn.calls for turn in one))
+    called = next(history for history in first if any(turn.calls for turn in history))
     ids = [call.id for turn in called for call in turn.calls]
     chat = histories.as_chat(called)
-    assert [one["tool_call_id"] for one in chat if one["role"] == "tool"] == ids
+    assert [history["tool_call_id"] for history in chat if history["role"] == "tool"] == ids
     items = histories.as_response(called)
-    outputs = [one["call_id"] for one in items if one["type"] == "function_call_output"]
+    outputs = [history["call_id"] for history in items if history["type"] == "function_call_output"]
     assert outputs == ids
     blocks = [
         block
@@ -112,7 +112,7 @@ def test_histories_are_the_same_and_fit_each_api() -> None:
         for block in message["content"]
         if isinstance(block, dict)
     ]
-    assert [one["tool_use_id"] for one in blocks if one["type"] == "tool_result"] == ids
+    assert [history["tool_use_id"] for history in blocks if history["type"] == "tool_result"] == ids
     plain = histories.plain_chat(called)
     assert all(isinstance(message["content"], str) for message in plain)
 
@@ -125,7 +125,7 @@ FORM = {"response_format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize(
-    ("one", "status", "told", "outcome"),
+    ("request", "status", "answer", "outcome"),
     [
         (Hostile("a", "/", {}, refuse=True), 200, answer("x"), WRONG),
         (Hostile("a", "/", {}), 500, {"error": {"message": "m"}}, WRONG),
@@ -138,22 +138,22 @@ FORM = {"response_format": {"type": "json_object"}}
     ],
 )
 def test_an_answer_to_a_hostile_request_is_judged(
-    one: Hostile, status: int, told: dict[str, Any], outcome: str
+    request: Hostile, status: int, answer: dict[str, Any], outcome: str
 ) -> None:
-    assert hostile.request_outcome(one, status, told)[0] == outcome
+    assert hostile.request_outcome(request, status, answer)[0] == outcome
 
 
 def test_a_hostile_run_is_judged(tmp_path: Path) -> None:
-    fine = {"status": 0, "seconds": 0.1, "mib": 9.0, "text": "ok"}
+    harmless = {"status": 0, "seconds": 0.1, "mib": 9.0, "text": "ok"}
     inspect = Command("a", ["inspect", "m"])
-    assert hostile.command_outcome(inspect, fine)[0] == hostile.ANSWERED
-    assert hostile.command_outcome(inspect, fine | {"status": None})[0] == WRONG
-    assert hostile.command_outcome(inspect, fine | {"status": 1, "text": ""})[0] == WRONG
-    assert hostile.command_outcome(inspect, fine | {"status": 1})[0] == hostile.REFUSED
-    assert hostile.command_outcome(inspect._replace(must_fail=True), fine)[0] == WRONG
+    assert hostile.command_outcome(inspect, harmless)[0] == hostile.ANSWERED
+    assert hostile.command_outcome(inspect, harmless | {"status": None})[0] == WRONG
+    assert hostile.command_outcome(inspect, harmless | {"status": 1, "text": ""})[0] == WRONG
+    assert hostile.command_outcome(inspect, harmless | {"status": 1})[0] == hostile.REFUSED
+    assert hostile.command_outcome(inspect._replace(must_fail=True), harmless)[0] == WRONG
     (tmp_path / "extra.json").write_text(hostile_folders.SECRET)
     copy = Command("a", ["quantize", "m", str(tmp_path)])
-    assert hostile.command_outcome(copy, fine) == (WRONG, "extra.json is the user's own file")
+    assert hostile.command_outcome(copy, harmless) == (WRONG, "extra.json is the user's own file")
 
 
 def test_there_are_enough_hostile_inputs() -> None:
@@ -162,8 +162,10 @@ def test_there_are_enough_hostile_inputs() -> None:
     links = len(hostile_folders.LINKS) * len(hostile_folders.SIDE_FILES)
     total = len(requests) + len(patterns) * len(hostile_folders.PLACES) + links
     assert total >= 1000
-    assert all(isinstance(one.body, bytes) or json.dumps(one.body) for _, one in requests)
-    assert len({one.name for _, one in requests}) > len(requests) * 0.9
+    assert all(
+        isinstance(request.body, bytes) or json.dumps(request.body) for _, request in requests
+    )
+    assert len({request.name for _, request in requests}) > len(requests) * 0.9
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_suite_without_its_package_is_left_out(
     """Earlier outcomes stay, a wrong one is the exit status, and the tables show both."""
     out = tmp_path / "suites.json"
 
-    def made(outcome: str) -> Any:
+    def run_with(outcome: str) -> Any:
         report = Report("s", "made")
         report.add("row", outcome, "why")
         return lambda options: report
@@ -215,13 +217,13 @@ def test_a_suite_without_its_package_is_left_out(
     monkeypatch.setattr(
         suites,
         "SUITES",
-        {"schemas": ("llama", made("held")), "hostile-requests": ("", made(WRONG))},
+        {"schemas": ("llama", run_with("held")), "hostile-requests": ("", run_with(WRONG))},
     )
-    asked = ["--out", str(out), "--only"]
-    assert suites.main([*asked, "schemas"]) == 0
+    arguments = ["--out", str(out), "--only"]
+    assert suites.main([*arguments, "schemas"]) == 0
     assert "left out without --llama" in capsys.readouterr().out
-    assert suites.main([*asked, "schemas", "--llama", "x"]) == 0
-    assert suites.main([*asked, "hostile-requests"]) == 1
+    assert suites.main([*arguments, "schemas", "--llama", "x"]) == 0
+    assert suites.main([*arguments, "hostile-requests"]) == 1
     result = json.loads(out.read_text())
     assert "| hostile requests | 1 |  | 1 |" in tables.suites(result)
     assert "| `row` | 1 | 0 |" in str(tables.suite_schemas(result))

@@ -13,7 +13,7 @@ from tests.parallel.thread_ranks import ThreadLeader
 
 @pytest.fixture
 def threads(monkeypatch: Patch) -> None:
-    """Engines run their ranks as threads; one that is left alone by a failure gives up in minutes."""
+    """Run the ranks of engines as threads; a rank left alone by a failure gives up in minutes."""
     monkeypatch.setattr(leader, "Leader", ThreadLeader)
     monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_on_all_ranks)
     monkeypatch.setattr(communicator, "EXCHANGE_TIMEOUT", timedelta(minutes=5))

@@ -1,4 +1,4 @@
-"""Ranks as processes, for tests: who they are, whether they have gone, and faults to plant in them."""
+"""Ranks as processes, for tests: their ids, whether they have ended, and planted faults."""
 
 import json
 import os
@@ -17,46 +17,49 @@ from spd.runtime.ranks.leader import PROGRAM
 from spd.runtime.round.local_queue import LocalRoundQueue
 from tests.helpers import Patch
 
-ENDS_WITHIN = 30  # Seconds in which a run whose rank is lost has to end.
-LOOK = 0.05  # Seconds between two looks at whether something has come true.
-COUNTED = """
+ENDS_WITHIN = 30
+"""Seconds in which a run whose rank is lost has to end."""
+POLL_SECONDS = 0.05
+"""Seconds between two checks of a condition."""
+COUNTING_PROGRAM = """
 import json
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.ranks import communicator, leader
 from spd.runtime.ranks.communicator import ProcessGroup
 
-def counted(name, received):
-    honest = getattr(ProcessGroup, name)
+def count_calls(name, received):
+    original = getattr(ProcessGroup, name)
     def counting(group, tensor):
-        found = honest(group, tensor)
+        result = original(group, tensor)
         calls, nbytes = getattr(group, "traffic", (0, 0))
         group.traffic = calls + 1, nbytes + received(group, tensor)
-        return found
+        return result
     setattr(ProcessGroup, name, counting)
 
-counted("gather", lambda group, part: part.nbytes * (group.size - 1))
-counted("broadcast", lambda group, tensor: tensor.nbytes if group.rank else 0)
-met = []
+count_calls("gather", lambda group, part: part.nbytes * (group.size - 1))
+count_calls("broadcast", lambda group, tensor: tensor.nbytes if group.rank else 0)
+opened = []
 
-def meet(*arguments, honest=communicator.open_ranks):
-    met.append(honest(*arguments))
-    return met[-1]
+def open_and_record(*arguments, original=communicator.open_ranks):
+    opened.append(original(*arguments))
+    return opened[-1]
 
-def tell(device, number):
-    ranks = met[-1]
+def write_traffic(device, number):
+    ranks = opened[-1]
     names = ("target", "draft", "broadcast_group")
-    found = {name: getattr(getattr(ranks, name), "traffic", (0, 0)) for name in names}
+    traffic = {name: getattr(getattr(ranks, name), "traffic", (0, 0)) for name in names}
     with open(FOLDER + f"/{ranks.target.rank}-{number}", "w") as file:
-        json.dump(found, file)
+        json.dump(traffic, file)
 
-communicator.open_ranks = leader.open_ranks = meet
-LocalRoundQueue.tell = tell
-"""  # Makes every rank count collectives and the bytes it received, by group, and tell.
+communicator.open_ranks = leader.open_ranks = open_and_record
+LocalRoundQueue.write_traffic = write_traffic
+"""
+"""Makes every rank count collectives and received bytes by group, and write them on an order."""
 
 
 def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
-    """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
-    program = COUNTED.replace("FOLDER", repr(str(folder)))
+    """Count in engines made from now on; return a reader of the counts of all ranks."""
+    program = COUNTING_PROGRAM.replace("FOLDER", repr(str(folder)))
     patch.setattr(leader, "PROGRAM", f"{program}\n{PROGRAM}")
     for owner, name in (
         (ProcessGroup, "gather"),
@@ -65,67 +68,71 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
         (leader, "open_ranks"),
     ):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
-    patch.setattr(LocalRoundQueue, "tell", None, raising=False)
+    patch.setattr(LocalRoundQueue, "write_traffic", None, raising=False)
     exec(program, {})
     numbers = count()
 
-    def ask(engine: Engine) -> dict[int, Any]:
+    def read_traffic(engine: Engine) -> dict[int, Any]:
         number = next(numbers)
         ranks = engine.plan.shape.tp
-        engine.round_queue.order(engine.round_queue.queue.tell, number)  # type: ignore[attr-defined]
+        leading = engine.round_queue
+        leading.order(leading.queue.write_traffic, number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(
             lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN
         )
         return {rank: json.loads(place.read_text()) for rank, place in enumerate(places)}
 
-    return ask
+    return read_traffic
 
 
 def leader_of(engine: Engine) -> Any:
     return engine.round_queue.leader  # type: ignore[attr-defined]
 
 
-def pids(engine: Engine) -> list[int]:
+def process_ids_of(engine: Engine) -> list[int]:
     return [process.pid for process in leader_of(engine)._processes.values()]
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended: a zombie has."""
+def has_ended(pid: int) -> bool:
+    """True if a process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def wait_until(true: Callable[[], bool], seconds: float) -> bool:
-    """Counted in looks, not by the clock: where a machine stops its programs, it stops this one too."""
-    for _ in range(round(seconds / LOOK)):
-        if true():
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition, counting checks and not seconds.
+
+    Where a machine stops its programs, it stops this one too.
+    """
+    for _ in range(round(seconds / POLL_SECONDS)):
+        if condition():
             return True
-        time.sleep(LOOK)
-    return true()
+        time.sleep(POLL_SECONDS)
+    return condition()
 
 
 @contextmanager
-def nothing_is_left(engine: Engine) -> Iterator[None]:
-    started = pids(engine)
-    shared = shared_memory(pids(engine))
+def assert_nothing_is_left(engine: Engine) -> Iterator[None]:
+    started = process_ids_of(engine)
+    shared = shared_memory(process_ids_of(engine))
     yield
-    assert wait_until(lambda: all(map(gone, started)), ENDS_WITHIN)
+    assert wait_until(lambda: all(map(has_ended, started)), ENDS_WITHIN)
     assert not any(map(Path.exists, shared))
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    child_ids: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread that has ended
-            found += map(int, (task / "children").read_text().split())
-    return found
+            child_ids += map(int, (task / "children").read_text().split())
+    return child_ids
 
 
 def shared_memory(processes: list[int]) -> set[Path]:
-    """Files of shared memory that processes have open or mapped; none of those that have ended."""
+    """Return the files of shared memory that processes have open or mapped, if they still run."""
     files = []
     for pid in processes:
         with suppress(OSError):
@@ -139,9 +146,9 @@ def shared_memory(processes: list[int]) -> set[Path]:
 
 
 @contextmanager
-def most_memory() -> Iterator[dict[int, int]]:
-    """The most bytes of its own that each process started by this one has held meanwhile, by its number."""
-    held: dict[int, int] = {}
+def record_peak_memory() -> Iterator[dict[int, int]]:
+    """Yield the most private bytes of each process that this one starts meanwhile, by its id."""
+    peak_bytes: dict[int, int] = {}
     done = threading.Event()
 
     def look() -> None:
@@ -151,13 +158,15 @@ def most_memory() -> Iterator[dict[int, int]]:
                     if PROGRAM.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                         continue  # still a copy of this process
                     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                    own = next(line for line in lines if line.startswith("RssAnon:"))
-                    held[pid] = max(held.get(pid, 0), 1024 * int(own.split()[1]))
+                    anonymous_line = next(line for line in lines if line.startswith("RssAnon:"))
+                    peak_bytes[pid] = max(
+                        peak_bytes.get(pid, 0), 1024 * int(anonymous_line.split()[1])
+                    )
 
     watch = threading.Thread(target=look)
     watch.start()
     try:
-        yield held
+        yield peak_bytes
     finally:
         done.set()
         watch.join()

@@ -1,4 +1,4 @@
-"""The tokens of one rank on several, whatever the family, the drafter and the size of the drafting groups."""
+"""The tokens of one rank on several, for every family, drafter and size of the drafting groups."""
 
 import shutil
 from dataclasses import replace
@@ -91,10 +91,10 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     plain = collect_outputs(texts(make_fast_engine(folder, **options)))
     assert collect_outputs(texts(make_fast_engine(folder, tp=4, **options))) == plain
     short = {**options, "tp": 2, "dtype": "bfloat16"}
-    one, other = (
+    plain_texts, drafted_texts = (
         collect_outputs(texts(make_fast_engine(folder, **short, **spec))) for spec in ({}, NGRAM)
     )
-    assert one == other
+    assert plain_texts == drafted_texts
 
 
 @pytest.mark.covers(count=4)
@@ -138,65 +138,65 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
 
 
 def test_every_parameter(tiny: Tiny) -> None:
-    """Draws that need whole logits, beside a neighbour whose draw does not."""
+    """Draw from full logits, alongside a neighbour whose draw does not need them."""
     folder = tiny("gqa4")
-    whole = texts(make_fast_engine(folder, slots=2), EVERY_PARAMETER)
+    undivided = texts(make_fast_engine(folder, slots=2), EVERY_PARAMETER)
     parts = texts(
         make_fast_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER
     )
-    assert collect_outputs(parts) == collect_outputs(whole)
-    for one, other in zip(parts, whole, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert collect_outputs(parts) == collect_outputs(undivided)
+    for part_run, full_run in zip(parts, undivided, strict=True):
+        assert part_run.logprobs == pytest.approx(full_run.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_the_other_rules(rule: str, tiny: Tiny) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     options = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
-    one = texts(make_fast_engine(target, **options))
+    undivided = texts(make_fast_engine(target, **options))
     assert collect_outputs(
         texts(make_fast_engine(target, tp=2, draft_tp=1, **options))
-    ) == collect_outputs(one)
+    ) == collect_outputs(undivided)
 
 
 def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> None:
-    """A head whose every row is another one's twin, in another rank's part."""
+    """In a head each of whose rows has a twin in another rank's part."""
     folder = tmp_path / "twins"
     half = VARIANTS["llama2"].get("vocab", 320) // 2
     shutil.copytree(tiny("llama2"), folder)
     edit_weights(folder, lambda t: t["lm_head.weight"][half:].copy_(t["lm_head.weight"][:half]))
-    one, two = (texts(make_fast_engine(folder, tp=ranks)) for ranks in (1, 2))
-    assert collect_outputs(one) == collect_outputs(two)
-    assert all(token < half for run in two[::2] for token in run.tokens), (
+    on_one_rank, on_two_ranks = (texts(make_fast_engine(folder, tp=ranks)) for ranks in (1, 2))
+    assert collect_outputs(on_one_rank) == collect_outputs(on_two_ranks)
+    assert all(token < half for run in on_two_ranks[::2] for token in run.tokens), (
         "greedy takes the first of twins"
     )
 
 
 def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Path) -> None:
-    """What four ranks take of each tensor, laid together, is the tensor; key heads stand on two ranks."""
+    """The parts of four ranks, concatenated, are the tensor; two ranks share key heads."""
     for name in ("gqa4", "deepseek_v3", "phi3"):
         folder = family(name, tiny, tmp_path)
         config = helpers.read_model_config(folder)
         layout = family_layout(config)
         with Checkpoint.open(folder) as checkpoint:
             ranks = [parts_of(config, layout.sharded(Shard(rank, 4))) for rank in range(4)]
-            cuts = [{name: part.cut for name, part in own.items() if part.cut} for own in ranks]
-            assert all(each.keys() == cuts[0].keys() for each in cuts) and len(cuts[0]) > 8
+            cuts = [{name: part.cut for name, part in parts.items() if part.cut} for parts in ranks]
+            assert all(cut.keys() == cuts[0].keys() for cut in cuts) and len(cuts[0]) > 8
             for tensor in cuts[0]:
-                whole = checkpoint.read(tensor)
-                parts = [read_part(checkpoint, tensor, each[tensor]) for each in cuts]
+                full_tensor = checkpoint.read(tensor)
+                parts = [read_part(checkpoint, tensor, cut[tensor]) for cut in cuts]
                 dim = cuts[0][tensor].dim
                 copies = 2 if "k_proj" in tensor or "v_proj" in tensor else 1
                 size = sum(part.shape[dim] for part in parts)
                 parts = parts[::copies]
                 if "qkv_proj" not in tensor:
-                    assert size == copies * whole.shape[dim], tensor
+                    assert size == copies * full_tensor.shape[dim], tensor
                 if len(cuts[0][tensor].ranges) == 1:
-                    assert torch.equal(torch.cat(parts, dim), whole), tensor
+                    assert torch.equal(torch.cat(parts, dim), full_tensor), tensor
 
 
 @pytest.mark.parametrize(
-    ("tp", "draft_tp", "options", "said", "fix"),
+    ("tp", "draft_tp", "options", "message", "fix"),
     [
         (3, None, {}, "--tp 3 does not divide the target", "--tp 2"),
         (8, None, {}, "--tp 8 does not divide", "--tp 4"),
@@ -206,13 +206,13 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
     ],
 )
 def test_sizes_that_are_refused(
-    tp: int, draft_tp: Any, options: Any, said: str, fix: str, tiny: Tiny
+    tp: int, draft_tp: Any, options: Any, message: str, fix: str, tiny: Tiny
 ) -> None:
-    with pytest.raises(IncompatibleError if "not divide" in said else UsageError) as caught:
+    with pytest.raises(IncompatibleError if "not divide" in message else UsageError) as caught:
         make_fast_engine(
             **{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **options}
         )
-    assert said in caught.value.message and fix in caught.value.fix
+    assert message in caught.value.message and fix in caught.value.fix
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:

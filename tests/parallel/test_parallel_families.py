@@ -47,8 +47,8 @@ WHOLE = (
 
 def written(folder: Path, name: str, **options: Any) -> Path:
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
-        whole = write_tiny(folder / "wide", **{**VARIANTS["deepseek_v3"], "hidden": 72, **options})
-        return write_twin(whole, folder / "fp8", block=24)
+        wide = write_tiny(folder / "wide", **{**VARIANTS["deepseek_v3"], "hidden": 72, **options})
+        return write_twin(wide, folder / "fp8", block=24)
     if name in VARIANTS:
         return write_tiny(folder, **{**VARIANTS[name], "layers": 3, **options})
     return write_dense(folder, name, **options)
@@ -78,7 +78,7 @@ def runs_of(folder: Path, **options: Any) -> list[Run]:
 
 
 def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
-    """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
+    """Check the tokens of one rank in float32, of no speculation in bfloat16, and the drafts."""
     plain = dict[Path, Any]()
     rounded = dict[Path, Any]()
     for target, options in drafters(name, folder):
@@ -99,8 +99,10 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             counts = [count for run in runs for _, count in run.drafts]
             assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
         if options["spec"] != "off":
-            there = collect_outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **options))
-            assert there == rounded[target], (options, "bfloat16")
+            divided = collect_outputs(
+                runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **options)
+            )
+            assert divided == rounded[target], (options, "bfloat16")
 
 
 @pytest.mark.covers(count=1)
@@ -126,7 +128,7 @@ def test_an_assistant_s_ranks_are_its_target_s(
 
 
 def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
-    """Experts in MXFP4 are; one group of recurrent heads by two and six heads by four are not."""
+    """Experts in MXFP4 are divided; one group of recurrent heads by two, six by four, is not."""
     folder = write_mxfp4(tmp_path / "mxfp4", layers=2)
     assert collect_outputs(runs_of(folder, tp=2)) == collect_outputs(runs_of(folder))
     for name, ranks in ((WHOLE, 2), ("step3", 4)):

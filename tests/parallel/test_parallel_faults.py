@@ -28,10 +28,10 @@ from tests.helpers import Patch, Tiny, make_engine, random_prompts
 from tests.parallel import process_ranks
 from tests.parallel.process_ranks import (
     ENDS_WITHIN,
+    assert_nothing_is_left,
     children,
-    gone,
-    nothing_is_left,
-    pids,
+    has_ended,
+    process_ids_of,
     wait_until,
 )
 
@@ -107,30 +107,30 @@ time.sleep(60)
 
 
 def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int, str, list[int]]:
-    """`spd` with a fault in one rank: how it ended, what it said, and the processes that it had started."""
+    """Run `spd` with a fault in one rank; return its status, output, and started processes."""
     mark = folder / "harmed"
-    said = folder / "said"
+    output = folder / "said"
     fault = FAULT.format(place=PLACES[place], act=act, mark=str(mark))
     command = [sys.executable, "-c", STARTED.format(rank=rank, fault=fault, argv=[*SPD, PROMPT])]
-    with said.open("wb") as stderr:
+    with output.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
         assert wait_until(mark.exists, STARTS_WITHIN)
         started = children(process.pid)
         shared = process_ranks.shared_memory([process.pid, *started])
         ended = wait_until(
-            lambda: process.poll() is not None and all(map(gone, started)), ENDS_WITHIN
+            lambda: process.poll() is not None and all(map(has_ended, started)), ENDS_WITHIN
         )
-        assert ended, said.read_text()
+        assert ended, output.read_text()
     finally:
         process.kill()
     assert not any(map(Path.exists, shared))
-    return process.returncode, said.read_text(), started
+    return process.returncode, output.read_text(), started
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "act", "places", "said"),
+    ("rank", "act", "places", "expected"),
     [
         (1, KILLED, PLACES, "was ended by SIGKILL"),
         (1, RAISES, PLACES, "ValueError: no such page"),
@@ -152,38 +152,41 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
         "rank 0 held",
     ],
 )
-def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_path: Path) -> None:
+def test_a_rank_is_named(
+    rank: int, act: str, places: list[str], expected: str, tmp_path: Path
+) -> None:
     for place in places:
         folder = tmp_path / place
         folder.mkdir()
-        status, told, started = run_until_harmed(rank, place, act, folder)
+        status, message, started = run_until_harmed(rank, place, act, folder)
         # A rank 0 that is silent is ended by another rank, which says so.
-        ended = -signal.SIGKILL if rank == 0 and said == SILENT else EngineError.exit_code
-        assert status == ended, told
-        assert f"error: rank {rank}: {said}" in told and "Traceback" not in told.splitlines()[0], (
-            place
-        )
-        assert told.count("error:") == 1, told
+        ended = -signal.SIGKILL if rank == 0 and expected == SILENT else EngineError.exit_code
+        assert status == ended, message
+        assert (
+            f"error: rank {rank}: {expected}" in message
+            and "Traceback" not in message.splitlines()[0]
+        ), place
+        assert message.count("error:") == 1, message
         assert started, place
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_parent_takes_its_ranks_along(place: str, tmp_path: Path) -> None:
-    status, said, started = run_until_harmed(0, place, "time.sleep(1); " + KILLED, tmp_path)
-    assert (status, said) == (-signal.SIGKILL, "")
+    status, output, started = run_until_harmed(0, place, "time.sleep(1); " + KILLED, tmp_path)
+    assert (status, output) == (-signal.SIGKILL, "")
     assert started
 
 
 def test_a_lost_rank_ends_the_run(tiny: Tiny) -> None:
-    """What comes after the end is refused, and at once."""
+    """Requests after the end are refused, and at once."""
     engine = make_engine(tiny("qwen3", max_positions=4096), tp=2, ctx=4096)
-    with nothing_is_left(engine):
+    with assert_nothing_is_left(engine):
         engine.add(Request("a", random_prompts(1, 300, 256)[0], LONG))
         for _ in range(4):
             engine.step()
         began = time.monotonic()
-        os.kill(pids(engine)[0], signal.SIGKILL)
+        os.kill(process_ids_of(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="rank 1: was ended by SIGKILL") as caught:
             while time.monotonic() < began + 2 * ENDS_WITHIN:
                 engine.step()
@@ -198,7 +201,7 @@ def test_a_lost_rank_ends_the_run(tiny: Tiny) -> None:
 
 
 def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:
-    """What happens where rank 0 itself hangs, or waits for a key."""
+    """Rank 0 hangs itself, or waits for a key."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     command = [sys.executable, "-c", LOST]
@@ -209,16 +212,16 @@ def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:
     os.close(theirs)
 
 
-def crowd(_: object, told: Mapping[str, Any]) -> None:
-    """Strangers come first to the port that rank 0 announces; then rank 1 and one that knows no key."""
+def crowd(_: object, address: Mapping[str, Any]) -> None:
+    """Let strangers come first to the port of rank 0, then rank 1 and one that knows no key."""
 
     def come() -> None:
-        place = (told["host"], told["port"])
+        place = (address["host"], address["port"])
         silent = []
         silent += [socket.create_connection(place) for _ in range(40)]
         with suppress(AuthenticationError):
             connect(*place, b"another key")
-        line, _ = connect(*place, bytes.fromhex(told["key"]))
+        line, _ = connect(*place, bytes.fromhex(address["key"]))
         line.send_message(("hello", 1, describe_rank("cpu")))
         wait_until(lambda: line.closed, 1)
         while silent:  # each was asked for what it knows, and has heard nothing else
@@ -230,7 +233,7 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
 
 
 def test_a_silent_connection_keeps_no_rank_waiting(tiny: Tiny, monkeypatch: Patch) -> None:
-    """Strangers at the port of a rank 0 that torchrun started: ranks are let in, all are asked for a key."""
+    """Strangers connect to a rank 0 that torchrun started: all must show a key."""
     with socket.create_server((LOOPBACK, 0)) as store:
         host, port = store.getsockname()
         monkeypatch.setattr(leader, "START_SECONDS", 20)

@@ -1,4 +1,4 @@
-"""Ranks of a GGUF file's model: each has its part of the codes, tables are as wide as they are meant."""
+"""Ranks of a GGUF file's model: each has its part of the codes; tables have the intended width."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ PROMPTS = random_prompts(2, 20, 300, seed=4)
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K", "Q8_0"])
 def test_speculation_on_two_ranks_changes_no_token(tmp_path: Path, kind: str) -> None:
-    """Values are of another type than queries and keys, which one rank keeps in pieces."""
+    """Values have another type than queries and keys, which one rank stores in pieces."""
     file = write_tiny_gguf(tmp_path / "a.gguf", {"attn_v.weight": "Q8_0", "": kind}, inner=1024)
     draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
-    how: dict[str, Any] = {"kernels": "native", "dtype": "bfloat16", "tp": 2}
-    plain = run_all(make_fast_engine(file, **how), PROMPTS, PARAMS)
+    options: dict[str, Any] = {"kernels": "native", "dtype": "bfloat16", "tp": 2}
+    plain = run_all(make_fast_engine(file, **options), PROMPTS, PARAMS)
     spoken = run_all(
-        make_fast_engine(file, spec="draft", draft_model=draft, **how), PROMPTS, PARAMS
+        make_fast_engine(file, spec="draft", draft_model=draft, **options), PROMPTS, PARAMS
     )
     assert_same_runs(spoken, plain)
     assert count_drafted(spoken) > 0

@@ -1,4 +1,4 @@
-"""Hybrids on several ranks: recurrent layers are divided by key heads, and no token or draft changes."""
+"""Hybrids on several ranks, recurrent layers divided by key heads: no token or draft changes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,17 +53,17 @@ def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **options: Any)
 
 @pytest.fixture(scope="module")
 def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose MTP layer is often right, and not always."""
+    """Return a target whose MTP layer is often right, and not always."""
     return write_tiny_hybrid(tmp_path_factory.mktemp("agreeing"), mtp=True, agreeing=True)
 
 
 def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
-    told = [replace(each, logprobs=0) for each in SEEDED]
+    with_logprobs = [replace(seeded, logprobs=0) for seeded in SEEDED]
     folder = agreeing
-    alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, 2))
+    alone, divided = (runs_of(folder, with_logprobs, kernels="torch", tp=tp) for tp in (1, 2))
     assert collect_outputs(divided) == collect_outputs(alone)
-    for one, other in zip(alone, divided, strict=True):
-        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    for undivided_run, divided_run in zip(alone, divided, strict=True):
+        assert divided_run.logprobs == pytest.approx(undivided_run.logprobs, abs=1e-4)
     options: dict[str, Any] = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **options)
     assert collect_outputs(expected) == collect_outputs(alone) and count_accepted(expected)
@@ -113,60 +113,66 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
 def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) -> None:
     if form == "native" and unavailable_reason() is not None:
         pytest.skip("no C kernels here")
-    asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
-    plain = collect_outputs(runs_of(agreeing, **asked))
-    first, late = (runs_of(agreeing, spec=method, draft_max=4, lag=lag, **asked) for lag in (0, 1))
+    options = {**FORMS[form], "tp": 2, "ngram_min": 1}
+    plain = collect_outputs(runs_of(agreeing, **options))
+    first, late = (
+        runs_of(agreeing, spec=method, draft_max=4, lag=lag, **options) for lag in (0, 1)
+    )
     assert collect_outputs(first) == collect_outputs(late) == plain
     assert collect_drafts(first) == collect_drafts(late), "the host's lag changes no draft"
     assert method == "ngram" or count_accepted(first)
 
 
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
-    """A prompt again, and a next turn: each rank has its part of the states as of there."""
+    """A prompt again, and a next turn: each rank has its part of the snapshots."""
     form = "torch" if unavailable_reason() else "native"
     options = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
-    made = [make_engine(agreeing, prefix_sharing=each, **options) for each in (False, True)]
+    engines = [
+        make_engine(agreeing, prefix_sharing=sharing, **options) for sharing in (False, True)
+    ]
     prompt = PROMPTS[0]
     params = replace(SEEDED[1], logprobs=0)
-    told = list[Any]()
+    results = list[Any]()
     cached = list[int]()
-    for engine in made:
+    for engine in engines:
         runs = run_all(engine, [prompt], [params])
         turn = helpers.make_next_turn(prompt, runs[0].tokens, params)
         runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(
             engine, [turn]
         )
         cached += [run.metrics.cached_tokens for run in runs]
-        told.append([(run.output, run.logprobs, run.drafts) for run in runs])
+        results.append([(run.output, run.logprobs, run.drafts) for run in runs])
         engine.close()
-    assert told[0] == told[1] and cached == [0, 0, 0, 0, 74, 84]
+    assert results[0] == results[1] and cached == [0, 0, 0, 0, 74, 84]
 
 
 def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
-    """Where every rank takes the first one's part of a tensor."""
+    """The planted fault: every rank takes the first one's part of a tensor."""
     folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
-    said = collect_outputs(runs_of(folder, kernels="auto"))
+    expected = collect_outputs(runs_of(folder, kernels="auto"))
     honest = weights.parts_of
     for name in SPLIT:
 
         def parts(config: ModelConfig, layout: ModelLayout, name: str = name) -> Any:
             first = honest(config, family_layout(config).sharded(Shard(0, layout.shard.size)))
-            own = honest(config, layout)
-            return {key: first[key] if f".{name}" in key else part for key, part in own.items()}
+            right_parts = honest(config, layout)
+            return {
+                key: first[key] if f".{name}" in key else part for key, part in right_parts.items()
+            }
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights, "parts_of", parts)
-            assert collect_outputs(runs_of(folder, kernels="auto", tp=2)) != said, name
+            assert collect_outputs(runs_of(folder, kernels="auto", tp=2)) != expected, name
 
 
 def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     engine = make_engine(agreeing, slots=3, tp=2, spec="mtp", draft_max=4)
-    kept = [pool for layer in engine.round_queue.runner.cache.layers for pool in layer.pools]
-    states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
+    pools = [pool for layer in engine.round_queue.runner.cache.layers for pool in layer.pools]
+    states = [pool for pool in pools if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
     assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
-    held = sum(pool.nbytes for pool in kept)
+    pool_bytes = sum(pool.nbytes for pool in pools)
     need = engine.plan.need
-    assert held == need.cache + need.states
+    assert pool_bytes == need.cache + need.states
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Ranks as processes: equal text over gloo, counted exchanges, memory, and other ways to start them."""
+"""Ranks as processes: equal text over gloo, counted exchanges, memory, and other ways to start."""
 
 import json
 import os
@@ -32,7 +32,12 @@ from tests.helpers import (
     random_prompts,
     run_all,
 )
-from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
+from tests.parallel.process_ranks import (
+    assert_nothing_is_left,
+    count_traffic,
+    process_ids_of,
+    record_peak_memory,
+)
 
 damped = helpers.DampedLayers(full_layers=2)
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
@@ -43,7 +48,7 @@ PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperatu
 def test_tokens_traffic_and_sockets(
     group: int, tiny: Tiny, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
+    """Over gloo: the text of one rank, and the traffic of a round as the formula gives it."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     options: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
@@ -51,7 +56,7 @@ def test_tokens_traffic_and_sockets(
     before_all = listening([])
     traffic = count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **options)
-    with nothing_is_left(engine):
+    with assert_nothing_is_left(engine):
         assert collect_outputs(run_all(engine, PROMPTS, PARAMS)) == plain
         before = traffic(engine)
         rounds = engine.rounds
@@ -62,13 +67,15 @@ def test_tokens_traffic_and_sockets(
             r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)
         }
         check_traffic(engine, target, draft, group, delta, rounds)
-        found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
-        assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
+        addresses = [
+            place.split(":")[0] for place in listening(process_ids_of(engine)) - before_all
+        ]
+        assert addresses == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
         engine.close()
 
 
 def listening(processes: list[int]) -> set[str]:
-    """Where processes, this one too, listen: IPv4 addresses and ports, as the kernel shows them."""
+    """Return the IPv4 addresses and ports where processes listen, this one included."""
     links = [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = set()
     for link in links:
@@ -76,13 +83,13 @@ def listening(processes: list[int]) -> set[str]:
             inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
-    return {each[1] for each in lines if each[3] == "0A" and each[9] in inodes}
+    return {fields[1] for fields in lines if fields[3] == "0A" and fields[9] in inodes}
 
 
 def check_traffic(
     engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int
 ) -> None:
-    """A prompt of one token has no prefill: its rounds are all that is exchanged."""
+    """Compare the traffic of rounds with the formula: a prompt of one token has no prefill."""
     config, small = map(helpers.read_model_config, (target, draft))
     k = engine.plan.shape.draft_max
     buckets = engine.round_queue.runner.buckets
@@ -112,7 +119,10 @@ def check_traffic(
 
 @pytest.mark.slow
 def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
-    """The most memory of its own, pages of files apart, beyond a rank of a tiny model: what is planned."""
+    """Private memory beyond that of a tiny model's rank is what is planned.
+
+    Pages of files do not count.
+    """
     shape = {
         "hidden": 512,
         "intermediate": 4096,
@@ -122,26 +132,28 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
         "vocab": 8192,
     }
     large = tiny("llama2", kv_heads=2, **shape)
-    whole = 0
+    undivided_bytes = 0
     for ranks in (1, 2, 4):
-        held = {}
+        rank_bytes = {}
         for name, folder in (("tiny", tiny("llama2")), ("large", large)):
             engine = make_engine(folder, tp=ranks) if ranks == 1 else None
             if engine is None:
-                with most_memory() as held_by:
+                with record_peak_memory() as held_by:
                     engine = make_engine(folder, tp=ranks)
-                    started = pids(engine)
+                    started = process_ids_of(engine)
                     run_all(engine, PROMPTS, PARAMS)
                     engine.close()
-                held[name] = [held_by[pid] for pid in started]
+                rank_bytes[name] = [held_by[pid] for pid in started]
         planned = engine.plan.need.weights
-        whole = whole or planned
+        undivided_bytes = undivided_bytes or planned
         if ranks == 1:
             continue
-        found = max(held["large"]) - min(held["tiny"])
-        print(f"{ranks} ranks: {found / 2**20:.1f} MiB; weights {planned / 2**20:.1f} MiB planned")
-        assert whole / ranks <= planned < whole / ranks * 1.1
-        assert 0.95 * planned < found < 1.15 * planned + 8 * 2**20
+        part_bytes = max(rank_bytes["large"]) - min(rank_bytes["tiny"])
+        print(
+            f"{ranks} ranks: {part_bytes / 2**20:.1f} MiB; weights {planned / 2**20:.1f} MiB planned"
+        )
+        assert undivided_bytes / ranks <= planned < undivided_bytes / ranks * 1.1
+        assert 0.95 * planned < part_bytes < 1.15 * planned + 8 * 2**20
 
 
 @pytest.mark.slow
@@ -155,14 +167,14 @@ def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
     plain = collect_outputs(run_all(make_engine(target), prompts, params))
     for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 2}):
         engine = make_engine(target, tp=2, kernels="triton", ctx=64, **spec)
-        with nothing_is_left(engine):
+        with assert_nothing_is_left(engine):
             assert collect_outputs(run_all(engine, prompts, params)) == plain, spec
             engine.close()
 
 
 @pytest.mark.slow
 def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
-    """With so few positions no row counts are tried, which would be most of what eight ranks do here."""
+    """With so few positions no row counts are tried, which would take eight ranks longest."""
     monkeypatch.setattr(leader, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}
     target = tiny("gqa1", layers=3, **shape)
@@ -177,21 +189,21 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     options |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
     for group in (1, 2, 4, 8):
         engine = make_engine(target, tp=8, draft_tp=group, **options)
-        with nothing_is_left(engine):
+        with assert_nothing_is_left(engine):
             runs = run_all(engine, prompts, params)
             expected = expected or collect_drafts(runs)
             assert (collect_outputs(runs), collect_drafts(runs)) == (plain, expected), group
             assert helpers.count_accepted(runs)
             records = [record for run in runs for record in run.rounds if record.draft_forwards]
-            each = median(record.ms["draft"] / record.draft_forwards for record in records)
-            print(f"draft TP {group}: {each:.2f} ms a draft token")
+            draft_ms = median(record.ms["draft"] / record.draft_forwards for record in records)
+            print(f"draft TP {group}: {draft_ms:.2f} ms a draft token")
             engine.close()
 
 
 @pytest.mark.slow
 def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: Path) -> None:
-    """As on two machines, met over loopback: rank 0 alone answers, with the text of ranks that it starts."""
-    wanted = [
+    """As on two machines, over loopback: rank 0 alone prints, with the text of ranks of its own."""
+    command_line = [
         "-m",
         "spd",
         "generate",
@@ -205,7 +217,7 @@ def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: P
         "1",
         "--raw",
     ]
-    wanted += [
+    command_line += [
         "--dtype",
         "float32",
         "--temperature",
@@ -217,7 +229,7 @@ def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: P
         "-n",
         "12",
     ]
-    wanted += ["def read_lines(path):"]
+    command_line += ["def read_lines(path):"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     agent = [
@@ -231,12 +243,16 @@ def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: P
     ]
     agent += ["--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
     second = subprocess.Popen(
-        [*agent, "1", *wanted], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*agent, "1", *command_line], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    first = subprocess.run([*agent, "0", *wanted], capture_output=True, timeout=240, check=False)
-    said, _ = second.communicate(timeout=60)
-    alone = subprocess.run([sys.executable, *wanted], capture_output=True, timeout=120, check=True)
-    assert (first.returncode, second.returncode, said) == (0, 0, b"")
+    first = subprocess.run(
+        [*agent, "0", *command_line], capture_output=True, timeout=240, check=False
+    )
+    second_output, _ = second.communicate(timeout=60)
+    alone = subprocess.run(
+        [sys.executable, *command_line], capture_output=True, timeout=120, check=True
+    )
+    assert (first.returncode, second.returncode, second_output) == (0, 0, b"")
     assert first.stdout == alone.stdout and len(alone.stdout) > 10
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*agent, "-m", "spd", "generate", "-m", "demo", "--tp", "4", "-n", "4", "Hi"]
@@ -245,16 +261,16 @@ def test_two_agents_of_torchrun_are_one_run_and_no_ranks_are_missing(tmp_path: P
 
 
 def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
-    """Modules and programs lie there under the names that ranks and the template's process look for."""
-    here = tmp_path / "here"
+    """Modules and programs lie there under the names that ranks and templates look for."""
+    working_folder = tmp_path / "here"
     mark = tmp_path / "mark"
-    here.mkdir()
-    others = {"jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"}
-    for name in sys.stdlib_module_names | others:
-        (here / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
+    working_folder.mkdir()
+    modules = {"jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"}
+    for name in sys.stdlib_module_names | modules:
+        (working_folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
     for name in ("env", "uname", "ldconfig"):
-        (here / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
-        (here / name).chmod(0o755)
+        (working_folder / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
+        (working_folder / name).chmod(0o755)
     argv = [
         "spd",
         "generate",
@@ -273,8 +289,13 @@ def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
     command = isolated_command(
         f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())"
     )
-    how: dict[str, Any] = {"cwd": here, "env": os.environ | searched, "text": True, "timeout": 300}
-    done = subprocess.run(command, capture_output=True, **how)
+    process_options: dict[str, Any] = {
+        "cwd": working_folder,
+        "env": os.environ | searched,
+        "text": True,
+        "timeout": 300,
+    }
+    done = subprocess.run(command, capture_output=True, **process_options)
     assert not mark.exists(), mark.read_text()
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plan"]["tp"] == 2

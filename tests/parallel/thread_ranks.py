@@ -40,9 +40,9 @@ class ThreadLeader:
         try:
             ranks = self.ranks(rank)
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
-            own = assemble(plan, usable_vocab, None, ranks)
+            round_queue = assemble(plan, usable_vocab, None, ranks)
             while order := pickle.loads(self._queues[rank - 1].get()):
-                getattr(own, order[0])(*order[1])
+                getattr(round_queue, order[0])(*order[1])
         except BaseException as error:
             self.failures.append(error)
 

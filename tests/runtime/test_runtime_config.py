@@ -1,4 +1,4 @@
-"""Configurations that are refused, each in its own words, and what the plan makes of others without a GPU."""
+"""Configurations that are refused, each with its message, and plans of others without a GPU."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges_hold_at_their_edges(name: str) -> None:
     make: Callable[..., object] = config if hasattr(config(), name) else SamplingParams
-    taken, refused = RANGES[name]
-    for value in taken:
+    accepted, refused = RANGES[name]
+    for value in accepted:
         assert getattr(make(**{name: value}), name) == value
-    unreal = [] if isinstance(taken[0], tuple) else [float("nan"), float("inf")]
+    unreal = [] if isinstance(accepted[0], tuple) else [float("nan"), float("inf")]
     for value in [*refused, *unreal]:
         with pytest.raises(UsageError) as caught:
             make(**{name: value})
@@ -121,7 +121,7 @@ def test_ranges_hold_at_their_edges(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "known"),
+    ("field", "choices"),
     [
         ("spec", METHODS),
         ("verify", VERIFY_RULES),
@@ -131,8 +131,8 @@ def test_ranges_hold_at_their_edges(name: str) -> None:
         ("device", ("auto", "cpu", "cuda", "cuda:0", "cuda:17")),
     ],
 )
-def test_choices_are_known_words(field: str, known: tuple[str, ...]) -> None:
-    for value in known:
+def test_choices_are_known_words(field: str, choices: tuple[str, ...]) -> None:
+    for value in choices:
         assert getattr(config(**{field: value}), field) == value
     nearly = ("cuda:-1", "cuda:x", "cuda0", "off+ngram", "ngram+mtp", "mtp+", "mtp,ngram")
     for value in ("", "AUTO", "fast", *nearly):
@@ -175,28 +175,30 @@ def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypa
 
 
 @pytest.mark.parametrize(
-    ("held", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")]
+    ("capability", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")]
 )
-def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(held: tuple[int, int], kernels: str) -> None:
+def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(
+    capability: tuple[int, int], kernels: str
+) -> None:
     pytest.importorskip("triton")
-    asked: tuple[Any, ...] = (Machine("cuda", 2**30, held), "float16", ())
-    chosen, why = choose_kernels("auto", *asked)
-    assert chosen == kernels and ("sm_80, and this one is sm_75" in why) == (kernels == "torch")
+    arguments: tuple[Any, ...] = (Machine("cuda", 2**30, capability), "float16", ())
+    chosen, reason = choose_kernels("auto", *arguments)
+    assert chosen == kernels and ("sm_80, and this one is sm_75" in reason) == (kernels == "torch")
     if kernels == "torch":
         with pytest.raises(IncompatibleError, match="--kernels triton"):
-            choose_kernels("triton", *asked)
+            choose_kernels("triton", *arguments)
 
 
-@pytest.mark.parametrize("most", [0, 1, 3, 4, 7, 8, 31])
-def test_graphs_keep_few_lengths_and_always_none(most: int) -> None:
-    tiers = _draft_tiers(most, graphs=True)
+@pytest.mark.parametrize("draft_max", [0, 1, 3, 4, 7, 8, 31])
+def test_graphs_keep_few_lengths_and_always_none(draft_max: int) -> None:
+    tiers = _draft_tiers(draft_max, graphs=True)
     assert (
         tiers[0] == 0
-        and tiers[-1] == most
+        and tiers[-1] == draft_max
         and list(tiers) == sorted(set(tiers))
         and len(tiers) <= 10
     )
-    assert _draft_tiers(most, graphs=False) == tuple(range(most + 1))
+    assert _draft_tiers(draft_max, graphs=False) == tuple(range(draft_max + 1))
 
 
 @pytest.mark.parametrize("length", [0.9, 5.1])

@@ -1,4 +1,4 @@
-"""The memory plan: what is counted, what is refused and advised, and what happens when memory runs out."""
+"""The memory plan: its counts, refusals and advice, and what happens when memory runs out."""
 
 import errno
 import itertools
@@ -134,8 +134,8 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     proposer = get_local_queue(engine).proposer
     assert isinstance(proposer, DraftModelProposer)
     caches = [runner.cache, proposer.runners[0].cache]
-    held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
-    assert engine.plan.need.caches == held
+    pool_bytes = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
+    assert engine.plan.need.caches == pool_bytes
     assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_per_slot(500)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
@@ -145,7 +145,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
-    """To the byte: its tensors, its cache, and its states, one a page and a ring of them a slot."""
+    """To the byte: its tensors, its cache, and its states, one a page and a ring a slot."""
     target = tmp_path / "target"
     options: dict[str, Any] = {"spec": method, "slots": 3, "ctx": 500}
     if method == "mtp":
@@ -177,48 +177,48 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
 
 def test_the_largest_that_fits_is_found() -> None:
     bounds = (-1, 0, 1, 5, 63, 64, 65, 130, 500)
-    for step, most, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
-        sizes = [*range(step, most, step), most]
+    for step, limit, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
+        sizes = [*range(step, limit, step), limit]
         expected = max((size for size in sizes if size <= bound), default=0)
-        assert memory.find_largest(bound.__ge__, most, step) == expected
+        assert memory.find_largest(bound.__ge__, limit, step) == expected
 
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
     config = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
-    whole = make_plan(config)
-    assert whole.shape.ctx == 8192 and whole.need.total < 2**30
-    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
+    full_plan = make_plan(config)
+    assert full_plan.shape.ctx == 8192 and full_plan.need.total < 2**30
+    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total)
     cut = make_plan(config)
     assert 64 <= cut.shape.ctx < 8192 and cut.need.total <= cut.memory_budget_bytes
-    more = replace(cut.shape, ctx=cut.shape.ctx + 64)
-    assert measure(more).total > cut.memory_budget_bytes == int(whole.need.total * 0.9)
+    longer = replace(cut.shape, ctx=cut.shape.ctx + 64)
+    assert measure(longer).total > cut.memory_budget_bytes == int(full_plan.need.total * 0.9)
 
 
 def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
-    """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
+    """Several slots get as many pages as fit, at least one request's; then the context shrinks."""
     config = EngineConfig(
         model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4
     )
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
-    whole = make_plan(config)
-    assert (whole.shape.ctx, whole.shape.num_pages) == (
+    full_plan = make_plan(config)
+    assert (full_plan.shape.ctx, full_plan.shape.num_pages) == (
         8192,
         NUM_RESERVED + 4 * memory.pages_per_slot(8192),
     )
-    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
+    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total)
     fewer = make_plan(config)
-    assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
+    assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < full_plan.shape.num_pages
     assert fewer.need.total <= fewer.memory_budget_bytes
-    more = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
-    assert measure(more).total > fewer.memory_budget_bytes
-    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total // 2)
+    more_pages = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
+    assert measure(more_pages).total > fewer.memory_budget_bytes
+    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total // 2)
     shorter = make_plan(config)
     assert shorter.shape.ctx < 8192 and shorter.shape.num_pages - 2 >= shorter.shape.ctx // 64
 
 
-def refused(shape: EngineShape, free: int, **how: Any) -> list[str]:
-    error = refusal(shape, "cuda:0", free, how.pop("fraction", 0.9), **how)
+def refused(shape: EngineShape, free: int, **options: Any) -> list[str]:
+    error = refusal(shape, "cuda:0", free, options.pop("fraction", 0.9), **options)
     assert error.exit_code == 5 and error.code == "resources"
     assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
     assert (
@@ -272,9 +272,9 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
 
 
 def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
-    """One that was asked for must be left out; the fraction where it would do."""
-    asked = refused(shape_8b(draft=SMALL), 24 * GIB, draft_flag=True)
-    assert any(line.startswith("--spec ngram, without --draft-model ") for line in asked)
+    """A requested drafter must be left out; the fraction is advised where it would do."""
+    fixes = refused(shape_8b(draft=SMALL), 24 * GIB, draft_flag=True)
+    assert any(line.startswith("--spec ngram, without --draft-model ") for line in fixes)
     assert not any("--draft-model" in line for line in refused(shape_8b(draft=SMALL), 24 * GIB))
     assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), (
         "nothing is freed by it"
@@ -298,18 +298,18 @@ def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_every_way_of_saying_it_is_understood() -> None:
-    others = [
+    other_errors = [
         RuntimeError("illegal memory access"),
         OSError(errno.ENOSPC, "No space"),
         ValueError("memory"),
     ]
-    assert all(map(is_out_of_memory, NO_MEMORY)) and not any(map(is_out_of_memory, others))
+    assert all(map(is_out_of_memory, NO_MEMORY)) and not any(map(is_out_of_memory, other_errors))
 
 
 def fail(
     error: BaseException, after: int = 0
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a function so that one call, after `after` good ones, raises; later ones are good again."""
+    """Wrap a function so that one call, after `after` good ones, raises; later ones succeed."""
     calls = iter([*[None] * after, error])
 
     def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,17 +338,17 @@ def test_no_memory_while_loading(name: str, tiny: Tiny, monkeypatch: Patch) -> N
 
 
 def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
-    held: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
 
     def hungry(*args: Any, **kwargs: Any) -> None:
         big = torch.zeros(1000)
-        held.append(weakref.ref(big))
+        references.append(weakref.ref(big))
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(assembly, "KvCache", hungry)
     with pytest.raises(ResourceError) as caught:
         make_engine(tiny("qwen3"))
-    assert held[0]() is None, "while the error is still at hand"
+    assert references[0]() is None, "while the error is still at hand"
     assert caught.value.message
 
 
@@ -366,13 +366,13 @@ def test_no_memory_while_capturing(tiny: Tiny) -> None:
 
 def test_pages_are_cleared_where_no_memory_is_left() -> None:
     """Zeroed in place: an index of pages would be a tensor of its own on the device."""
-    made: list[str] = []
+    calls: list[str] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            made.append(func.name())
+            calls.append(func.name())
             return func(*args, **(kwargs or {}))
 
     layers: list[Any] = [SimpleNamespace(cache=((2, 4),)), SimpleNamespace(cache=((3,),))]
@@ -380,7 +380,7 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
     pools = [pool.fill_(torch.nan) for layer in cache.layers for pool in layer.pools]
     with Watch():
         cache.zero_pages([3, 5])
-    assert set(made) <= {"aten::select.int", "aten::zero_"}, made
+    assert set(calls) <= {"aten::select.int", "aten::zero_"}, calls
     for pool in pools:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
@@ -402,12 +402,12 @@ def test_no_memory_while_running(
     place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch
 ) -> None:
     folder = tiny("qwen3")
-    where, owner, name, after = place
+    module_path, owner, name, after = place
     options: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
     options |= {"draft_model": folder} if spec == "draft" else {}
     engine = make_engine(folder, **options)
     real = getattr(owner, name)
-    late = where.startswith("after")
+    late = module_path.startswith("after")
     error = torch.OutOfMemoryError("CUDA out of memory")
     pass_on = fail(MemoryError(), after)(lambda result: result)
     broken = (lambda *args: pass_on(real(*args))) if late else fail(error, after)(real)

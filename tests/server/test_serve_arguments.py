@@ -17,7 +17,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import Json, JsonObject
 from tests.cli.conftest import SPECIALS, write_tokenizer
-from tests.every_template import found
+from tests.every_template import split_reply
 from tests.server.conftest import is_allowed
 from tests.server.test_serve_calls import replies, takes
 
@@ -214,7 +214,9 @@ def faults(form: str, case: str, *, pieces: bool) -> Iterator[str]:
             said, calls = replies(held, each)
             if said or [json.loads(call) for _, call in calls] != [arguments]:
                 yield f"{arguments} in {len(each)} pieces are {calls} {said!r}"
-        read = [json.loads(piece.text) for piece in found(free, [tagged]) if piece.kind == "call"]
+        read = [
+            json.loads(piece.text) for piece in split_reply(free, [tagged]) if piece.kind == "call"
+        ]
         if json.dumps(read, sort_keys=True) != json.dumps([arguments], sort_keys=True):
             yield f"{arguments} are read as {read}"
     for arguments in wrong:

@@ -26,7 +26,7 @@ from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarSpec
 from tests.cli.conftest import SPECIALS, write_tokenizer
-from tests.every_template import found
+from tests.every_template import split_reply
 from tests.server.conftest import is_allowed
 
 KINDS: JsonObject = {"city": {"type": "string"}, "days": {"type": "integer"}}
@@ -328,7 +328,7 @@ def tools_of(form: str, **options: Any) -> Tools:
 
 def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
-    each = found(tools_of(form), pieces)
+    each = split_reply(tools_of(form), pieces)
     content = "".join(piece.text for piece in each if piece.kind == "text")
     return content, [
         (str(piece.name), json.loads(piece.text)) for piece in each if piece.kind == "call"
@@ -356,7 +356,7 @@ def test_every_form_at_every_boundary(case: str) -> None:
 )
 def test_half_a_pair_of_surrogates_can_be_sent(form: str, text: str) -> None:
     """No text in UTF-8 holds one, so it stays escaped."""
-    (piece,) = found(tools_of(form), [text])
+    (piece,) = split_reply(tools_of(form), [text])
     assert piece.text.encode() == rb'{"a": "\ud800"}'
 
 
@@ -531,7 +531,7 @@ def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]
     """Text and calls with their arguments of a reply that a grammar holds."""
     said = ""
     calls = list[tuple[str, str]]()
-    for piece in found(tools, pieces):
+    for piece in split_reply(tools, pieces):
         if piece.kind == "text":
             said += piece.text
         elif piece.name:

@@ -16,7 +16,7 @@ DRAFT: dict[str, Any] = {**PLAIN, "spec": "draft", "draft_max": 2, "adaptive": F
 
 
 def make_sample(config: int, repetition: int, seconds: float, **changes: Any) -> Sample:
-    """Ten tokens after the first in `seconds`."""
+    """Return a sample of ten tokens after the first in `seconds`."""
     values: dict[str, Any] = {
         "work": Workload(category="code", temperature=0.0),
         "prompts": ["code/1"],
@@ -24,5 +24,5 @@ def make_sample(config: int, repetition: int, seconds: float, **changes: Any) ->
     values |= {"tokens": 11, "tokens_after_first": 10, "rounds": 10, "speed": (10.0, seconds)}
     values |= {"drafted_per_position": [], "accepted_per_position": [], "ttft_ms": [500.0]}
     values |= {"tpot_ms": [100 * seconds], "itl_ms": [100 * seconds] * 10}
-    own = {"config": config, "repetition": repetition, "seconds": seconds + 0.5}
-    return Sample(**{**values, **own, **changes})
+    defaults = {"config": config, "repetition": repetition, "seconds": seconds + 0.5}
+    return Sample(**{**values, **defaults, **changes})

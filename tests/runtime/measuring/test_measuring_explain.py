@@ -1,4 +1,4 @@
-"""Explanations of made traces, whose law is known, and of real ones, whose tokens are."""
+"""Explanations of made traces, whose distribution is known, and of real ones, whose tokens are."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def make_trace(
     host: float = 0.1,
     rounds: int = 400,
 ) -> Trace:
-    """Rounds at k of a model whose verify takes base + slope * rows, and each draft `draft` ms."""
+    """Return rounds at k with a verify time of base + slope * rows, and `draft` ms a draft."""
     draws = random.Random(k)
     trace = Trace(header=TraceHeader("m", 0.0, {"verify": "coupled", "model_drafts": 31}))
     for number in range(1, rounds + 1):
@@ -84,23 +84,25 @@ def truth(k: int, rate: float, draft: float = 1.0) -> float:
 @pytest.mark.parametrize("left_out", [1, 2, 3, 5, 8])
 def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
     """Within 10 %: 400 rounds at each of the others leave about 4 % of error at the most."""
-    found = explain_traces([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
-    assert left_out not in found.costs["verify"]
-    assert found.prospects[left_out].tokens_per_second == pytest.approx(
+    explanation = explain_traces(
+        [make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out]
+    )
+    assert left_out not in explanation.costs["verify"]
+    assert explanation.prospects[left_out].tokens_per_second == pytest.approx(
         truth(left_out, rate), rel=0.1
     )
     best = max(range(17), key=lambda k: truth(k, rate))
-    assert truth(found.best.k, rate) >= 0.97 * truth(best, rate)
+    assert truth(explanation.best.k, rate) >= 0.97 * truth(best, rate)
 
 
 @pytest.mark.parametrize("left_out", [1, 3, 8])
 def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: int) -> None:
-    """Easy text fills more of the rounds with few drafts. Pooled rates are further off at both ends."""
+    """Easy text fills more of the rounds with few drafts; pooled rates miss at both ends."""
     rates = {k: 0.8 - 0.12 * math.log(k) for k in (1, 2, 3, 4, 6, 8)}
     traces = {k: make_trace(k, rate, rounds=800) for k, rate in rates.items()}
-    found = explain_traces([trace for k, trace in traces.items() if k != left_out])
-    law = sum(rates[left_out] ** i for i in range(left_out + 1))
-    assert found.prospects[left_out].length == pytest.approx(law, rel=0.08)
+    explanation = explain_traces([trace for k, trace in traces.items() if k != left_out])
+    expected_length_ = sum(rates[left_out] ** i for i in range(left_out + 1))
+    assert explanation.prospects[left_out].length == pytest.approx(expected_length_, rel=0.08)
     together = Trace([record for trace in traces.values() for record in trace.rounds])
     assert len(explain.fit_acceptance([together.rounds])) == 1, (
         "adaptive k tells nothing of other k"
@@ -108,17 +110,20 @@ def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: i
 
 
 def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
-    """They come where text is copied, and more tokens at a time than the model drafts."""
+    """They occur where text is copied, with more tokens at a time than the model drafts."""
     trace = make_trace(3, 0.5)
     lone = explain_traces([trace])
-    beside = [dataclasses.replace(record, method="draft+ngram") for record in trace.rounds]
-    copied = {"k": 8, "match": 6, "accepted": 8, "draft_forwards": 0}
-    both = Trace(beside + [dataclasses.replace(record, **copied) for record in beside[::3]])  # type: ignore
+    with_lookup = [dataclasses.replace(record, method="draft+ngram") for record in trace.rounds]
+    copied = [
+        dataclasses.replace(record, k=8, match=6, accepted=8, draft_forwards=0)
+        for record in with_lookup[::3]
+    ]
+    both = Trace(with_lookup + copied)
     both.header = TraceHeader("m", 0.0, {"model_drafts": 3, "draft_max": 8})
-    found = explain_traces([both])
-    assert found.survival == lone.survival and found.k == 3
-    assert [prospect.k for prospect in found.prospects] == [0, 1, 2, 3]
-    assert found.rounds == len(both.rounds)
+    explanation = explain_traces([both])
+    assert explanation.survival == lone.survival and explanation.k == 3
+    assert [prospect.k for prospect in explanation.prospects] == [0, 1, 2, 3]
+    assert explanation.rounds == len(both.rounds)
 
 
 @pytest.mark.parametrize(("method", "advised"), [("draft", True), ("draft+ngram", False)])
@@ -127,40 +132,44 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     traces = [make_trace(1, 0.95, rounds=900), make_trace(3, 0.95), make_trace(0, 0.0)]
     for trace in traces:
         trace.rounds = [dataclasses.replace(record, method=method) for record in trace.rounds]
-    found = explain_traces(traces)
-    assert (found.k, found.method) == (1, method) and found.best.k > 1
-    assert ("--draft-max" in found.as_dict()["try"]) is advised
+    explanation = explain_traces(traces)
+    assert (explanation.k, explanation.method) == (1, method) and explanation.best.k > 1
+    assert ("--draft-max" in explanation.as_dict()["try"]) is advised
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_limits_it_and_what_to_try(name: str) -> None:
     k, rate, costs, limit, step = CASES[name]
     plain = make_trace(0, 0.0, **costs)
-    found = explain_traces([make_trace(k, rate, **costs), plain])
-    assert (found.now.speed_up < 1) == (name in list(CASES)[:4]), found.now
-    assert bottleneck(found).startswith(limit), bottleneck(found)
-    assert step in next_step(found), next_step(found)
-    assert bottleneck(found) in explain.summarize(found)
+    explanation = explain_traces([make_trace(k, rate, **costs), plain])
+    assert (explanation.now.speed_up < 1) == (name in list(CASES)[:4]), explanation.now
+    assert bottleneck(explanation).startswith(limit), bottleneck(explanation)
+    assert step in next_step(explanation), next_step(explanation)
+    assert bottleneck(explanation) in explain.summarize(explanation)
     if not limit.startswith("acceptance"):
         shares = {
             word: int(n)
-            for n, word in re.findall(r"(\d+)% ([a-z ]+)[,)]", found.as_dict()["words"])
+            for n, word in re.findall(r"(\d+)% ([a-z ]+)[,)]", explanation.as_dict()["words"])
         }
-        assert bottleneck(found) == max(shares, key=lambda word: shares[word])
+        assert bottleneck(explanation) == max(shares, key=lambda word: shares[word])
 
 
 def test_the_run_is_told_by_its_clock_and_prospects_on_the_same_scale() -> None:
-    """Every tenth round takes ten times as long: a median does not see it, the run's tokens a second do."""
+    """Every tenth round takes ten times as long: medians miss it, tokens a second do not."""
     trace = make_trace(3, 0.6)
     for record in trace.rounds[::10]:
         record.ms.update({part: 10 * value for part, value in record.ms.items()})
-    found = explain_traces([trace])
+    explanation = explain_traces([trace])
     seconds = sum(sum(record.ms.values()) for record in trace.rounds) / 1000
     measured = sum(len(record.committed) for record in trace.rounds) / seconds
-    assert found.now.tokens_per_second == found.tokens_per_second == pytest.approx(measured)
-    assert found.prospects[3].tokens_per_second == pytest.approx(measured, rel=0.03)
-    assert found.now.speed_up == pytest.approx(found.prospects[3].speed_up, rel=0.03)
-    assert sum(found.parts.values()) == pytest.approx(found.now.round_ms)
+    assert (
+        explanation.now.tokens_per_second
+        == explanation.tokens_per_second
+        == pytest.approx(measured)
+    )
+    assert explanation.prospects[3].tokens_per_second == pytest.approx(measured, rel=0.03)
+    assert explanation.now.speed_up == pytest.approx(explanation.prospects[3].speed_up, rel=0.03)
+    assert sum(explanation.parts.values()) == pytest.approx(explanation.now.round_ms)
 
 
 def write(path: Path, trace: Trace) -> Path:

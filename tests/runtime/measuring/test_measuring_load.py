@@ -33,7 +33,7 @@ from tests.runtime.seeded_faults import first_is_free, kv_one_off, verify
 
 
 class CountingEngine:
-    """Three steps a request of `seconds` each, two tokens in each; remembers how many it held at once."""
+    """Three steps a request of `seconds` each, two tokens a step; counts concurrent requests."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.trace = None
@@ -76,7 +76,7 @@ def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
 
 
 def test_an_open_loop_admits_by_the_clock() -> None:
-    """A request that is due while the engine is busy has arrived when it was due: waiting counts."""
+    """A request that is due while the engine is busy arrived when it was due: waiting counts."""
     engine = CountingEngine()
     arrivals = [0.0, 0.03, 0.06]
     ran = run_pass(cast(Engine, engine), requests(3), arrivals=arrivals)
@@ -91,7 +91,7 @@ def test_an_open_loop_admits_by_the_clock() -> None:
 
 
 def test_arrivals_are_poisson() -> None:
-    """The mean gap of 10,000 is within 4 standard errors: a chance of 6e-5 to fail, at a fixed seed."""
+    """The mean gap of 10,000 is within 4 standard errors: a chance of 6e-5 to fail."""
     arrivals, again = (Load(rate=5.0).arrivals(10_000, seed=1) for _ in range(2))
     assert arrivals and arrivals == sorted(arrivals) == again
     assert arrivals[-1] / 10_000 == pytest.approx(0.2, rel=0.04)
@@ -117,28 +117,30 @@ SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
 
 
 def make_sweep(
-    folder: Path, settings: Settings, *, alike: bool = False, **options: object
+    folder: Path, settings: Settings, *, same_prompts: bool = False, **options: object
 ) -> Sweep:
     plain = EngineConfig(
         model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False
     )
     spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **options)  # type: ignore[arg-type]
     first, second = random_prompts(2, 20, 256)
-    told = {"code": first, "edit": first if alike else second}
-    questions = [EncodedPrompt(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
+    texts_by_category = {"code": first, "edit": first if same_prompts else second}
+    questions = [
+        EncodedPrompt(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in texts_by_category.items()
+    ]
     return Sweep([plain, spec], [questions] * 2, settings)
 
 
 def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
     seen = []
     sweep = make_sweep(tiny(), SETTINGS)
-    sweep.report = lambda *told: seen.append(told)
+    sweep.report = lambda *report: seen.append(report)
     sweep.run()
     assert len(sweep.samples) == 2 * 2 * 2 * 2  # configurations, prompts, temperatures, repetitions
     assert sweep.differences == [] and sweep.compared >= 16 * 1
     rows = make_rows(sweep.samples, sweep.plans)
-    wanted = itertools.product(("code", "edit", "all"), (0.0, 0.9), ("plain", "ngram"))
-    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == list(wanted)
+    expected = itertools.product(("code", "edit", "all"), (0.0, 0.9), ("plain", "ngram"))
+    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == list(expected)
     assert all(row["tokens_per_second"]["median"] > 0 and row["repetitions"] == 2 for row in rows)
     spec = rows[-1]
     assert sum(spec["drafted_per_position"]) > 0
@@ -155,18 +157,18 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("load", [Load(), Load(3)])
 def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Tiny, load: Load) -> None:
-    """Each has a seed of its own, so each is held against its own plain text."""
+    """Each has a seed of its own, so each is compared with its own plain text."""
     sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), alike=True)
     sweep.run()
     assert sweep.differences == [] and sweep.compared
 
 
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("same_prompts", [False, True])
 def test_a_verifier_that_lets_drafts_through_is_seen(
-    tiny: Tiny, monkeypatch: Patch, alike: bool
+    tiny: Tiny, monkeypatch: Patch, same_prompts: bool
 ) -> None:
     verify(first_is_free)(monkeypatch)  # in torch's form
-    sweep = make_sweep(tiny(), SETTINGS, alike=alike, kernels="torch")
+    sweep = make_sweep(tiny(), SETTINGS, alike=same_prompts, kernels="torch")
     sweep.run()
     assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
     first = sweep.differences[0]
@@ -187,7 +189,7 @@ def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Tiny) -> None:
 def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     tiny: Tiny, monkeypatch: Patch
 ) -> None:
-    """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
+    """Nor are long prompts that may be cut, or the texts that fill up a short one."""
     sizes = list[int]()
     encode = Tokenizer._encode
 
@@ -208,7 +210,7 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
 
 
 def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> None:
-    """Sums are made in another order there: only speculation must not be seen."""
+    """Sums are made in another order on more ranks: only speculation must change nothing."""
     folder = tiny("qwen3")
     configs = [
         EngineConfig(model=folder, spec="off"),
@@ -223,7 +225,9 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     ]
     ran = {i: Pass([line], [], 1.0) for i, line in enumerate(lines)}
     sweep._compare(Workload(category="code", temperature=0.0), [0], ran)
-    assert [(each["config"], each["expected"]) for each in sweep.differences] == [(2, 7)]
+    assert [(difference["config"], difference["expected"]) for difference in sweep.differences] == [
+        (2, 7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -233,11 +237,11 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
 def test_texts_part_at_a_token_or_an_end(
     ids: list[int], reason: str, parted: tuple[Any, ...]
 ) -> None:
-    """The end is told by its reason, for which a text of the same tokens is another one too."""
+    """Texts of the same tokens differ in the reason of their end."""
     shared: dict[str, Any] = {"request": requests(1)[0], "arrived": 0.0}
     plain = Pass([Timeline([5, 6], finish_reason="length", **shared)], [], 1.0)
-    found = Pass([Timeline(ids, finish_reason=reason, **shared)], [], 1.0)
-    ((difference,),) = compare_texts(["q"], plain, found)[1:]
+    candidate = Pass([Timeline(ids, finish_reason=reason, **shared)], [], 1.0)
+    ((difference,),) = compare_texts(["q"], plain, candidate)[1:]
     assert (difference["position"], difference["expected"], difference["found"]) == parted
     assert compare_texts(["q"], plain, plain) == (2, [])
 
@@ -249,7 +253,7 @@ QUESTIONS = [EncodedPrompt(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumera
 
 @pytest.fixture(scope="module")
 def pair(tiny: Tiny) -> Pair:
-    """Plain decoding, and a draft model that is often right, at fixed k."""
+    """Return plain decoding, and a draft model that is often right, at fixed k."""
     target, draft = (
         tiny("qwen3", layers=n, residual_gain=DampedLayers(full_layers=2), seed=3) for n in (4, 2)
     )
@@ -257,23 +261,23 @@ def pair(tiny: Tiny) -> Pair:
     return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
 
 
-def asked(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
+def demo_requests(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
     return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, min_tokens=least)
 
 
 def test_the_engine_passes(pair: Pair) -> None:
-    result = replay_requests(pair[0], replace(pair[1], lag=2, slots=3), asked())
+    result = replay_requests(pair[0], replace(pair[1], lag=2, slots=3), demo_requests())
     assert result.differences == [] and result.tokens == 8 * 24 and result.speculated > 20
 
 
 def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
-    """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
+    """The two best tokens tie at position 261, where any other rounding would show."""
     prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
     questions = encode_prompts(demo_folder(), prompts, [None], 215)
     plain = EngineConfig(model=demo_folder(), threads=1, dtype="bfloat16", ctx=320, spec="off")
     spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
-    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, min_tokens=0)
-    result = replay_requests(plain, spec, asked)
+    requests = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, min_tokens=0)
+    result = replay_requests(plain, spec, requests)
     assert result.tokens == 215 and result.differences == []
 
 
@@ -282,8 +286,8 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
 )
 def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: Any) -> None:
     plant(monkeypatch)  # in torch's form
-    plain, drafting = (replace(each, kernels="torch") for each in pair)
-    result = replay_requests(plain, drafting, asked())
+    plain, drafting = (replace(config, kernels="torch") for config in pair)
+    result = replay_requests(plain, drafting, demo_requests())
     assert result.differences
     first = result.differences[0]
     assert first["expected"] != first["found"]

@@ -72,12 +72,12 @@ def result(speeds: Sequence[float], **settings: Any) -> dict[str, Any]:
 def change(
     before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03
 ) -> dict[str, Any]:
-    (found,) = compare_results(before, after, threshold)["changes"]
-    return dict(found)
+    (row_change,) = compare_results(before, after, threshold)["changes"]
+    return dict(row_change)
 
 
 @pytest.mark.parametrize(
-    ("to", "spread", "threshold", "told"),
+    ("to", "spread", "threshold", "expected"),
     [
         (90, 1, 0.03, ("slower", True)),
         (90, 1, 0.2, ("slower", False)),
@@ -86,17 +86,21 @@ def change(
     ],
 )
 def test_a_change_is_told_from_noise(
-    to: int, spread: int, threshold: float, told: tuple[str, bool]
+    to: int, spread: int, threshold: float, expected: tuple[str, bool]
 ) -> None:
     before, after = ([at, at + spread, at - spread, at] for at in (100, to))
-    found = change(result(before), result(after), threshold)
-    assert (found["verdict"], found["regressed"]) == told
-    assert found["change"] == pytest.approx(to / 100 - 1)
+    row_change = change(result(before), result(after), threshold)
+    assert (row_change["verdict"], row_change["regressed"]) == expected
+    assert row_change["change"] == pytest.approx(to / 100 - 1)
 
 
 def test_only_the_same_work_is_compared() -> None:
-    found = compare_results(result([100.0]), result([100.0], max_tokens=32), 0.03)
-    assert (found["changes"], found["only_before"], found["only_after"]) == ([], 1, 1)
+    comparison = compare_results(result([100.0]), result([100.0], max_tokens=32), 0.03)
+    assert (comparison["changes"], comparison["only_before"], comparison["only_after"]) == (
+        [],
+        1,
+        1,
+    )
     real = result([100.0])
     imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
     for other in (
@@ -105,8 +109,8 @@ def test_only_the_same_work_is_compared() -> None:
         {**real, "plans": [{"load": "dummy"}]},
     ):
         assert compare_results(real, other, 0.03)["changes"] == []
-    more = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
-    assert change(real, more), "a prompt of other rows"
+    with_another_prompt = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
+    assert change(real, with_another_prompt), "a prompt of other rows"
     wide = compare_results(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]}, 0.03)
     assert len(wide["changes"]) == 1 and wide["conditions"] == ["dtype bfloat16 → float32"]
 
@@ -133,7 +137,7 @@ def test_students_t_is_the_table_s_and_one_repetition_has_no_interval() -> None:
 def test_a_second_run_lies_within_the_interval_as_often_as_said(
     repetitions: int, hiccups: float
 ) -> None:
-    """4,000 pairs: 95 % +- 1.4 points at four standard errors, a chance of 6e-5 to fail; so with hiccups."""
+    """4,000 pairs: 95 % +- 1.4 points at four standard errors, also with hiccups."""
     draws = random.Random(repetitions)
     inside = 0
     widths = []
