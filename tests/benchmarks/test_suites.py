@@ -125,7 +125,7 @@ FORM = {"response_format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize(
-    ("request", "status", "answer", "outcome"),
+    ("hostile_request", "status", "answer", "outcome"),
     [
         (Hostile("a", "/", {}, refuse=True), 200, answer("x"), WRONG),
         (Hostile("a", "/", {}), 500, {"error": {"message": "m"}}, WRONG),
@@ -138,9 +138,9 @@ FORM = {"response_format": {"type": "json_object"}}
     ],
 )
 def test_an_answer_to_a_hostile_request_is_judged(
-    request: Hostile, status: int, answer: dict[str, Any], outcome: str
+    hostile_request: Hostile, status: int, answer: dict[str, Any], outcome: str
 ) -> None:
-    assert hostile.request_outcome(request, status, answer)[0] == outcome
+    assert hostile.request_outcome(hostile_request, status, answer)[0] == outcome
 
 
 def test_a_hostile_run_is_judged(tmp_path: Path) -> None:
