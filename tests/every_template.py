@@ -81,10 +81,8 @@ def render_with_spd(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> str | None:
     """Return the prompt of a request's messages; None where the template refuses them."""
-    rendered_messages = [
-        for_template(message, template.default)
-        for message in CHAT_FIELDS["messages"](messages, "messages")
-    ]
+    checked: Any = CHAT_FIELDS["messages"](list[Any](messages), "messages")
+    rendered_messages = [for_template(message, template.default) for message in checked]
     try:
         return template.render(rendered_messages, **variables)
     except SpdError as error:

@@ -75,7 +75,7 @@ def written(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any])
     call = form.call.replace("NAME", NAME).replace("#", "0").replace("ARGUMENTS", body)
     text = form.opening + (f"[{call}]" if form.is_array else call) + form.closing
     if form.channels is not None:
-        text = form.channels.call.replace("NAME", NAME) + text
+        text = form.channels.call_header.replace("NAME", NAME) + text
     return text
 
 

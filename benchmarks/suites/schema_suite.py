@@ -77,7 +77,10 @@ class Acceptor:
 
     def grammar_of(self, schema: Mapping[str, Any]) -> GrammarSpec:
         """Return what a chat completion's format makes of a schema. Raises SpdError, FieldError."""
-        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        form: dict[str, Any] = {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": schema},
+        }
         body = chat_completions.CHAT_FIELDS["response_format"](form, "response_format")
         grammar = tool_choice.response_format(body)
         assert grammar is not None

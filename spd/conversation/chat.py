@@ -1,4 +1,4 @@
-"""A turn of a chat from Python: the reply whole, or in parts as it grows."""
+"""A turn of a chat from Python: the complete reply, or its parts as it grows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from spd.conversation.fields import FieldError
-from spd.conversation.messages import check_messages, in_template_order, with_system_first
+from spd.conversation.messages import (
+    Message,
+    check_messages,
+    in_template_order,
+    with_system_first,
+)
 from spd.conversation.notes import UNCONSTRAINED_CALLS
 from spd.conversation.prompt import SWITCH, Prompt
 from spd.conversation.reply import Part, ReplyBuilder
@@ -28,8 +33,8 @@ if TYPE_CHECKING:
 
     from spd.conversation.tools.call_grammar import Tools
 
-Messages = Sequence[Mapping[str, Any]]
-"""Messages as OpenAI's chat completions write them: `role`, `content`, and what else they have."""
+Messages = Sequence[Mapping[str, object]]
+"""Messages as OpenAI's chat completions write them: `role`, `content` and further fields."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +47,32 @@ class ChatReply:
     """Calls of tools: `name`, `id`, and their arguments as JSON in `text`."""
     finish_reason: str
     """stop or length."""
-    message: Mapping[str, Any]
+    message: Message
     """The turn as a message, to be appended to the others."""
     notes: tuple[str, ...]
-    """What may not be expected of the reply."""
+    """Limits of the reply that a caller may not expect."""
     metrics: RequestMetrics
 
 
 @dataclass(frozen=True)
 class ChatDelta:
-    """What a reply has grown by."""
+    """A piece that a reply has grown by."""
 
     part: Part
-    """Thinking, text or a call, as far as it has come."""
+    """Thinking, text or a call, as far as it has been generated."""
     text: str
-    """What is new of its text."""
+    """The new end of its text."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """What can be asked of a turn; what is left out follows the model, then spd's own values."""
+    """Options of a turn; one that is left out follows the model, then spd's own default."""
 
     tools: Sequence[Mapping[str, Any]]
     """Functions as chat completions write them; each may stand without its wrapper."""
     tool_choice: object
     """auto, none, required, or a function, as in chat completions."""
     schema: Mapping[str, Any]
-    """A JSON schema that the answer keeps."""
+    """A JSON schema that the answer fits."""
     think: bool
     """Switches thinking, where the chat template can."""
     temperature: float
@@ -92,11 +97,11 @@ def chat(
 ) -> ChatReply:
     """Return the assistant's next turn.
 
-    model: an engine, which stays loaded, or a folder or name, which is loaded for this call. messages: as in
-    OpenAI's chat completions. options: see `ChatOptions`.
+    model: an engine, which stays loaded, or a folder or name, which is loaded for this call.
+    messages: as in OpenAI's chat completions. options: see `ChatOptions`.
 
-    Raises UsageError for what is refused, IncompatibleError for a model without a chat template, and
-    EngineError where the engine fails.
+    Raises UsageError for a wrong option or message, IncompatibleError for a model without a chat
+    template, and EngineError where the engine fails.
 
     >>> import spd
     >>> reply = spd.chat("demo", [{"role": "user", "content": "Hi"}], max_tokens=4, temperature=0)
@@ -115,8 +120,8 @@ def stream_chat(
     """Return the assistant's next turn while it grows; arguments and errors as in `chat`."""
     for name in options:
         if name not in ChatOptions.__annotations__:
-            known = ", ".join(ChatOptions.__annotations__)
-            raise UsageError(f"{name} is no option of a chat", fix=[known])
+            valid_names = ", ".join(ChatOptions.__annotations__)
+            raise UsageError(f"{name} is no option of a chat", fix=[valid_names])
     if isinstance(model, Engine):
         return ChatStream(model, messages, options, closes=False)
     folder = ModelFolder.resolve(os.fspath(model))
@@ -134,7 +139,10 @@ class ChatStream(Iterator[ChatDelta]):
     def __init__(
         self, engine: Engine, messages: Messages, options: ChatOptions, *, closes: bool
     ) -> None:
-        """closes: whether the engine is closed at the end of the reply. Raises UsageError."""
+        """Prepare the request. closes: True closes the engine at the end of the reply.
+
+        Raises UsageError.
+        """
         settings = _settings(engine, options)
         vocabulary = settings.vocabulary
         template = vocabulary.need_template()
@@ -145,11 +153,11 @@ class ChatStream(Iterator[ChatDelta]):
                 template,
                 vocabulary.need_tokenizer(),
                 choice=options.get("tool_choice", "auto"),
-                answer=settings.grammar,
+                answer_grammar=settings.grammar,
             )
         except FieldError as error:
             raise UsageError(error.message) from None
-        variables: dict[str, Any] = {}
+        variables: dict[str, object] = {}
         if choice is not None and template.supports_tools:
             variables["tools"] = tools
         if "think" in options:
@@ -181,7 +189,10 @@ class ChatStream(Iterator[ChatDelta]):
         self.close()
 
     def _run(self, prepared: PreparedRequest) -> Generator[ChatDelta]:
-        """Yield what each event brings. Raises EngineError where the engine gives the request up."""
+        """Yield the deltas of each event.
+
+        Raises EngineError where the engine gives the request up.
+        """
         engine = self._engine
         for event in engine.stream([prepared.request]):
             if event.finish_reason == "error":
@@ -193,14 +204,14 @@ class ChatStream(Iterator[ChatDelta]):
                 yield ChatDelta(part, text)
 
     def close(self) -> None:
-        """End the reply where it stands, if it has not ended."""
+        """End the reply at once, if it has not ended."""
         self._deltas.close()
         if self._closes:
             self._engine.close()
 
     @property
     def reply(self) -> ChatReply:
-        """Return the whole reply. Raises UsageError while it has not ended."""
+        """Return the complete reply. Raises UsageError while it has not ended."""
         builder = self._builder
         if self._metrics is None or builder.finish_reason is None:
             raise UsageError("the reply has not ended", fix=["take all of its parts first"])
@@ -219,7 +230,7 @@ def _settings(engine: Engine, options: ChatOptions) -> Settings:
     """Return the settings of one reply. Raises UsageError for a parameter that is refused."""
     folder = ModelFolder.from_path(engine.config.model)
     names = {field.name for field in dataclasses.fields(SamplingOptions)}
-    values: dict[str, Any] = {name: one for name, one in options.items() if name in names}
+    values: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     schema = options.get("schema")
     return Settings(
         config=engine.config,
@@ -236,15 +247,17 @@ def _settings(engine: Engine, options: ChatOptions) -> Settings:
 
 def _tools(options: ChatOptions) -> list[Mapping[str, Any]]:
     """Return tools as chat completions write them."""
-    return [
-        tool if "function" in tool else function_tool(tool) for tool in options.get("tools", ())
-    ]
+    tools = options.get("tools", ())
+    return [tool if "function" in tool else function_tool(tool) for tool in tools]
 
 
 def _prepare(
     engine: Engine, settings: Settings, prompt: Prompt, tools: Tools | None
 ) -> tuple[PreparedRequest, tuple[str, ...]]:
-    """Return the request, with a note where no grammar can hold its tools. Raises what `add` raises."""
+    """Return the request, with a note where no grammar can constrain its calls.
+
+    Raises what `Engine.add` raises.
+    """
     if tools is None:
         return settings.prepare(REQUEST_ID, prompt), ()
     params = settings.sampling.params

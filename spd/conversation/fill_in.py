@@ -1,4 +1,4 @@
-"""Prompts for filling in what stands between two texts, by the tokens that a vocabulary has for it."""
+"""Fill-in-the-middle prompts, by the tokens that a vocabulary has for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FillInForm:
-    """The tokens before the text, before the suffix, and before what is to be filled in."""
+    """The tokens before the prefix, before the suffix, and before the middle that the reply
+    fills in.
+    """
 
     prefix: str
     suffix: str
     middle: str | None
-    """None: the reply follows the text at once."""
+    """None: the reply follows the prefix without a token between."""
     suffix_first: bool = False
 
 
@@ -32,7 +34,8 @@ FORMS = (
     FillInForm("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
     FillInForm("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
 )
-"""Qwen and Gemma, StarCoder and Granite, SantaCoder, GLM, DeepSeek, Code Llama, Seed-Coder, Mistral."""
+"""Qwen and Gemma, StarCoder and Granite, SantaCoder, GLM, DeepSeek, Code Llama, Seed-Coder,
+Mistral."""
 ENDS = (
     "<|fim_pad|>",
     "<fim_pad>",
@@ -42,7 +45,7 @@ ENDS = (
     "▁<EOT>",
     "<EOT>",
 )
-"""Tokens that end what is filled in, beside those that end every text."""
+"""Tokens that end the middle, besides those that end every text."""
 
 
 def fill_in_form(tokenizer: Tokenizer) -> FillInForm | None:
@@ -57,19 +60,19 @@ def fill_in_form(tokenizer: Tokenizer) -> FillInForm | None:
 def fill_in_ids(
     tokenizer: Tokenizer, form: FillInForm, text: Sequence[int], suffix: Sequence[int]
 ) -> list[int]:
-    """Return the prompt of token ids for what stands between `text` and `suffix`."""
+    """Return the prompt of token ids for the middle between `text` and `suffix`."""
     before = _with_mark(tokenizer, form.prefix, text)
     behind = _with_mark(tokenizer, form.suffix, suffix)
     ids = [*behind, *before] if form.suffix_first else [*before, *behind]
     middle = [] if form.middle is None else _with_mark(tokenizer, form.middle, ())
     first = tokenizer.encode("", add_special=True)[:1]
     if first == [tokenizer.eos_id] != [tokenizer.bos_id]:
-        first = []  # it is what such a tokenizer puts behind a text
+        first = []  # such a tokenizer puts this token behind a text
     return [*first, *ids, *middle]
 
 
 def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of tokens that end what is filled in."""
+    """Return the ids of tokens that end the middle."""
     ids = (tokenizer.token_to_id(mark) for mark in ENDS)
     return tuple(token for token in ids if token is not None)
 

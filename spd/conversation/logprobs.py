@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime.engine.request import TokenLogprob
 
 
-def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+class TokenEntry(TypedDict):
+    """A token with its log-probability."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class LogprobEntry(TokenEntry):
+    """A sampled token, and the likeliest tokens at its position."""
+
+    top: list[TokenEntry]
+
+
+def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> LogprobEntry:
     """Return a token's log-probability, and those of the likeliest, with their text and bytes."""
+    top = [_token_entry(token_id, logprob, tokenizer) for token_id, logprob in entry.top]
+    return {**_token_entry(entry.token_id, entry.logprob, tokenizer), "top": top}
 
-    def named(token_id: int, logprob: float) -> dict[str, Any]:
-        data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        shown = {
-            "token_id": token_id,
-            "token": data.decode("utf-8", "replace"),
-            "bytes": list(data),
-        }
-        return {**shown, "logprob": logprob}
 
-    return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
+def _token_entry(token_id: int, logprob: float, tokenizer: Tokenizer | None) -> TokenEntry:
+    data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+    return {
+        "token_id": token_id,
+        "token": data.decode("utf-8", "replace"),
+        "bytes": list(data),
+        "logprob": logprob,
+    }

@@ -1,7 +1,7 @@
 """Messages of a conversation as chat templates read them: text in `content`, calls as objects.
 
-Histories come from other programs and other models. What a template cannot read of them is put into a
-form that it can, so that one odd turn does not make every later request fail.
+Histories come from other programs and other models. A message that a template cannot read is put
+into a form that it can, so that one odd turn does not make every later request fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from spd.formats.json_file import parse_json
 from spd.formats.thinking import make_past_turn
 
 Message = Mapping[str, Any]
+"""A message as chat templates read it: `role`, `content`, and further fields of any type."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -25,7 +26,7 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""The roles of the APIs, and what chat templates call them."""
+"""The roles of the APIs, and their names in chat templates."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that holds it."""
 BLANK = "\n\n"
@@ -36,11 +37,12 @@ _JOINS_ARGUMENTS = re.compile(
 _ALTERNATES = "must alternate"
 _ONE_CALL = "single tool-calls"
 _NINE_CHARACTERS = "length 9"
-"""Words of refusals in templates: roles alternate, one call a message, ids of nine characters."""
+"""Texts of refusals in templates: roles alternate, one call a message, ids of nine characters."""
 
 
 def read_arguments(value: object) -> object:
-    """Return the arguments of a past call: an object where they are one, else what was sent.
+    """Return the arguments of a past call: an object if they are one, else the value as it was
+    sent.
 
     value: usually JSON text; None where the call has no arguments.
     """
@@ -97,8 +99,8 @@ def _as_json(value: object) -> str:
 def with_system_first(messages: Iterable[Message]) -> list[Message]:
     """Return the messages with one system message at most, which is the first.
 
-    Those at the beginning are joined. A later one becomes a turn of the user: many templates refuse it
-    there, and some leave it out without a word.
+    Those at the beginning are joined. A later one becomes a turn of the user: many templates refuse
+    it there, and some leave it out without a word.
     """
     ordered: list[Message] = []
     for message in messages:
@@ -116,7 +118,7 @@ def in_template_order(messages: Sequence[Message], template: str) -> list[Messag
     """Return the messages in an order, and with ids of calls, that the template does not refuse."""
     ordered = list(messages)
     if _ONE_CALL in template:
-        ordered = _one_call_each(ordered)
+        ordered = _with_one_call_each(ordered)
     if _ALTERNATES in template:
         ordered = _alternating(ordered, counts_calls="tool_calls" not in template)
     if _NINE_CHARACTERS in template:
@@ -125,47 +127,51 @@ def in_template_order(messages: Sequence[Message], template: str) -> list[Messag
 
 
 def _alternating(messages: Iterable[Message], *, counts_calls: bool) -> list[Message]:
-    """Join neighbours of one role, and put a turn between where the template wants one.
+    """Join neighbours of one role, and insert a turn where the template expects one.
 
-    counts_calls: whether a message of calls is a turn of the assistant for the template.
+    counts_calls: True if a message of calls is a turn of the assistant for the template.
     """
     ordered: list[Message] = []
     for message in messages:
-        last = ordered[-1] if ordered else None
+        previous = ordered[-1] if ordered else None
         role = message["role"]
-        follows = "" if last is None else last["role"]
-        if role == follows == "user":
+        previous_role = "" if previous is None else previous["role"]
+        if role == previous_role == "user":
             ordered.pop()
-            assert last is not None
-            message = {**message, "content": _joined(last, message)}
-        elif role == follows == "assistant" and last is not None and not last.get("tool_calls"):
+            assert previous is not None
+            message = {**message, "content": _joined(previous, message)}
+        elif (
+            role == previous_role == "assistant"
+            and previous is not None
+            and not previous.get("tool_calls")
+        ):
             ordered.pop()
-            message = {**last, **message, "content": _joined(last, message)}
-        elif role == "user" and (follows == "tool" or _is_unanswered(last, counts_calls)):
+            message = {**previous, **message, "content": _joined(previous, message)}
+        elif role == "user" and (previous_role == "tool" or _is_unanswered(previous, counts_calls)):
             ordered.append({"role": "assistant", "content": "Done."})
-        elif role == "assistant" and follows in ("", "system"):
+        elif role == "assistant" and previous_role in ("", "system"):
             ordered.append({"role": "user", "content": ""})
         ordered.append(message)
     return ordered
 
 
-def _is_unanswered(last: Message | None, counts_calls: bool) -> bool:
-    return last is not None and bool(last.get("tool_calls")) and not counts_calls
+def _is_unanswered(previous: Message | None, counts_calls: bool) -> bool:
+    return previous is not None and bool(previous.get("tool_calls")) and not counts_calls
 
 
 def _joined(first: Message, second: Message) -> str:
     return BLANK.join(filter(None, (first["content"], second["content"])))
 
 
-def _one_call_each(messages: Iterable[Message]) -> list[Message]:
+def _with_one_call_each(messages: Iterable[Message]) -> list[Message]:
     """Give each call a message of its own with its result behind it."""
     ordered: list[Message] = []
     waiting: list[Message] = []  # messages of one call each, whose results come next
     for message in messages:
         if waiting and message["role"] == "tool":
             name = message.get("tool_call_id")
-            of_call = (one for one in waiting if one["tool_calls"][0].get("id") == name)
-            call = next(of_call, waiting[0])
+            matches = (turn for turn in waiting if turn["tool_calls"][0].get("id") == name)
+            call = next(matches, waiting[0])
             waiting.remove(call)
             ordered += [call, message]
             continue
@@ -196,51 +202,54 @@ def _short_id(name: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
-def read_message(message: object, where: str, example: str) -> dict[str, Any]:
+def read_message(message: object, location: str, example: str) -> Message:
     """Return a message of a file with its content as one text.
 
-    It may stand as OpenAI's API has it: content of the assistant null or missing, content in parts.
-    Raises UsageError that names `where`.
+    The message may have the forms of OpenAI's API: content null or missing, content in parts.
+    Raises UsageError that names `location`.
     """
     if not isinstance(message, dict):
-        raise UsageError(f"{where} is not an object", fix=[example])
+        raise UsageError(f"{location} is not an object", fix=[example])
     role = message.get("role")
     if not isinstance(role, str):
-        raise UsageError(f"{where} has no text in `role`", fix=[example])
+        raise UsageError(f"{location} has no text in `role`", fix=[example])
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = message.get("refusal") or ""
     if isinstance(content, list):
-        content = "\n".join(_text_of_part(part, where, example) for part in content)
+        content = "\n".join(_text_of_part(part, location, example) for part in content)
     if not isinstance(content, str):
-        raise UsageError(f"{where} has no text in `content`", fix=[example])
+        raise UsageError(f"{location} has no text in `content`", fix=[example])
     if (calls := message.get("tool_calls")) is not None:
-        _check_calls(calls, where, example)
+        _check_calls(calls, location, example)
     fields = {key: value for key, value in message.items() if value is not None}
     return {**fields, "role": ROLES.get(role, role), "content": content}
 
 
-def _text_of_part(part: object, where: str, example: str) -> str:
+def _text_of_part(part: object, location: str, example: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(field) if isinstance(part, dict) and field is not None else None
     if not isinstance(text, str):
-        words = f"{where} has a part of `content` that holds no text"
-        raise UsageError(words, reason=["Images, audio and files are not read."], fix=[example])
+        message = f"{location} has a part of `content` that holds no text"
+        raise UsageError(message, reason=["Images, audio and files are not read."], fix=[example])
     return text
 
 
-def _check_calls(calls: object, where: str, example: str) -> None:
+def _check_calls(calls: object, location: str, example: str) -> None:
     is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     if not is_list:
-        raise UsageError(f"{where} has no list of objects in `tool_calls`", fix=[example])
+        raise UsageError(f"{location} has no list of objects in `tool_calls`", fix=[example])
 
 
 EXAMPLE_CHAT = '[{"role": "user", "content": "Hello"}]'
 
 
 def check_text(text: str, source: str) -> str:
-    """Text without lone surrogates, which is how undecodable bytes arrive. Raises UsageError."""
+    """Return a text without lone surrogates, which stand for undecodable bytes.
+
+    source: where the text comes from. Raises UsageError that names it.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -249,24 +258,24 @@ def check_text(text: str, source: str) -> str:
     return text
 
 
-def check_messages(value: Any, source: str) -> tuple[Mapping[str, Any], ...]:
-    """A JSON value as the messages of a chat. Raises UsageError naming where it was `shown`."""
+def check_messages(value: object, source: str) -> tuple[Message, ...]:
+    """Return a JSON value as the messages of a chat. Raises UsageError that names its source."""
     if not isinstance(value, list) or not value:
         raise UsageError(f"{source} holds no list of messages", fix=[EXAMPLE_CHAT])
-    messages: list[Mapping[str, Any]] = []
+    messages: list[Message] = []
     for number, message in enumerate(value):
-        where = f"{source}: message {number}"
-        messages.append(read_message(message, where, EXAMPLE_CHAT))
-        check_text(json.dumps(messages[-1], ensure_ascii=False), where)
+        location = f"{source}: message {number}"
+        messages.append(read_message(message, location, EXAMPLE_CHAT))
+        check_text(json.dumps(messages[-1], ensure_ascii=False), location)
     return tuple(messages)
 
 
-def join_pieces(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation of another API as chat templates read one: first instructions, then turns.
+def join_pieces(pieces: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return the messages that pieces of another API's conversation make: instructions, then turns.
 
-    A piece has a `role` with `content`, or is a thought (`reasoning_content`), a call (`id`, `name` and
-    `arguments`) or a call's result (`tool_call_id`). Neighbours of one role are one message, and what the
-    system says later is said in the user's turn: many templates refuse anything else.
+    A piece has a `role` with `content`, or is a thought (`reasoning_content`), a call (`id`, `name`
+    and `arguments`) or a call's result (`tool_call_id`). Neighbours of one role become one message.
+    A later system message becomes a part of the user's turn: many templates refuse anything else.
     """
     messages: list[dict[str, Any]] = []
     for piece in pieces:
@@ -277,9 +286,9 @@ def join_pieces(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             )
             continue
         is_call = "id" in piece and "name" in piece
-        is_its_own = "reasoning_content" in piece or is_call
-        role = "assistant" if is_its_own else ROLES[piece.get("role", "assistant")]
-        if role == "system" and any(one["role"] != "system" for one in messages):
+        is_assistant = "reasoning_content" in piece or is_call
+        role = "assistant" if is_assistant else ROLES[piece.get("role", "assistant")]
+        if role == "system" and any(earlier["role"] != "system" for earlier in messages):
             role = "user"
         if not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": ""})

@@ -1,4 +1,4 @@
-"""What a user may not expect of a run, in words, before it begins and at its end."""
+"""Notes for the user about limits of a run, before it begins and at its end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ LOOP_PERIOD = 100
 """The longest repetition that is found, in tokens: twice as many are compared."""
 
 UNCONSTRAINED_CALLS = "calls of tools are not held to their schemas"
-"""What stands before the reason where no grammar can hold them."""
+"""The beginning of a note, before the reason why no grammar can constrain the calls."""
 
 
 def notes_before(
     info: EngineInfo, think: str, vocabulary: Vocabulary, request: Request | None
 ) -> list[str]:
-    """Return notes about an engine and the wish to think; about one request, too, where there is one."""
+    """Return notes about an engine and the option `think`, and about a request if there is one."""
     notes: list[str] = []
-    if request is not None and (wanted := request.params.max_tokens) is not None:
+    if request is not None and (max_tokens := request.params.max_tokens) is not None:
         room = info.ctx - len(request.prompt_ids)
-        if wanted > room:
-            notes.append(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
+        if max_tokens > room:
+            notes.append(
+                f"the context leaves room for {room:,} tokens, fewer than -n {max_tokens:,}"
+            )
     if "no C compiler" in info.kernels_reason:
         notes.append(f"this is slow: {info.kernels_reason}")
     if (note := thinking_note(think, vocabulary)) is not None:
@@ -38,7 +40,9 @@ def notes_before(
 
 
 def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
-    """Return a note where a chat template cannot be asked for thinking or for none, and is asked."""
+    """Return a note if `think` switches thinking and the chat template has no such switch; else
+    None.
+    """
     template = vocabulary.template
     if think in ("on", "off") and template is not None and template.thinking_switch is None:
         return f"this chat template has no {SWITCH}: thinking cannot be switched on or off"
@@ -46,7 +50,7 @@ def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
 
 
 def loop_note(reply: RequestOutput) -> str | None:
-    """Return a note where a reply was cut by its limit while it repeated itself; else None."""
+    """Return a note if a reply that its limit ended repeats itself; else None."""
     period = loop_period(reply.token_ids)
     if reply.finish_reason != "length" or period is None:
         return None
@@ -56,7 +60,9 @@ def loop_note(reply: RequestOutput) -> str | None:
 
 
 def loop_period(token_ids: Sequence[int]) -> int | None:
-    """Return the period with which the last LOOP_TOKENS token ids repeat; None where they do not."""
+    """Return the period with which the last LOOP_TOKENS token ids repeat; None where they do
+    not.
+    """
     last = list(token_ids[-LOOP_TOKENS:])
     if len(last) < LOOP_TOKENS:
         return None

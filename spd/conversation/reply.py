@@ -1,11 +1,11 @@
-"""A reply while it grows: thinking, text and calls in the order in which they come."""
+"""A reply while it grows: thinking, text and tool calls in order."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from spd.conversation.thinking import UNANSWERED, MarkedText, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from spd.runtime import Event
 
 
+class CalledFunction(TypedDict, total=False):
+    """A function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict, total=False):
+    """A call as chat completions write it; in a stream only its first piece has a name."""
+
+    id: str
+    type: str
+    function: CalledFunction
+    index: int
+
+
 @dataclass
 class Part:
     """Thinking, text, or a call with its arguments as `text`; `index` is its place in the reply."""
@@ -33,11 +49,11 @@ class Part:
 
 
 PartDelta = tuple[Part, str, bool]
-"""A part, what an event added to it, and whether it begins with that."""
+"""A part, the text that an event added to it, and True if the part begins with that text."""
 
 
-def tool_call(part: Part) -> dict[str, Any]:
-    """A call as chat completions write it."""
+def tool_call(part: Part) -> ToolCall:
+    """Return a call as chat completions write it."""
     return {
         "id": part.id,
         "type": "function",
@@ -46,7 +62,7 @@ def tool_call(part: Part) -> dict[str, Any]:
 
 
 class ReplyBuilder:
-    """One reply while it grows: its parts in the order in which they come."""
+    """Builds one reply from events: its parts in order."""
 
     def __init__(
         self,
@@ -58,39 +74,45 @@ class ReplyBuilder:
         marks: ThinkingMarks = KNOWN_MARKS,
         notes: Sequence[str] = (),
     ) -> None:
-        """notes: what is said of how the reply was made."""
+        """Begin an empty reply.
+
+        inside: True if it begins inside thinking; None if nothing of it is thinking. notes: about
+        how the reply was made, for the client.
+        """
         self.index = index
         self._tools = tools
         self._notes = notes
         self.stop: str | None = None
-        """The stop string that ended it, if one did."""
+        """The stop string that ended the reply; None if none did."""
         self._parser = CallParser(tools) if tools else None
         self._splitter = ThinkingSplitter(inside, marks)
-        self._count = ThinkingCounter(inside, tokenizer.token_bytes, marks)
+        self._thinking_counter = ThinkingCounter(inside, tokenizer.token_bytes, marks)
         special = tokenizer.special_tokens.items() if tools else ()
-        silent = {i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)}
-        self._marked = MarkedText(silent, tokenizer.token_bytes)
+        textless_marks = {
+            i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)
+        }
+        self._marked_text = MarkedText(textless_marks, tokenizer.token_bytes)
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
-        """Why it ended: stop, length or abort."""
+        """stop or length; None while the reply grows."""
         self._unanswered = False
-        """Whether it ended while it was thinking."""
+        """True if the reply ended while thinking, without an answer."""
 
     @property
     def reasoning_tokens(self) -> int:
-        """Return how many of its tokens are thinking."""
-        return self._count.tokens
+        """Return the number of its tokens that are thinking."""
+        return self._thinking_counter.tokens
 
     def add_event(self, event: Event) -> list[PartDelta]:
-        """Add an event; returns what it brought."""
+        """Add an event; return what each part has grown by."""
         final = event.finish_reason is not None
         self.logprobs += event.logprobs
         self.finish_reason = "stop" if event.finish_reason == "abort" else event.finish_reason
-        self._count.add(event.token_ids)
+        self._thinking_counter.add(event.token_ids)
         self.stop = event.stop
         pieces: list[Piece] = []
-        text = self._marked.add(event.token_ids, event.text)
+        text = self._marked_text.add(event.token_ids, event.text)
         for thinking, part in self._splitter.feed(text, final=final):
             if thinking or self._parser is None:
                 pieces.append(Piece("thinking" if thinking else "text", part))
@@ -98,48 +120,49 @@ class ReplyBuilder:
                 pieces += self._parser.feed(part)
         if final and self._parser is not None:
             pieces += self._parser.feed("", final=True)
-        grown = [self._grow(piece) for piece in pieces if piece.text or piece.name]
+        grown = [self._append(piece) for piece in pieces if piece.text or piece.name]
         if final and self._splitter.thinking:
-            grown += [self._grow(piece) for piece in self._calls_at_the_end()]
+            grown += [self._append(piece) for piece in self._calls_ending_thinking()]
         if final and (self._splitter.thinking or self.text_of("thinking")):
             self._unanswered = not self.calls and not self.text_of("text").strip()
         return grown
 
-    def _calls_at_the_end(self) -> list[Piece]:
-        """Return the calls that thinking ends with: a model that stops behind them means them."""
+    def _calls_ending_thinking(self) -> list[Piece]:
+        """Return the calls at the end of thinking: they count where the model stops behind them."""
         if self._tools is None or self.finish_reason != "stop":
             return []
-        known = self._tools.functions
+        functions = self._tools.functions
         parser = CallParser(self._tools)
         pieces = [*parser.feed(self.text_of("thinking")), *parser.feed("", final=True)]
         first = len(pieces)
         while first and (pieces[first - 1].kind == "call" or not pieces[first - 1].text.strip()):
             first -= 1
         calls = [piece for piece in pieces[first:] if piece.kind == "call"]
-        return calls if all(call.name in known for call in calls if call.name) else []
+        return calls if all(call.name in functions for call in calls if call.name) else []
 
-    def _grow(self, piece: Piece) -> PartDelta:
+    def _append(self, piece: Piece) -> PartDelta:
+        """Append a piece to the last part, or begin a new part with it."""
         begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
         if begins:
-            name = piece.id  # Kimi's templates write it where the name would stand
+            name = piece.id  # Kimi's templates write the id in the place of the name
             if not name or name in [call.id for call in self.calls]:
-                name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
+                name = secrets.token_hex(5)[1:]  # Mistral expects nine characters
             self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
         self.parts[-1].text += piece.text
         return self.parts[-1], piece.text, begins
 
     def text_of(self, kind: str) -> str:
-        """The text of all parts of a kind."""
+        """Return the text of all parts of a kind."""
         return "".join(part.text for part in self.parts if part.kind == kind)
 
     @property
     def calls(self) -> list[Part]:
-        """The calls in it."""
+        """Return the parts that are calls."""
         return [part for part in self.parts if part.kind == "call"]
 
     @property
     def malformed_calls(self) -> Sequence[str]:
-        """Return what an ended reply says of malformed calls, which are text."""
+        """Return notes about malformed calls of an ended reply, which are text."""
         return (
             self._parser.notes
             if self._parser is not None and self.finish_reason is not None
@@ -147,8 +170,8 @@ class ReplyBuilder:
         )
 
     @property
-    def notes_field(self) -> dict[str, Any]:
-        """Return what is said of an ended reply beside its text; nothing where all is well."""
+    def notes_field(self) -> dict[str, list[str]]:
+        """Return the field `notes` of an ended reply; an empty dictionary if there are none."""
         notes = [*self._notes, *self.malformed_calls]
         if self._unanswered:
             notes.append(UNANSWERED)
@@ -159,7 +182,7 @@ class ReplyBuilder:
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
-        """The whole reply as a message of a chat."""
+        """Return the reply as a message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
         if thought := self.text_of("thinking"):
             message["reasoning_content"] = thought.strip("\n")

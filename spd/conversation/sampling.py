@@ -1,4 +1,4 @@
-"""Sampling parameters: what is asked for, over what the model suggests."""
+"""Sampling parameters: those of the user over those that the model suggests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What holds where neither an option nor the model says anything."""
+"""Values where neither an option nor the model sets one."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What is asked of sampling; None leaves a value to the model's generation_config.json."""
+    """Sampling options of a user; None leaves a value to the model's generation_config.json."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,7 +41,7 @@ class SamplingOptions:
 
 
 PASSED_THROUGH = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
-"""Wishes that are parameters by the same names, whatever the model suggests."""
+"""Options that become parameters by the same names, whatever the model suggests."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,22 @@ class ResolvedSampling:
     params: SamplingParams
     sources: dict[str, str]
 
-    def describe(self) -> dict[str, Any]:
-        """Each parameter, and where it comes from."""
-        told = {
+    def describe(self) -> dict[str, object]:
+        """Return each parameter; one that depends on the model is a text that names its source."""
+        with_sources = {
             name: f"{getattr(self.params, name)} ({source})"
             for name, source in self.sources.items()
         }
-        return vars(self.params) | told
+        return vars(self.params) | with_sources
 
 
 def resolve_sampling(
     options: SamplingOptions, generation_config: GenerationConfig, vocab_size: int
 ) -> ResolvedSampling:
-    """Return wishes, then generation_config.json, then built-in values. Raises UsageError."""
+    """Return the parameters: a user's options, then generation_config.json, then the defaults.
+
+    Raises UsageError.
+    """
     import secrets
 
     suggested = {name: getattr(generation_config, name) for name in DEFAULTS}
@@ -71,10 +74,15 @@ def resolve_sampling(
         suggested["temperature"] = 0.0
     values: dict[str, Any] = {name: getattr(options, name) for name in PASSED_THROUGH}
     sources = {"seed": "given" if options.seed is not None else "drawn"}
-    for name, built_in in DEFAULTS.items():
-        asked = ("given", getattr(options, name)), (GENERATION_FILE, suggested[name])
-        found = (each for each in (*asked, ("default", built_in)) if each[1] is not None)
-        sources[name], values[name] = next(found)
+    for name, default in DEFAULTS.items():
+        candidates = {
+            "given": getattr(options, name),
+            GENERATION_FILE: suggested[name],
+            "default": default,
+        }
+        source = next(source for source, value in candidates.items() if value is not None)
+        sources[name] = source
+        values[name] = candidates[source]
     check_ids(options.stop_token_ids, vocab_size, "stop_token_id")
     check_ids([token_id for token_id, _ in options.logit_bias], vocab_size, "logit_bias")
     try:
@@ -88,7 +96,9 @@ def resolve_sampling(
         )
     except UsageError as error:
         if sources.get(error.message.partition(" ")[0]) == GENERATION_FILE:
-            why = "The value comes from the model's generation_config.json; an option overrides it."
-            error.reason = (*error.reason, why)
+            hint = (
+                "The value comes from the model's generation_config.json; an option overrides it."
+            )
+            error.reason = (*error.reason, hint)
         raise
     return ResolvedSampling(params, sources)

@@ -17,15 +17,15 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
 REQUEST_ID = "0"
-"""The name of a request that runs alone."""
+"""The id of a request that runs alone."""
 
 
 class PreparedRequest(NamedTuple):
-    """A request for the engine, and how its reply is parted."""
+    """A request for the engine, and whether its reply begins inside thinking."""
 
     request: Request
     inside_thinking: bool | None
-    """Whether the reply begins inside thinking; None where it is no turn of a chat."""
+    """None where the reply is no turn of a chat."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class Settings:
     think: str
 
     def params_with(self, **values: Any) -> SamplingParams:
-        """The run's sampling parameters with others in their place. Raises UsageError."""
+        """Return the run's sampling parameters with `values` in place of some.
+
+        Raises UsageError.
+        """
         check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
         check_ids(
             [token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias"
@@ -50,30 +53,33 @@ class Settings:
 
     def prepare(
         self,
-        name: str,
+        request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
         grammar: GrammarSpec | None = None,
     ) -> PreparedRequest:
         """Return the request of a prompt, encoded.
 
-        Without `params` those of the run hold, and its grammar. Raises IncompatibleError without room for a
-        reply, and what `encode_prompt` raises.
+        Without `params` the run's own parameters and grammar apply. Raises IncompatibleError
+        without room for a reply, and what `encode_prompt` raises.
         """
         if params is None:
             params = self.sampling.params
             grammar = self.grammar
         ids = encode_prompt(prompt, self.vocabulary, self.context)
         if len(ids) >= self.context:
-            most = self.vocabulary.config.max_positions
-            why = "A reply needs room too: at most one token less than the context."
-            words = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
-            fix = [*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"]
-            raise IncompatibleError(words, reason=[why], fix=fix, code="context_overflow")
+            max_context = self.vocabulary.config.max_positions
+            reason = "A reply needs room too: at most one token less than the context."
+            message = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
+            fix = [
+                *[f"--ctx N, up to {max_context:,}"] * (len(ids) < max_context),
+                "a shorter prompt",
+            ]
+            raise IncompatibleError(message, reason=[reason], fix=fix, code="context_overflow")
         inside = leaves_thinking_open(prompt, ids, self.vocabulary)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
         if grammar is not None and inside is not None:
             end = self.vocabulary.prompt_end(ids)
             grammar, inside = grammar_after_thinking(grammar, self.vocabulary, prompt, end, inside)
-        request = Request(name, tuple(ids), params, grammar=grammar, thinking=thinking)
+        request = Request(request_id, tuple(ids), params, grammar=grammar, thinking=thinking)
         return PreparedRequest(request, inside)

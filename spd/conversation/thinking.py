@@ -1,4 +1,4 @@
-"""Thinking beside its text: how many tokens it took, and grammars that begin behind it."""
+"""Thinking in replies: its number of tokens, its budget, and special tokens in the text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNANSWERED = "the reply ended while thinking, without an answer"
 class ThinkingCounter:
     """Counts the tokens of thinking in a reply, with its closing mark and without its opening one.
 
-    Tokens are looked at one by one, so the count does not depend on how many a round brings.
+    Tokens are decoded one by one, so the count does not depend on how many a round brings.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class ThinkingCounter:
 
 
 class MarkedText:
-    """A reply's text with its special tokens, which have no text, each in its place.
+    """A reply's text with marks in the places of special tokens, which have no text.
 
-    The text may lag behind the tokens: what may begin a stop string is held back.
+    The text may lag behind the tokens: a text that may begin a stop string is held back.
     """
 
     def __init__(self, marks: Mapping[int, str], token_bytes: Callable[[int], bytes]) -> None:
-        """marks: token ids without a text, and what is put in their places."""
+        """marks: maps token ids without a text to the marks that stand for them."""
         self._marks = marks
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._ahead = 0
-        """Characters that tokens have brought and that have not come as text."""
+        """Characters of tokens whose text has not been added yet."""
         self._waiting: list[tuple[int, str]] = []
-        """Marks, each behind so many of those characters."""
+        """Marks, each with the number of those characters before it."""
 
     def add(self, token_ids: Sequence[int], text: str) -> str:
         """Return the next text with its marks, after the next tokens."""
@@ -88,16 +88,17 @@ class MarkedText:
 def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return an earlier reply as a message, with its thinking in the form that the template reads.
 
-    `inside` says that the reply's prompt had opened thinking. A template that knows nothing of thoughts, or
-    looks for them in the text, gets the text as it is; but marks that are tokens are no words in it.
+    inside: True if the reply's prompt had opened thinking. A template that reads no thoughts, or
+    looks for them in the text, gets the text as it is; but marks that are tokens are left out of
+    it.
     """
     template = vocabulary.need_template().default
     marks = vocabulary.marks
     thought, answer = split_thinking(reply, inside, marks)
-    is_apart = (
+    is_separate = (
         marks.thinking[0].are_tokens or BEGINNING.match(reply) or separates_thinking(template)
     )
-    if thought is None or not is_apart:
+    if thought is None or not is_separate:
         return {"role": "assistant", "content": reply}
     return {"role": "assistant", **make_past_turn(thought, answer, template)}
 
@@ -105,15 +106,21 @@ def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, An
 def thinking_budget(
     think: str, vocabulary: Vocabulary, inside: bool, spent: Sequence[int] = ()
 ) -> ThinkingBudget | None:
-    """What --think N leaves behind `spent` tokens. Raises IncompatibleError where no token ends thinking."""
+    """Return the budget that --think N leaves behind `spent` tokens; None for another value of
+    --think.
+
+    Raises IncompatibleError where no token ends thinking.
+    """
     if not think.isdigit() or (spent and not inside):
         return None
     if (pair := vocabulary.thinking_tokens) is None:
         closing = vocabulary.marks.thinking[0].closing
-        words = f"at most {think} tokens of thinking: for models that end it with a token {closing}"
-        why = ["This vocabulary has none."]
+        message = (
+            f"at most {think} tokens of thinking: for models that end it with a token {closing}"
+        )
+        reason = ["This vocabulary has none."]
         fix = ["on, off or hide in place of the number"]
-        raise IncompatibleError(words, reason=why, fix=fix, code="no_thinking")
+        raise IncompatibleError(message, reason=reason, fix=fix, code="no_thinking")
     begin, end = pair
-    left = int(think) - sum(token != begin for token in spent)
-    return ThinkingBudget(max(0, left), end, begin, inside)
+    remaining = int(think) - sum(token != begin for token in spent)
+    return ThinkingBudget(max(0, remaining), end, begin, inside)

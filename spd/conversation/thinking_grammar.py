@@ -1,4 +1,4 @@
-"""Grammars of replies that may think: they begin behind the thinking."""
+"""Grammars of replies that may think: they apply behind the thinking."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 
 _START = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/|\bstart\b')
-"""The rule that a Lark grammar begins with, and texts in which its name means nothing."""
+"""The first rule of a Lark grammar, and texts in which its name means nothing."""
 
 
 def grammar_after_thinking(
-    grammar: GrammarSpec, vocabulary: Vocabulary, asked: Prompt, prompt: str, inside: bool
+    grammar: GrammarSpec, vocabulary: Vocabulary, prompt: Prompt, prompt_end: str, inside: bool
 ) -> tuple[GrammarSpec, bool]:
-    """Return a grammar that begins behind a reply's thinking, and whether the reply begins inside it.
+    """Return a grammar that applies behind a reply's thinking, and True if the reply begins inside
+    it.
 
-    `prompt` is the end of the rendered prompt. A model that is sure to think may write anything up to
-    the token that ends it. One that may think begins with that or with the answer.
+    prompt_end: the end of the rendered prompt. A model that always thinks may write anything up to
+    the token that ends thinking. One that may think begins with thinking or with the answer.
     """
     template = vocabulary.need_template()
     if (channels := template_channels(template.default)) is not None:
@@ -35,21 +36,21 @@ def grammar_after_thinking(
         return (channels.schema_grammar(grammar, special) if is_schema else grammar), inside
     pair = vocabulary.marks.thinking[0]
     tokens = vocabulary.thinking_tokens
-    if grammar.after is not None:  # it begins with a mark, which in thinking is only words
-        apart = None if tokens is None else ThinkingTokens(*tokens, inside)
-        return dataclasses.replace(grammar, thinking=apart), inside
+    if grammar.after is not None:  # it begins with a mark, which inside thinking is plain text
+        thinking_tokens = None if tokens is None else ThinkingTokens(tokens[0], tokens[1], inside)
+        return dataclasses.replace(grammar, thinking=thinking_tokens), inside
     if grammar.optional and not inside:
         return grammar, inside
     if inside:
         if tokens is None:
             return _composed(grammar, pair, tokens, "opened"), True
         return dataclasses.replace(grammar, after=tokens[1]), True
-    if closes_thinking(prompt, vocabulary.marks):
+    if closes_thinking(prompt_end, vocabulary.marks):
         return grammar, False
     if template.thinking_switch is None:
         may_think = pair.opening in template.default or pair.closing in template.default
     else:
-        switched = (asked.variables or {}).get(SWITCH)
+        switched = (prompt.variables or {}).get(SWITCH)
         may_think = template.thinks_by_default if switched is None else bool(switched)
         if may_think and tokens is not None and not pair.are_tokens:  # it always thinks then
             return dataclasses.replace(grammar, after=tokens[1]), True
@@ -61,15 +62,19 @@ def _composed(
 ) -> GrammarSpec:
     """Return a grammar of thinking and answer.
 
-    thinking: "opened" where the prompt has begun it, "maybe" where it may be left out.
+    thinking: "opened" if the prompt has begun it, "maybe" if the reply may leave it out.
     """
     if grammar.kind == "schema":
         answer = f"answer: {lark_json(json.loads(grammar.text))}"
     elif grammar.kind == "regex":
-        escaped = re.sub(r"\\.|/", lambda one: one[0] if len(one[0]) > 1 else r"\/", grammar.text)
+        escaped = re.sub(
+            r"\\.|/", lambda match: match[0] if len(match[0]) > 1 else r"\/", grammar.text
+        )
         answer = f"answer: /{escaped}/"
     else:
-        answer = _START.sub(lambda one: "answer" if one[0] == "start" else one[0], grammar.text)
+        answer = _START.sub(
+            lambda match: "answer" if match[0] == "start" else match[0], grammar.text
+        )
     if tokens is not None and tokens[0] is not None:
         rules = [f"thought: <[{tokens[0]}]> THOUGHT <[{tokens[1]}]>", "THOUGHT: /(.|\\n)*/"]
     else:
@@ -85,5 +90,5 @@ def _composed(
 
 
 def _in_pattern(mark: str) -> str:
-    """Return a mark as it stands in a regular expression between slashes."""
+    """Return a mark as a part of a regular expression between slashes."""
     return re.escape(mark).replace("/", r"\/")

@@ -1,4 +1,4 @@
-"""A model's tokenizer, chat template and marks of thinking: what turns text into token ids."""
+"""A model's tokenizer, chat template and marks of thinking, which turn text into token ids."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 TAIL = 64
-"""Tokens at the end of a prompt that can hold the marks of thinking it ends with."""
+"""Tokens at the end of a prompt among which its last marks of thinking are searched."""
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
     """Raise UsageError for a token id that the vocabulary does not have."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            words = f"{flag}: token id {token_id} is not in the vocabulary"
-            raise UsageError(words, reason=[f"valid: 0 to {vocab_size - 1}"])
+            message = f"{flag}: token id {token_id} is not in the vocabulary"
+            raise UsageError(message, reason=[f"valid: 0 to {vocab_size - 1}"])
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What turns text into ids for one model; no tokenizer means that only --prompt-ids work."""
+    """A model's tokenizer and chat template; without a tokenizer only --prompt-ids works."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -62,32 +62,32 @@ class Vocabulary:
         return None if end is None else (tokenizer.token_to_id(pair.opening), end)
 
     def prompt_end(self, ids: Sequence[int]) -> str:
-        """Return the last words of a prompt, special tokens included."""
+        """Return the text of a prompt's last tokens, special tokens included."""
         return self.need_tokenizer().decode(ids[-TAIL:], skip_special=False)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises IncompatibleError when the folder has none."""
+        """Return the tokenizer. Raises IncompatibleError if the folder has none."""
         if self.tokenizer is None:
-            pull = [f"spd pull {self.name}, if its download was not finished"] * is_repository_name(
-                self.name
-            )
-            words = f"{self.name} has no tokenizer.json, so text cannot be read"
+            pull_hint = [
+                f"spd pull {self.name}, if its download was not finished"
+            ] * is_repository_name(self.name)
+            message = f"{self.name} has no tokenizer.json, so text cannot be read"
             fix = "--prompt-ids 1,2,3"
-            raise IncompatibleError(words, fix=[*pull, fix], code="no_tokenizer")
+            raise IncompatibleError(message, fix=[*pull_hint, fix], code="no_tokenizer")
         return self.tokenizer
 
     def need_template(self) -> ChatTemplate:
-        """The chat template. Raises IncompatibleError when the folder has none."""
+        """Return the chat template. Raises IncompatibleError if the folder has none."""
         if self.template is None:
-            words = f"{self.name} has no chat template"
+            message = f"{self.name} has no chat template"
             fix = ["spd generate --raw"]
-            why = ["It is a base model: it continues text and does not answer."]
-            raise IncompatibleError(words, reason=why, fix=fix, code="no_chat_template")
+            reason = ["It is a base model: it continues text and does not answer."]
+            raise IncompatibleError(message, reason=reason, fix=fix, code="no_chat_template")
         return self.template
 
 
 def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
-    """Configuration, tokenizer and chat template of a model folder, the latter two where they exist."""
+    """Read a model folder's configuration, and its tokenizer and chat template if it has them."""
     from spd.formats.model_config import refuse_head
 
     refuse_head(folder.config, folder.path)

@@ -170,7 +170,7 @@ def _tools(chat: ChatRequest, template: ChatTemplate, vocabulary: Vocabulary) ->
         vocabulary.need_tokenizer(),
         choice=chat.tool_choice,
         parallel=chat.parallel_tool_calls,
-        answer=chat.response_format,
+        answer_grammar=chat.response_format,
     )
 
 

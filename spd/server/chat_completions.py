@@ -18,7 +18,7 @@ from spd.conversation.fields import (
     refuse,
     strict_object,
 )
-from spd.conversation.logprobs import logprob_entry
+from spd.conversation.logprobs import LogprobEntry, TokenEntry, logprob_entry
 from spd.conversation.messages import ROLES
 from spd.conversation.reply import PartDelta, ReplyBuilder, tool_call
 from spd.conversation.tool_choice import (
@@ -124,19 +124,34 @@ LOWEST_LOGPROB = -9999.0
 """The API's word for the logarithm of nothing."""
 
 
-def shown_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return log-probabilities with their tokens' texts, the likeliest ones in `top`."""
-    shown = [logprob_entry(entry, tokenizer) for entry in entries]
-    for entry in shown:
-        for one in (entry, *entry["top"]):
-            one["logprob"] = max(one["logprob"], LOWEST_LOGPROB)
-    return shown
+class ChatLogprob(TokenEntry):
+    """A token's log-probability as chat completions and Responses write it."""
+
+    top_logprobs: list[TokenEntry]
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return log-probabilities as chat completions and Responses have them."""
-    shown = shown_logprobs(entries, tokenizer)
-    return [{"top_logprobs": entry.pop("top"), **entry} for entry in shown]
+def finite_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[LogprobEntry]:
+    """Return log-probabilities with their tokens' texts, none below `LOWEST_LOGPROB`."""
+    finite = [logprob_entry(entry, tokenizer) for entry in entries]
+    for entry in finite:
+        entry["logprob"] = max(entry["logprob"], LOWEST_LOGPROB)
+        for likely in entry["top"]:
+            likely["logprob"] = max(likely["logprob"], LOWEST_LOGPROB)
+    return finite
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[ChatLogprob]:
+    """Return log-probabilities as chat completions and Responses write them."""
+    return [
+        {
+            "top_logprobs": entry["top"],
+            "token_id": entry["token_id"],
+            "token": entry["token"],
+            "bytes": entry["bytes"],
+            "logprob": entry["logprob"],
+        }
+        for entry in finite_logprobs(entries, tokenizer)
+    ]
 
 
 class ChatReply(Reply):

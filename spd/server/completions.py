@@ -30,7 +30,7 @@ from spd.server.api_request import (
     sampling_params,
     shared_fields,
 )
-from spd.server.chat_completions import ChatReply, shown_logprobs
+from spd.server.chat_completions import ChatReply, finite_logprobs
 from spd.server.replies import Reply
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class CompletionReply(ChatReply):
         ids = self._prompt_ids[choice.index]
         text = self._prompt(choice)
         first = TokenLogprob(ids[0], 0.0)
-        entries = shown_logprobs((first, *self._scores[choice.index]), tokenizer)
+        entries = finite_logprobs((first, *self._scores[choice.index]), tokenizer)
         names = {token: name for name, token in tokenizer.special_tokens.items()}
         offsets = self._offsets[choice.index]
         places: list[int] = []
@@ -229,7 +229,7 @@ class CompletionReply(ChatReply):
     ) -> dict[str, Any] | None:
         if self._generation.params.logprobs is None:
             return None
-        shown = shown_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())
+        shown = finite_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())
         offsets = self._offsets[choice.index]
         return _in_columns(shown, [offsets.place(bytes(entry["bytes"])) for entry in shown])
 

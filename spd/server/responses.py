@@ -35,7 +35,7 @@ from spd.server.api_request import (
     shared_fields,
     with_one_limit,
 )
-from spd.server.chat_completions import chat_logprobs
+from spd.server.chat_completions import ChatLogprob, chat_logprobs
 from spd.server.errors import ApiError
 from spd.server.replies import Reply, sse
 
@@ -238,9 +238,9 @@ class ResponseReply(Reply):
         self._body = request.body
         self._tokenizer = service.settings.vocabulary.need_tokenizer()
         self._text_logprobs = TextLogprobs(self._tokenizer)
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        self._logprobs: dict[int, list[ChatLogprob]] = {}
         """Log-probabilities of each part of text, by its number."""
-        self._latest: deque[list[dict[str, Any]]] = deque()
+        self._latest: deque[list[ChatLogprob]] = deque()
         """Those of the pieces of text that are to be streamed next."""
 
     def _score(self, event: Event, grown: Sequence[PartDelta]) -> None:

@@ -333,7 +333,8 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         (asked,) = wish.prompts
         assert list(asked.messages) == expected
         assert asked.variables is not None and asked.variables["enable_thinking"] is True
-        assert asked.variables["tools"][0]["function"]["name"] == "read"
+        sent_tools: Any = asked.variables["tools"]
+        assert sent_tools[0]["function"]["name"] == "read"
         assert wish.tools is not None and wish.tools.functions["read"]["required"] == ["path"]
     assert one.params.max_tokens == 32000
 

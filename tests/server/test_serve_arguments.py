@@ -172,7 +172,7 @@ def written(form: str, arguments: dict[str, Any], *, required: bool = True, name
     opening = "" if shape.is_bare and required else shape.opening
     reply = opening + (f"[{call}]" if shape.is_array else call) + shape.closing
     if shape.channels is not None:
-        reply = shape.channels.call.replace("NAME", name) + reply
+        reply = shape.channels.call_header.replace("NAME", name) + reply
     return reply.replace("ARGUMENTS", text)
 
 

@@ -301,7 +301,7 @@ def call_text(form: Form, *, required: bool = False) -> str:
     opening = "" if form.is_bare and required else form.opening
     text = opening + (f"[{call}]" if form.is_array else call) + form.closing
     if form.channels is not None:
-        text = form.channels.call.replace("NAME", "get_weather") + text
+        text = form.channels.call_header.replace("NAME", "get_weather") + text
     return text.replace("ARGUMENTS", said)
 
 
@@ -385,7 +385,9 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
     """Kimi's templates show it to the model in place of the name."""
     for form in FORMS.values():
         assert (
-            call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}")
+            call_form(
+                f"{{% if tools %}}{' '.join(form.template_signs or (form.opening,))}{{% endif %}}"
+            )
             is form
         )
     guessed = call_form("nothing")
@@ -426,7 +428,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
         token["special"] = special or token["content"] in SPECIALS
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.from_path(model).tokenizer
-    shown = f"tools {' '.join(written.signs or (written.opening,))}"
+    shown = f"tools {' '.join(written.template_signs or (written.opening,))}"
     tools = read_tools(
         [function_tool({"name": "get_weather", "parameters": WEATHER})],
         ChatTemplate("", {"default": shown}, {}),
@@ -478,7 +480,7 @@ def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     answer = GrammarSpec("schema", json.dumps(schema))
     written = FORMS[form]
     call = call_text(written)
-    said = (written.channels.answer if written.channels else "") + '{"days": 3}'
+    said = (written.channels.answer_header if written.channels else "") + '{"days": 3}'
     tools = tools_of(form, answer=answer)
     assert tools.is_constrained and tools.grammar is not None and not tools.grammar.optional
     others = (
@@ -551,11 +553,11 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
         for name, said in (("get_weather", ARGS), ("now", "{}"))
     ]
     opening = "" if written.is_bare else written.opening
-    if written.between is None:
+    if written.separator is None:
         calls = [f"{opening}{call}{written.closing}" for call in calls]
         text = ("<|end|><|start|>assistant" if form == "gpt-oss" else "\n").join(calls)
     else:
-        text = written.between.join(calls)
+        text = written.separator.join(calls)
         text = opening + (f"[{text}]" if written.is_array else text) + written.closing
     expected = [("get_weather", ARGS), ("now", "{}")]
     for cut in range(len(text) + 1):

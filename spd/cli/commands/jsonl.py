@@ -154,7 +154,7 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
     """Return what a line asks for, over what the flags say. Raises SpdError and FieldError."""
     if line.error is not None:
         raise line.error
-    value = LINE(line.value, "")
+    value = LINE(dict(line.value), "")
     grammar = settings.grammar
     values = value.get("params", {})
     shapes = {name: values.pop(name) for name in SHAPES if name in values}

@@ -1,4 +1,4 @@
-"""Whether calls are read as a chat template writes them itself."""
+"""The form of tool calls of a chat template, checked with a call that the template renders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from spd.formats.chat_template import ChatTemplate
 from spd.runtime import JsonObject
 
 UNKNOWN_FORM = (
-    "the form in which this model's chat template writes tool calls is not known: calls are looked for"
-    f" between {FALLBACK_FORM.opening} and {FALLBACK_FORM.closing}, and others stay text"
+    "the form in which this model's chat template writes tool calls is not known: calls are looked"
+    f" for between {FALLBACK_FORM.opening} and {FALLBACK_FORM.closing}, and others stay text"
 )
 NAME = "lookup_word"
 ARGUMENTS: JsonObject = {"word": "two words", "count": 3}
@@ -29,22 +29,22 @@ SCHEMA: JsonObject = {
     "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
 }
 TOOL: JsonObject = {"name": NAME, "description": "Look a word up", "parameters": SCHEMA}
-ASKED: JsonObject = {"role": "user", "content": "Hi"}
+USER_MESSAGE: JsonObject = {"role": "user", "content": "Hi"}
 CALL: JsonObject = {"id": "call00000", "type": "function"}
 
 
 def checked_form(template: ChatTemplate) -> Form:
-    """Return how a model writes calls, by its chat template.
+    """Return the form of a model's calls, by its chat template.
 
-    `FALLBACK_FORM` where the template shows no form that is known, or writes a call that is not read in the
-    form that it seems to show.
+    `FALLBACK_FORM` where the template shows no form that is known, or writes a call that is not
+    read in the form that it seems to show.
     """
     return _checked_form(_Source(template.tools_template, template))
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A template with the text that tells it from others."""
+    """A template, compared by its text."""
 
     text: str
     template: ChatTemplate = field(compare=False)
@@ -52,31 +52,32 @@ class _Source:
 
 @lru_cache(16)
 def _checked_form(source: _Source) -> Form:
+    """Return the form of a template that is not cached yet."""
     form = call_form(source.text)
-    reply = _written_call(source.template)
+    reply = _rendered_call(source.template)
     return form if not reply or _calls_in(reply, form) == [(NAME, ARGUMENTS)] else FALLBACK_FORM
 
 
-def _written_call(template: ChatTemplate) -> str:
-    """Return a reply with a call as a template writes it; empty where it writes none."""
+def _rendered_call(template: ChatTemplate) -> str:
+    """Return a reply with a call as the template renders it; empty if it renders none."""
     call = {**CALL, "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS)}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    shown = [ASKED, for_template(turn, template.tools_template)]
+    messages = [USER_MESSAGE, for_template(turn, template.tools_template)]
     tools = [{"type": "function", "function": TOOL}]
     with suppress(SpdError):
-        prompt = template.render([ASKED], tools=tools)
-        whole = template.render(shown, tools=tools, add_generation_prompt=False)
-        pairs = zip(prompt, whole, strict=False)
-        same = whole[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
-        if same.rfind("<") > same.rfind(">"):  # both go on with a mark
-            same = same[: same.rfind("<")]
-        reply = whole[len(same) :]
+        prompt = template.render([USER_MESSAGE], tools=tools)
+        rendered = template.render(messages, tools=tools, add_generation_prompt=False)
+        pairs = zip(prompt, rendered, strict=False)
+        common = rendered[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+        if common.rfind("<") > common.rfind(">"):  # both go on with a mark
+            common = common[: common.rfind("<")]
+        reply = rendered[len(common) :]
         return reply if NAME in reply else ""
     return ""
 
 
 def _calls_in(reply: str, form: Form) -> Sequence[tuple[str, Mapping[str, object]]]:
-    """Return the calls that are found in a reply behind its thinking."""
+    """Return the names and arguments of calls in a reply behind its thinking."""
     parser = CallParser(Tools({NAME: SCHEMA}, form))
     splitter = ThinkingSplitter(False)
     parts = (text for thinking, text in splitter.feed(reply, final=True) if not thinking)

@@ -1,4 +1,4 @@
-"""The grammar that holds tool calls to their schemas, in the form in which a model writes them."""
+"""Grammars that constrain tool calls to their schemas, in the form in which a model writes them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Schemas = Mapping[str, JsonObject]
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
 TEXT = "TEXT: /(.|\\n)*/"
-KEPT = 16
-"""Grammars that are kept for the next request with the same tools."""
+CACHED_GRAMMARS = 16
+"""Grammars that are cached for later requests with the same tools."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a reply may call, or has to where it is `required`: any, or one `named`.
+    """The functions that a reply may call, or has to call if `required`: any, or `named_function`.
 
-    A grammar holds calls to their schemas: those that have to come, and others from the form's
-    opening mark on. A mark of several tokens is looked for from the reply's beginning; for messages
-    and for calls without a mark that is done only where it is `strict`. `tokens` are the ids of
-    marks that are tokens.
+    A grammar constrains calls to their schemas: required calls from the reply's beginning, others
+    from the form's opening mark on. For a mark of several tokens the grammar begins with the reply;
+    for messages and for calls without a mark it does so only if `strict`. tokens: the ids of marks
+    that are special tokens.
     """
 
     functions: Schemas
@@ -45,11 +45,11 @@ class Tools:
     strict: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
     answer_grammar: GrammarSpec | None = None
-    """The schema of a reply that calls nothing."""
+    """The schema of a reply that calls nothing; None if it may be any text."""
 
     @property
     def is_constrained(self) -> bool:
-        """True if a grammar holds a reply from its beginning on."""
+        """True if a grammar constrains a reply from its beginning on."""
         return (
             self.required
             or self.answer_grammar is not None
@@ -58,16 +58,18 @@ class Tools:
 
     @property
     def trigger_token(self) -> int | None:
-        """The token behind which a grammar begins; None where it begins with the reply, or never."""
+        """Return the token behind which a grammar begins; None if it begins with the reply, or
+        there is none.
+        """
         is_whole = self.required or self.answer_grammar is not None
         return None if is_whole or self.form.channels else self.tokens.get(self.form.opening)
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What holds a call, in the model's own form; None where nothing does.
+        """Return the grammar of calls in the model's own form; None where there is none.
 
-        The first one of many functions takes a while, so it is no work for the loop of a server.
-        Raises UsageError where there cannot be one.
+        The first grammar of many functions takes a while, so a server's event loop must not compute
+        it. Raises UsageError for a schema that no grammar can constrain.
         """
         form = self.form
         is_unmarked = form.is_bare or form.channels is not None or form is FALLBACK_FORM
@@ -78,19 +80,20 @@ class Tools:
         choice = [self.named_function, self.required, self.parallel, self.strict]
         key = json.dumps([schemas, form, choice, dict(self.tokens), answer])
         check_size("lark", key)
-        return _kept_grammar(_ToolsByKey(key, self))
+        return _cached_grammar(_ToolsByKey(key, self))
 
 
 @dataclass(frozen=True)
 class _ToolsByKey:
-    """Tools with what tells them from others."""
+    """Tools, compared by their key."""
 
     key: str
     tools: Tools = field(compare=False)
 
 
-@lru_cache(KEPT)
-def _kept_grammar(keyed: _ToolsByKey) -> GrammarSpec:
+@lru_cache(CACHED_GRAMMARS)
+def _cached_grammar(keyed: _ToolsByKey) -> GrammarSpec:
+    """Return the grammar of tools, from the cache or written anew."""
     tools = keyed.tools
     schemas = {name: without_descriptions(schema) for name, schema in tools.functions.items()}
     return _CallGrammar(tools, schemas).grammar()
@@ -110,14 +113,14 @@ class _CallGrammar:
         )
 
     def grammar(self) -> GrammarSpec:
-        """Return the whole grammar."""
+        """Return the complete grammar."""
         tools = self._tools
-        is_whole = tools.required or tools.answer_grammar is not None
+        is_unconditional = tools.required or tools.answer_grammar is not None
         calls = self._calls()
         lazy: list[str] = []
         if self._form.channels is not None:
             start = self._messages(calls)
-        elif is_whole:
+        elif is_unconditional:
             opening = "" if self._form.is_bare and tools.required else self._form.opening
             answer = f"| {self._answer}" if self._answer else ""
             start = f"GAP ({self._literal(opening)} {calls} {answer})"
@@ -125,11 +128,13 @@ class _CallGrammar:
             start = self._calls_in_text(calls)
             lazy = [f"before[lazy]: /(.|\\n)*{re.escape(self._form.opening)}/"]
         lines = [f"start: {start}", GAP, TEXT, *lazy, *self._rules.lines]
-        return GrammarSpec("lark", "\n".join(lines), tools.trigger_token, not is_whole)
+        return GrammarSpec("lark", "\n".join(lines), tools.trigger_token, not is_unconditional)
 
     @property
     def _answer(self) -> str:
-        """The expression of a reply that calls nothing; empty where no schema holds that."""
+        """Return the expression of a reply that calls nothing; empty where no schema constrains
+        it.
+        """
         if self._tools.answer_grammar is None or self._tools.required:
             return ""
         return lark_json(json.loads(self._tools.answer_grammar.text))
@@ -137,22 +142,22 @@ class _CallGrammar:
     def _calls(self) -> str:
         """Return the expression of all calls behind the first opening mark."""
         form = self._form
-        named = self._tools.named_function
-        names = [*self._schemas] if named is None else [named]
+        named_function = self._tools.named_function
+        names = [*self._schemas] if named_function is None else [named_function]
         if form.pairs is not None and form.pairs.style == "python":
             schemas = {name: self._schemas[name] for name in names}
             pairs = PairGrammar(form.pairs, self._tools.tokens, self._is_loose, self._rules)
-            return PythonCalls(form, schemas, pairs, several=self._has_several).expression()
+            return PythonCalls(form, schemas, pairs, allows_several=self._has_several).expression()
         call = f"({' | '.join(self._rules.rule('call', self._call(name)) for name in names)})"
         opening = "" if form.is_bare and self._tools.required else form.opening
         closing = "" if form.channels is not None else self._literal(form.closing)
-        if form.between is None:
+        if form.separator is None:
             call = f"{call} {closing}"
             following = f"GAP {self._literal(opening)} {call}"
             closing = ""
         else:
-            gap = "GAP" if form.between else ""
-            following = f"{self._literal(form.between.strip())} {gap} {call}"
+            gap = "GAP" if form.separator else ""
+            following = f"{self._literal(form.separator.strip())} {gap} {call}"
         calls = call
         if self._has_several:
             times = f"{{0,{MAX_CALLS - 1}}}" if self._tools.required else "*"
@@ -162,23 +167,25 @@ class _CallGrammar:
         return f"{calls} GAP {closing}" if closing else calls
 
     def _call(self, name: str) -> str:
-        """Return the expression of a call of one function; in a message its header begins it."""
+        """Return the expression of a call of one function, with its message's header if there is
+        one.
+        """
         form = self._form
         head, tail = form.call.split("ARGUMENTS")
         if form.channels is not None:
-            head = form.channels.call + form.opening + head
+            head = form.channels.call_header + form.opening + head
             tail += form.closing
         before, _, behind = head.rpartition("NAME")
         begin = self._with_number(before.replace("NAME", name) + name)
-        if form.id_before:
-            begin += f" ({self._with_number(form.id_before)})?"
+        if form.id_after_name:
+            begin += f" ({self._with_number(form.id_after_name)})?"
         end = marks(tail, self._tools.tokens)
-        if form.id_behind:
-            end = f"({self._with_number(form.id_behind)})? {end}"
+        if form.id_after_arguments:
+            end = f"({self._with_number(form.id_after_arguments)})? {end}"
         return f"{begin} {self._with_number(behind)} {self._arguments(self._schemas[name])} {end}"
 
     def _with_number(self, text: str) -> str:
-        """Return the expression of marks in which a sign stands for a call's number or id."""
+        """Return the expression of marks, with `NUMBER` in the place of a call's number or id."""
         id_ = "/[0-9]+/" if self._form.call.count(NUMBER) else "/[A-Za-z0-9_-]{1,64}/"
         parts = (marks(part, self._tools.tokens) for part in text.split(NUMBER))
         return f" {id_} ".join(parts)
@@ -197,15 +204,15 @@ class _CallGrammar:
         return writer(pairs, tools.tokens, self._is_loose, self._rules).arguments(schema)
 
     def _messages(self, calls: str) -> str:
-        """Return the expression of a reply of messages, of which the last one calls or answers."""
+        """Return the expression of a reply of messages, whose last one is a call or an answer."""
         channels = self._form.channels
         assert channels is not None
-        final = f"{self._literal(channels.answer)} {self._answer or 'TEXT'}"
+        final = f"{self._literal(channels.answer_header)} {self._answer or 'TEXT'}"
         last = calls if self._tools.required else f"({calls} | {final})"
         return f"{channels.thinking_grammar(self._tools.tokens)} {last}"
 
     def _calls_in_text(self, calls: str) -> str:
-        """Return the expression of a reply in which calls may come between texts."""
+        """Return the expression of a reply with calls between texts."""
         opening = self._form.opening
         is_token = opening in self._tools.tokens
         before = f"TEXT {self._literal(opening)}" if is_token else "before"

@@ -1,4 +1,4 @@
-"""What finds calls at the beginning of a text, in each form in which models write them."""
+"""Readers of calls at the beginning of a text, one for each style in which models write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from spd.conversation.tools.call_forms import (
     BARE_KEY,
@@ -21,32 +21,37 @@ from spd.conversation.tools.call_forms import (
     Pairs,
 )
 from spd.conversation.tools.schema_arguments import Arguments, as_json
+from spd.runtime import JsonObject
 
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas = Mapping[str, JsonObject]
 """JSON schemas of functions' arguments, by name."""
 Calls = Sequence[tuple[str, ...]]
 """Names, arguments and the model's ids of calls."""
-Found = tuple[Calls, int]
-"""Calls that begin a text, and where they end.
+CallsAndEnd = tuple[Calls, int]
+"""Calls that begin a text, and the position behind them.
 
-No calls for what cannot become one.
+No calls for a text that cannot become one.
 """
 
-BLANK = r"[\s,;\[]*"
+SEPARATORS = r"[\s,;\[]*"
 
 
 class Reader(Protocol):
-    """Reads what begins a text in one form."""
+    """Reads calls at the beginning of a text in one style."""
 
-    def __call__(self, text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
-        """Return the calls, True for one that goes on, False for what may yet be one.
+    def __call__(
+        self, text: str, form: Form, schemas: Schemas, *, is_exact: bool
+    ) -> CallsAndEnd | bool:
+        """Return the calls; True for an incomplete call, False for a text that may become a call.
 
-        `is_exact` says that a grammar holds calls: nothing is missing in them.
+        is_exact: True if a grammar constrains calls, so that no part of them is missing.
         """
 
 
-def read_calls(text: str, form: Form, schemas: Schemas, *, is_exact: bool = False) -> Found | bool:
-    """Return what begins a text: see `Reader`."""
+def read_calls(
+    text: str, form: Form, schemas: Schemas, *, is_exact: bool = False
+) -> CallsAndEnd | bool:
+    """Return the calls at the beginning of a text: see `Reader`."""
     style = "objects" if form.pairs is None else form.pairs.style
     if form.is_bare and re.match(r"\s*\[\s*(?:[A-Za-z_]|\Z)", text):
         style = "python"
@@ -54,7 +59,9 @@ def read_calls(text: str, form: Form, schemas: Schemas, *, is_exact: bool = Fals
 
 
 def next_call(text: str, form: Form, schemas: Schemas) -> int | None:
-    """Return where the first whole call behind the beginning of a text begins."""
+    """Return the position of the first complete call behind the beginning of a text; None for
+    none.
+    """
     for candidate in _beginnings(form, schemas).finditer(text, 1):
         result = read_calls(text[candidate.start() :], form, schemas)
         calls = result[0] if isinstance(result, tuple) else ()
@@ -64,7 +71,7 @@ def next_call(text: str, form: Form, schemas: Schemas) -> int | None:
 
 
 def _beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
-    """Return the expression of what begins a call where calls share their marks."""
+    """Return the pattern of a call's beginning where calls share their marks."""
     begin = form.call.partition("NAME")[0].strip()
     if begin.startswith("<"):
         return re.compile(re.escape(begin.partition(">")[0]))
@@ -74,10 +81,10 @@ def _beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.])(?:{names})\(")
 
 
-def _objects(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+def _read_objects(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
     """Read calls that are objects with name and arguments, or arguments behind the form's head."""
-    head = re.match(form.head, text)
-    beginning = head or re.match(BLANK, text)
+    head = re.match(form.head_pattern, text)
+    beginning = head or re.match(SEPARATORS, text)
     try:
         value, end = json.JSONDecoder().raw_decode(text, beginning.end() if beginning else 0)
     except (ValueError, RecursionError):
@@ -95,12 +102,12 @@ def _objects(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Foun
             arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return (), 0
-    written = as_json(arguments) if head is None else text[head.end() : end]
-    return [(name, written, *ids)], end
+    arguments_text = as_json(arguments) if head is None else text[head.end() : end]
+    return [(name, arguments_text, *ids)], end
 
 
-def loose(text: str) -> str:
-    """Return a form's text as an expression, with any blanks where it has some."""
+def loose_pattern(text: str) -> str:
+    """Return the pattern of a form's text, with any blanks where the text has some."""
     words = r"\s*".join(map(re.escape, text.split()))
     return (
         words.replace("NAME", NAME)
@@ -110,30 +117,31 @@ def loose(text: str) -> str:
 
 
 class _Tags(NamedTuple):
-    """Expressions of a form whose keys and values stand between tags."""
+    """Patterns of a form whose keys and values are between tags."""
 
     head: re.Pattern[str]
-    """A call's name, where a key or the call's end follows."""
+    """A call's name, with a key or the call's end behind it."""
     key: re.Pattern[str]
     close: re.Pattern[str]
-    """What ends a value."""
+    """The tag that ends a value."""
     last_close: re.Pattern[str]
-    """The same where a key or the call's end follows: others are a part of the value."""
+    """The same tag with a key or the call's end behind it: another one is a part of the value."""
     end: re.Pattern[str]
     cut: re.Pattern[str]
-    """What ends a value whose own end is missing: a key, or the end of the calls."""
+    """The text that ends a value without such a tag: a key, or the end of the calls."""
 
 
 @lru_cache
 def _tags(form: Form) -> _Tags:
+    """Return the patterns of a form, compiled once."""
     pair = form.pairs.text if form.pairs else ""
-    head, tail = map(loose, form.call.split("ARGUMENTS"))
-    key, close = map(loose, pair.split("VALUE"))
+    head, tail = map(loose_pattern, form.call.split("ARGUMENTS"))
+    key, close = map(loose_pattern, pair.split("VALUE"))
     closing = re.escape(form.closing)
     end = rf"\s*(?:{tail or '(?!)'}|(?={closing}))"
     following = rf"(?=\s*{key}|{end})"
     last = rf"{tail}\s*{closing}"
-    if form.between is not None:
+    if form.separator is not None:
         last = rf"{tail}\s*(?:{closing}|{head})"
     return _Tags(
         head=re.compile(rf"\s*{head}{following}"),
@@ -145,7 +153,7 @@ def _tags(form: Form) -> _Tags:
     )
 
 
-def _tagged(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+def _read_tags(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
     """Read calls of keys and values between tags: a value ends before a key or the call's end."""
     tags = _tags(form)
     head = tags.head.match(text)
@@ -161,107 +169,109 @@ def _tagged(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found
         if key is None:
             return True
         name = key[1].strip()
-        others = None if is_exact else arguments.names - values.keys() - {name}
-        span = _value_span(text, key.end(), tags, others)
+        remaining_names = None if is_exact else arguments.names - values.keys() - {name}
+        span = _value_span(text, key.end(), tags, remaining_names)
         if span is None:
             return True
         value_end, place = span
         value = text[key.end() : value_end]
         values[name] = value.removeprefix(edge).removesuffix(edge)
-    written = (
+    pairs_as_json = (
         f"{as_json(name)}: {arguments.argument(name).as_json(value, pairs.literals)}"
         for name, value in values.items()
     )
-    return [(head[1], f"{{{', '.join(written)}}}")], end.end()
+    return [(head[1], f"{{{', '.join(pairs_as_json)}}}")], end.end()
 
 
 def _value_span(
-    text: str, begin: int, tags: _Tags, others: set[str] | None
+    text: str, begin: int, tags: _Tags, remaining_names: set[str] | None
 ) -> tuple[int, int] | None:
-    """Return where a value ends, and where the text goes on; None where that is still to come.
+    """Return the end of a value, and the position behind its tag; None if it has not ended yet.
 
-    Some models leave out what ends a value. With `others`, the names of arguments that may still
-    come, a value without it ends before one of them, or before the end of the calls. Of a function
-    without known arguments each name may come.
+    Some models leave out the tag that ends a value. With `remaining_names`, the arguments that may
+    still come, a value without it ends before one of them, or before the end of the calls. A
+    function without known arguments may have any name.
     """
     closed = tags.last_close.search(text, begin)
-    if others is not None:
+    if remaining_names is not None:
         any_close = tags.close.search(text, begin)
         limit = len(text) if any_close is None else any_close.start()
         for cut in tags.cut.finditer(text, begin, limit):
             name = cut[1]
-            if name is None or not others or name.strip() in others:
+            if name is None or not remaining_names or name.strip() in remaining_names:
                 return cut.start(), cut.start()
     return None if closed is None else (closed.start(), closed.end())
 
 
 _TRIPLE = r"\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}"
 _TEXT = rf"""{_TRIPLE}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
-_NAMED = r"([\w$.-]+)(?=\s*=(?!=))"
-_PADDED = r"(?<![\w.])0+(?=[1-9][0-9]*(?![\w.]))"
-_WORDS = re.compile(rf"{_TEXT}|{_NAMED}|{_PADDED}", re.DOTALL)
-"""A text, the name of an argument, which may be a word that Python reserves, or zeros before a
-number, which Python does not take."""
-_QUOTED = re.compile(rf"({_NAMED}\s*=\s*)(?:{_TRIPLE}|(?P<quote>[\"']))", re.DOTALL)
-_NO_CALLS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""What Python's parser and `_called` raise."""
-_RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
-"""What Python's texts do not hold as it is, though models write it."""
+_ARGUMENT_NAME = r"([\w$.-]+)(?=\s*=(?!=))"
+_LEADING_ZEROS = r"(?<![\w.])0+(?=[1-9][0-9]*(?![\w.]))"
+_PYTHON_PARTS = re.compile(rf"{_TEXT}|{_ARGUMENT_NAME}|{_LEADING_ZEROS}", re.DOTALL)
+"""A text, the name of an argument, which may be a reserved word of Python, or zeros before a
+number, which Python refuses."""
+_QUOTED = re.compile(rf"({_ARGUMENT_NAME}\s*=\s*)(?:{_TRIPLE}|(?P<quote>[\"']))", re.DOTALL)
+_PARSE_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""Exceptions of Python's parser and of `_statement_calls`."""
+_RAW_CHARACTERS = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
+"""Characters that Python's texts cannot have as they are, though models write them."""
 
 
-def _python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
+def _read_python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
     """Read calls of Python, one or a list of them; values may be JSON, too."""
-    if re.match(rf"{BLANK}{NAME}\(", text) is None:
-        return True if re.fullmatch(rf"{BLANK}{NAME}?\s*", text) else ((), 0)
+    if re.match(rf"{SEPARATORS}{NAME}\(", text) is None:
+        return True if re.fullmatch(rf"{SEPARATORS}{NAME}?\s*", text) else ((), 0)
     if form.is_array and not text.lstrip().startswith("["):
-        return _one_of_python(text)
+        return _read_first_python_call(text)
     for match in re.finditer(r"[\])](?=\s*(?:\Z|<))", text):
         source = text[: match.end()].strip(" ,;\n")
-        is_whole = bool(form.closing) and text[match.end() :].lstrip().startswith(form.closing)
-        with suppress(*_NO_CALLS):
+        is_complete = bool(form.closing) and text[match.end() :].lstrip().startswith(form.closing)
+        with suppress(*_PARSE_ERRORS):
             return _python_calls(source), match.end()
-        with suppress(*_NO_CALLS):
-            if is_whole:
+        with suppress(*_PARSE_ERRORS):
+            if is_complete:
                 end = _argument_end(schemas if is_exact else {})
                 return _python_calls(_with_inner_quotes(source, end)), match.end()
     return True
 
 
-def _one_of_python(text: str) -> Found | bool:
-    """Read one call of a list of which another one is broken."""
+def _read_first_python_call(text: str) -> CallsAndEnd | bool:
+    """Read the first call of a list of which a later one is broken."""
     depth = 0
     for part in re.finditer(rf"{_TEXT}|[()]", text, re.DOTALL):
         depth += (part[0] == "(") - (part[0] == ")")
         if part[0] == ")" and depth == 0:
-            with suppress(*_NO_CALLS):
+            with suppress(*_PARSE_ERRORS):
                 return _python_calls(text[: part.end()].strip(" ,;\n")), part.end()
             break
     return False
 
 
 def _argument_end(schemas: Schemas) -> str:
-    """Return the expression of what follows a text that is a whole argument.
+    """Return the pattern of the text behind a text that is a complete argument.
 
-    That is the next one, or the call's end. Functions without free keys have no other arguments than
-    their schemas list; without functions any word is a key or a name.
+    That is the next argument, or the call's end. Functions without free keys have no other
+    arguments than their schemas list; without functions any word is a key or a name.
     """
     arguments = [Arguments(schema) for schema in schemas.values()]
-    names = {name for each in arguments for name in each.names}
-    is_open = any(shape.free for each in arguments for shape in each.shapes)
-    key = _any_of(names) if schemas and not is_open else WORD
-    function = _any_of(schemas) if schemas else WORD
+    names = {name for function_arguments in arguments for name in function_arguments.names}
+    is_open = any(
+        shape.free for function_arguments in arguments for shape in function_arguments.shapes
+    )
+    key = _any_word(names) if schemas and not is_open else WORD
+    function = _any_word(schemas) if schemas else WORD
     return rf"(?=\s*(?:,\s*{key}\s*=(?!=)|\)\s*(?:\]?\s*\Z|,\s*{function}\()))"
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """Return the expression of one of these words; without any, of nothing that can be."""
+def _any_word(words: Iterable[str]) -> str:
+    """Return the pattern of one of these words; one that never matches if there are none."""
     return f"(?:{'|'.join(map(re.escape, words)) or '(?!)'})"
 
 
 def _with_inner_quotes(source: str, following: str) -> str:
-    """Return calls with the quotes escaped that stand within a text between the same ones.
+    """Return calls with the quotes escaped that are within a text between the same quotes.
 
-    Such a text ends where an expression of what is `following` matches.
+    Such a text ends where the pattern `following` matches behind a quote.
     """
     parts: list[str] = []
     place = 0
@@ -280,24 +290,30 @@ def _with_inner_quotes(source: str, following: str) -> str:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return the calls in a whole text. Raises what Python's parser and `_called` raise."""
+    """Return the calls in a complete text. Raises one of `_PARSE_ERRORS`."""
     names: list[str] = []
-    source = _WORDS.sub(lambda match: _as_python(match, names), text)
-    return [call for one in ast.parse(source).body for call in _called(one, source, names)]
+    source = _PYTHON_PARTS.sub(lambda match: _as_python(match, names), text)
+    return [
+        call
+        for statement in ast.parse(source).body
+        for call in _statement_calls(statement, source, names)
+    ]
 
 
 def _as_python(match: re.Match[str], names: list[str]) -> str:
-    """Return what Python takes in place of a part; a name is put on a list."""
+    """Return the text that Python accepts in place of a part; a name is appended to `names`."""
     if match[1] is not None:
         names.append(match[1])
         return f"argument_{len(names) - 1}"
     if match[0].startswith("0"):
         return ""
-    return re.sub(r"\\.|[\n\r\0]", lambda raw: _RAW.get(raw[0], raw[0]), match[0], flags=re.DOTALL)
+    return re.sub(
+        r"\\.|[\n\r\0]", lambda raw: _RAW_CHARACTERS.get(raw[0], raw[0]), match[0], flags=re.DOTALL
+    )
 
 
 class _JsonInPython(ast.NodeTransformer):
-    """Makes Python's words of JSON's, and a list of each set, which JSON has not."""
+    """Replaces JSON's words by Python's, and each set, which JSON has not, by a list."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}
@@ -307,10 +323,12 @@ class _JsonInPython(ast.NodeTransformer):
         return ast.List([self.visit(element) for element in node.elts], ast.Load())
 
 
-def _called(statement: ast.stmt, source: str, names: Sequence[str]) -> list[tuple[str, str]]:
+def _statement_calls(
+    statement: ast.stmt, source: str, names: Sequence[str]
+) -> list[tuple[str, str]]:
     """Return the calls of a statement, whose arguments have numbers in place of names.
 
-    Raises ValueError for another one, TypeError for values that JSON has not.
+    Raises ValueError for another statement, TypeError for values that JSON has not.
     """
     value = statement.value if isinstance(statement, ast.Expr) else None
     calls: list[tuple[str, str]] = []
@@ -330,15 +348,16 @@ def _called(statement: ast.stmt, source: str, names: Sequence[str]) -> list[tupl
     return calls
 
 
-def _gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found | bool:
-    """Read calls of Gemma 4: keys are bare, and texts stand between marks, or are JSON."""
+def _read_gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
+    """Read calls of Gemma 4: keys are bare, and texts are between marks, or are JSON."""
     head = re.match(rf"\s*call:\s*{NAME}\s*(?=\{{)", text)
     if head is None:
         return False
     quote = re.escape(QUOTE)
     parts = re.compile(
         rf'"(?:[^"\\]|\\.)*(?:"|\Z)|{quote}(?P<text>.*?)(?:{quote}|\Z)'
-        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)|\b(?P<word>True|False|None)\b|(?P<end>{re.escape(form.closing)})",
+        rf"|(?<=[{{,])\s*(?P<key>{BARE_KEY})(?=\s*:)"
+        rf"|\b(?P<word>True|False|None)\b|(?P<end>{re.escape(form.closing)})",
         re.DOTALL,
     )
     ends = (part.start() for part in parts.finditer(text, head.end()) if part["end"])
@@ -360,9 +379,9 @@ def _gemma(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Found 
 
 
 READERS: Mapping[str, Reader] = {
-    "objects": _objects,
-    "tags": _tagged,
-    "python": _python,
-    "gemma": _gemma,
+    "objects": _read_objects,
+    "tags": _read_tags,
+    "python": _read_python,
+    "gemma": _read_gemma,
 }
-"""By the style of a form's pairs."""
+"""Readers by the style of a form's pairs."""

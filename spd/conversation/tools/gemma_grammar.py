@@ -13,22 +13,23 @@ from spd.runtime import Json
 
 @dataclass(frozen=True)
 class GemmaGrammar(NestedGrammar):
-    """Writes expressions of values in which keys are bare and texts stand between marks."""
+    """Writes expressions of values in which keys are bare and texts are between marks."""
 
     def key(self, name: str) -> str:
-        """Return the expression of a key; one that would be ambiguous stands between marks."""
+        """Return the expression of a key; one that would be ambiguous is between marks."""
         is_bare = re.fullmatch(BARE_KEY, name) is not None
         return super().key(name) if is_bare else self.literal(QUOTE + name + QUOTE)
 
-    def written(self, value: Json) -> str:
+    def value_text(self, value: Json) -> str:
         """Return a value as the form writes it."""
         if isinstance(value, str):
             return f"{QUOTE}{value}{QUOTE}"
         if isinstance(value, list):
-            return f"[{','.join(map(self.written, value))}]"
+            return f"[{','.join(map(self.value_text, value))}]"
         if isinstance(value, dict):
             items = sorted(value.items(), key=lambda item: item[0].lower())
-            return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in items)}}}"
+            pairs = [f"{key}:{self.value_text(item)}" for key, item in items]
+            return f"{{{','.join(pairs)}}}"
         return as_json(value)
 
     def texts_of(self, argument: Argument) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules of a Lark grammar while it is written: what is said twice is one rule."""
+"""The rules of a Lark grammar while it is written: equal expressions share one rule."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ GAP = "GAP: /[ \\n]{0,9}/"
 """The rule of blanks between marks, of which some templates of one form write more than others."""
 
 STYLE: JsonObject = {**JSON_STYLE, "json_allow_general_unicode_escapes": True}
-"""How values in JSON are written: some templates write letters as `\\u00e4`."""
+"""Options of values in JSON: some templates write letters as `\\u00e4`."""
 LOOSE_STYLE: JsonObject = {**STYLE, "lenient": True, "coerce_one_of": True}
-"""The same where what no grammar can hold of a schema is passed over."""
+"""The same options with parts of a schema ignored that no grammar can constrain."""
 
 
 def styled(schema: JsonObject, *, is_loose: bool) -> JsonObject:
-    """Return a schema that says how its value is written, unless it does so itself."""
+    """Return a schema with the options of its value's notation, unless it has its own."""
     return {"x-guidance": LOOSE_STYLE if is_loose else STYLE, **schema}
 
 
 class GrammarRules:
-    """Rules by what they say. Many functions have arguments of the same type, so most are shared."""
+    """Rules by their expressions.
+
+    Functions have arguments of the same types, so most rules are shared.
+    """
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], str] = {}

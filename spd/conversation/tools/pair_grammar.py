@@ -1,4 +1,4 @@
-"""The grammar of arguments that are written as pairs of a key and a value, one by one."""
+"""The grammar of arguments that are written as pairs of a key and a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spd.conversation.tools.schema_reader import TextShape
 from spd.runtime import Json, JsonObject, closed_schema, full_match_pattern, references
 
 MAX_LENGTH = 10_000
-"""Characters: a longer bound of a text is not held."""
+"""Characters: a longer bound of a text is not constrained."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PairGrammar:
     tokens: Mapping[str, int]
     """The ids of marks that are tokens."""
     is_loose: bool
-    """True if what no grammar can hold of a schema is passed over."""
+    """True if parts of a schema that no grammar can constrain are ignored."""
     rules: GrammarRules
 
     def arguments(self, schema: JsonObject) -> str:
@@ -44,7 +44,7 @@ class PairGrammar:
     def shapes(self, schema: JsonObject) -> list[ObjectShape]:
         """Return the alternatives of a function's arguments.
 
-        Raises UsageError where none fit the schema, unless that is passed over.
+        Raises UsageError where none fit the schema, unless the grammar is loose.
         """
         if any(True for _ in references(schema)):
             closed = closed_schema(styled(schema, is_loose=self.is_loose))
@@ -55,39 +55,47 @@ class PairGrammar:
     def object(self, shape: ObjectShape) -> str:
         """Return the expression of one alternative: its keys in their order, then others."""
         comma = self.marks(self.pairs.comma)
-        first = ""
-        more = ""  # what may come where a pair has come; before that the comma is missing
+        first_pairs = ""
+        later_pairs = ""  # pairs behind another pair, each with a comma before it
         if shape.free:
             free = " | ".join(
                 self._pair(self.other_key(keys, shape), keys.argument) for keys in shape.free
             )
             other = self.rules.rule("other", free)
-            more = f"({comma} {other})*"
-            first = f"({other} {more})?"
+            later_pairs = f"({comma} {other})*"
+            first_pairs = f"({other} {later_pairs})?"
         for name, argument in reversed(self._in_order(shape.listed)):
             pair = self._pair(self.key(name), argument)
-            rest = self.rules.rule("rest", more) if more else ""
+            remaining_rule = self.rules.rule("rest", later_pairs) if later_pairs else ""
             if name in shape.required:
-                first = f"{pair} {rest}"
-                more = f"{comma} {pair} {rest}"
+                first_pairs = f"{pair} {remaining_rule}"
+                later_pairs = f"{comma} {pair} {remaining_rule}"
             else:
-                first = f"({pair} {rest} | {first})" if self.pairs.comma else ""
-                more = f"({comma} {pair})? {rest}"
-        return first if self.pairs.comma else more
+                first_pairs = (
+                    f"({pair} {remaining_rule} | {first_pairs})" if self.pairs.comma else ""
+                )
+                later_pairs = f"({comma} {pair})? {remaining_rule}"
+        return first_pairs if self.pairs.comma else later_pairs
 
-    def _in_order(self, listed: Mapping[str, Argument]) -> list[tuple[str, Argument]]:
+    def _in_order(self, arguments: Mapping[str, Argument]) -> list[tuple[str, Argument]]:
         """Return arguments in the order in which the model's chat template writes them."""
         if not self.pairs.is_sorted:
-            return [*listed.items()]
-        return sorted(listed.items(), key=lambda item: item[0].lower())
+            return [*arguments.items()]
+        return sorted(arguments.items(), key=lambda item: item[0].lower())
 
     def other_key(self, keys: FreeKeys, shape: ObjectShape) -> str:
         """Return the expression of a key that the schema does not list."""
         expressions: list[str] = []
         if keys.pattern is not None and (pattern := full_match_pattern(keys.pattern)) is not None:
             expressions.append(regex(pattern))
-        others = [] if keys.pattern is not None else [each.pattern for each in shape.free]
-        patterns = (full_match_pattern(other) for other in others if other is not None)
+        other_patterns = (
+            [] if keys.pattern is not None else [free_keys.pattern for free_keys in shape.free]
+        )
+        patterns = (
+            full_match_pattern(other_pattern)
+            for other_pattern in other_patterns
+            if other_pattern is not None
+        )
         expressions += [f"~{regex(pattern)}" for pattern in patterns if pattern is not None]
         if shape.listed:
             names = "|".join(re.escape(name).replace("\\ ", " ") for name in shape.listed)
@@ -95,7 +103,7 @@ class PairGrammar:
         return self.free_key(expressions)
 
     def free_key(self, expressions: Sequence[str]) -> str:
-        """Return the expression of such a key which all of these expressions hold."""
+        """Return the expression of such a key that fits all of these expressions."""
         return self.rules.rule("T", " & ".join([f"/{self.pairs.key}/", *expressions]))
 
     def key(self, name: str) -> str:
@@ -110,7 +118,7 @@ class PairGrammar:
         return f"{self.marks(begin)} {key} {value}"
 
     def value(self, argument: Argument, before: str, behind: str) -> str:
-        """Return the expression of a value, with what stands before and behind it in a pair."""
+        """Return the expression of a value, with the texts before and behind it in a pair."""
         edge = '"\\n"?' if before.endswith("\n") and behind.startswith("\n") else ""
         quote = self.pairs.quote
         begin = self.marks(before.rstrip("\n"))
@@ -120,18 +128,18 @@ class PairGrammar:
             end = quote + behind.lstrip("\n")
             shapes = argument.texts
             texts = [
-                f"{opening} {each}" for shape in shapes for each in self.texts(shape, end, edge)
+                f"{opening} {text}" for shape in shapes for text in self.texts(shape, end, edge)
             ]
             if not quote and any(shape.is_free for shape in shapes):
-                return f"{opening} {self.text(TextShape(), end)}"  # its reading the schema says
-        others = argument.others if texts else argument.schema
-        if others is not False:
-            values = " | ".join([self.json(others), *self.literals(argument)])
+                return f"{opening} {self.text(TextShape(), end)}"  # the schema says how it is read
+        non_text_schema = argument.non_text_schema if texts else argument.schema
+        if non_text_schema is not False:
+            values = " | ".join([self.json(non_text_schema), *self.literals(argument)])
             texts.append(f"{begin} {edge} ({values}) {edge} {self.marks(behind.lstrip(chr(10)))}")
         return " | ".join(texts)
 
     def texts(self, shape: TextShape, end: str, edge: str) -> list[str]:
-        """Return the expressions of a text that may stand on lines of its own, or not."""
+        """Return the expressions of a text that may be on lines of its own, or not."""
         if not edge or shape.is_free:
             return [self.text(shape, end)]
         if shape.values is not None:
@@ -139,9 +147,9 @@ class PairGrammar:
         return [f'"\\n" {self.text(shape, chr(10) + end)}', self.text(shape, end, is_inline=True)]
 
     def text(self, shape: TextShape, end: str, edge: str = "", *, is_inline: bool = False) -> str:
-        """Return the expression of a text that is no JSON, with what ends it.
+        """Return the expression of a text that is no JSON, with the text `end` behind it.
 
-        One that `is_inline` has no line break at its ends.
+        is_inline: True excludes line breaks at its ends.
         """
         blanks = re.search(r"\n\s*\Z", end)
         gap = "GAP" if blanks else ""
@@ -183,10 +191,18 @@ class PairGrammar:
 
 
 def content_of(shape: TextShape) -> str:
-    """Return the expression of a text's characters; what cannot be held of it is left out."""
-    least = shape.least if shape.least < MAX_LENGTH else 0
-    most = shape.most if shape.most is not None and shape.most < MAX_LENGTH else None
-    times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+    """Return the expression of a text's characters; bounds and patterns beyond a grammar are
+    left out.
+    """
+    min_length = shape.min_length if shape.min_length < MAX_LENGTH else 0
+    max_length = (
+        shape.max_length if shape.max_length is not None and shape.max_length < MAX_LENGTH else None
+    )
+    times = (
+        "*"
+        if not min_length and max_length is None
+        else f"{{{min_length},{'' if max_length is None else max_length}}}"
+    )
     patterns = (full_match_pattern(pattern) for pattern in shape.patterns)
     expressions = [regex(pattern) for pattern in patterns if pattern is not None]
     return " & ".join([f"/(.|\\n){times}/", *expressions])

@@ -15,29 +15,29 @@ from spd.runtime import Json
 _HEX = "[0-9a-fA-F]"
 _LETTER = rf"u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|U00(?:0{_HEX}|10){_HEX}{{4}}"
 _ESCAPE = rf"""\\(?:['"\\nrt]|x{_HEX}{{2}}|{_LETTER})"""
-"""What Python's `repr` writes in place of a character; half of a pair of UTF-16 is none."""
+"""An escape as Python's `repr` writes it; a half of a UTF-16 pair is none."""
 SINGLE = rf"([^'\\]|{_ESCAPE})*"
 DOUBLE = rf'([^"\\]|{_ESCAPE})*'
-"""What stands between quotes of either kind."""
+"""Patterns of the text between quotes of either kind."""
 WITHIN = Pairs("KEY:\nVALUE", "python", None, ",\n")
-"""How an object within an argument is written."""
+"""The form of an object within an argument."""
 
 
 @dataclass(frozen=True)
 class PythonGrammar(NestedGrammar):
-    """Writes expressions of values that are Python's or JSON."""
+    """Writes expressions of values in Python or JSON."""
 
     @classmethod
     def within(cls, outer: PairGrammar) -> PythonGrammar:
-        """Return what writes values within arguments that another grammar writes."""
+        """Return the writer of values within arguments that another grammar writes."""
         return cls(WITHIN, outer.tokens, outer.is_loose, outer.rules)
 
     @property
     def item_comma(self) -> str:
-        """The expression of what stands between a list's items."""
+        """Return the expression of the text between a list's items."""
         return self.marks(WITHIN.comma)
 
-    def written(self, value: Json) -> str:
+    def value_text(self, value: Json) -> str:
         """Return a value as the form writes it."""
         return repr(value)
 
@@ -77,8 +77,8 @@ class PythonGrammar(NestedGrammar):
 
 @dataclass(frozen=True)
 class PythonInTagsGrammar(PairGrammar):
-    """Writes expressions of arguments between tags of which objects and lists may be Python's."""
+    """Writes expressions of arguments between tags, whose objects and lists may be Python's."""
 
     def literals(self, argument: Argument) -> list[str]:
         """Return the expressions of values that are Python's."""
-        return [*super().literals(argument), *PythonGrammar.within(self).containers(argument)]
+        return [*super().literals(argument), *PythonGrammar.within(self).containers_of(argument)]

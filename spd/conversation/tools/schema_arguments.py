@@ -1,8 +1,8 @@
-"""What a JSON schema lets a function's arguments be, for forms that write each argument by itself.
+"""A function's arguments by their JSON schema, for forms that write each argument by itself.
 
-In such a form a text stands without quotes, so the schema alone says whether `4` is a number or a
+In such a form a text has no quotes, so the schema alone says whether `4` is a number or a
 text. References, unions and objects with free keys are resolved here, once for the grammar that
-holds a call and once for the parser that reads it.
+constrains a call and once for the parser that reads it.
 """
 
 from __future__ import annotations
@@ -41,34 +41,36 @@ class Argument:
 
     @property
     def schema(self) -> Json:
-        """The schema, with the definitions to which it refers."""
-        return self.reader.whole(self.node)
+        """Return the schema, with the definitions to which it refers."""
+        return self.reader.with_definitions(self.node)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The types that the value may have."""
+        """Return the types that the value may have."""
         return self.reader.kinds(self.node)
 
     @cached_property
     def texts(self) -> list[TextShape]:
-        """The alternatives in which the value is a text, of which each has one."""
+        """Return the alternatives in which the value is a text; shapes that no text has are left
+        out.
+        """
         return [shape for shape in self.reader.texts(self.node) if shape.is_possible]
 
     @property
     def objects(self) -> list[ObjectShape]:
-        """The alternatives in which the value is an object."""
+        """Return the alternatives in which the value is an object."""
         return object_shapes(self.reader, self.reader.containers(self.node, "object"))
 
     @property
     def arrays(self) -> list[ArrayShape]:
-        """The alternatives in which the value is a list of items of one kind."""
+        """Return the alternatives in which the value is a list of items of one kind."""
         alternatives = self.reader.containers(self.node, "array")
         shapes = (_array_shape(self.reader, members) for members in alternatives)
         return [shape for shape in shapes if shape is not None]
 
     @cached_property
     def _containers(self) -> list[JsonObject]:
-        """The schemas that apply where the value is an object or a list."""
+        """Return the schemas that apply where the value is an object or a list."""
         return [
             member
             for kind in sorted(self.kinds & {"array", "object"})
@@ -78,7 +80,9 @@ class Argument:
 
     @property
     def is_irregular(self) -> bool:
-        """True if objects or lists are named one by one, or a list's items have schemas by place."""
+        """True if objects or lists are named one by one, or a list's items have schemas by
+        place.
+        """
         return any(
             listed_values(member) is not None or "prefixItems" in member
             for member in self._containers
@@ -86,7 +90,7 @@ class Argument:
 
     @property
     def listed_containers(self) -> list[Json]:
-        """The objects and lists that the schema names one by one."""
+        """Return the objects and lists that the schema names one by one."""
         values = [
             value
             for member in self._containers
@@ -96,8 +100,8 @@ class Argument:
         return [*{as_json(value): value for value in values}.values()]
 
     @property
-    def others(self) -> Json:
-        """The schema of values that are no text; False where there are none."""
+    def non_text_schema(self) -> Json:
+        """Return the schema of values that are no text; False where there are none."""
         return self.of_kinds(self.kinds - {"string"})
 
     def of_kinds(self, kinds: frozenset[str]) -> Json:
@@ -107,18 +111,18 @@ class Argument:
         if kinds == self.kinds:
             return self.schema
         names: list[Json] = [*sorted(kinds)]
-        return self.reader.whole({"allOf": [self.node, {"type": names}]})
+        return self.reader.with_definitions({"allOf": [self.node, {"type": names}]})
 
     def fits(self, value: Json) -> bool:
         """True if a value is of a type and among the values that the schema names."""
         return self.reader.fits(self.node, value)
 
     def as_json(self, text: str, literals: Literals = "json") -> str:
-        """Return what was written as JSON of a type that the schema has, where it has one.
+        """Return the text of a value as JSON of a type that the schema has, if it has one.
 
-        JSON that is no text comes first, so `null` for an optional text is null. So do the words and
-        objects of Python where the form writes such `literals`. Where it does not, they count where a
-        text may not stand, and objects where anything may.
+        JSON that is no text comes first, so `null` for an optional text is null. So do the words
+        and objects of Python if the form writes such `literals`. If it does not, they count where
+        the value cannot be a text, and objects where it may be anything.
         """
         value = _parsed(text)
         is_json = value is not _NO_JSON
@@ -140,7 +144,7 @@ class Argument:
 
 
 def _python_value(text: str) -> Json:
-    """Return the value of a literal of Python that JSON can hold; the text itself for another."""
+    """Return the value of a Python literal that JSON can hold; the text itself if it is none."""
     with suppress(ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
         value = ast.literal_eval(text.strip())
         if not isinstance(value, str | tuple):
@@ -154,7 +158,7 @@ _NO_JSON: JsonObject = {}
 
 
 def _parsed(text: str) -> Json:
-    """Return the value of a JSON text, `_NO_JSON` for another one."""
+    """Return the value of a JSON text; `_NO_JSON` for a text that is no JSON."""
     try:
         value: Json = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -167,7 +171,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half of a pair of UTF-16, which no text in UTF-8 holds."""
+"""Half of a UTF-16 pair, which no text in UTF-8 holds."""
 
 
 def as_json(value: object) -> str:
@@ -177,10 +181,10 @@ def as_json(value: object) -> str:
 
 
 class FreeKeys(NamedTuple):
-    """Keys that no schema lists: what they look like, and their values."""
+    """Keys that no schema lists: their pattern, and their values."""
 
     pattern: str | None
-    """Found in each of them; None for those in which none of the others' is."""
+    """A pattern that each of the keys matches; None for keys that match no pattern."""
     argument: Argument
 
 
@@ -197,8 +201,8 @@ class ArrayShape(NamedTuple):
     """One alternative of a value that is a list."""
 
     items: Argument
-    least: int
-    most: int | None
+    min_items: int
+    max_items: int | None
 
 
 class Arguments:
@@ -213,16 +217,16 @@ class Arguments:
 
     @property
     def names(self) -> set[str]:
-        """The names that the schema lists."""
+        """Return the names that the schema lists."""
         return {name for members in self._alternatives for name in listed_names(members)}
 
     @cached_property
     def shapes(self) -> list[ObjectShape]:
-        """The alternatives that a call may have; without any no call fits."""
+        """Return the alternatives that a call may have; without any no call fits."""
         return object_shapes(self._reader, self._alternatives)
 
     def argument(self, name: str) -> Argument:
-        """Return the argument of a name in whichever alternative, of any value if none has it."""
+        """Return the argument of a name in any alternative; one of any value if none has it."""
         alternatives = self._alternatives
         schema = one_of(self._reader.value_schema(members, name) for members in alternatives)
         return Argument(self._reader, True if schema is False else schema)
@@ -235,7 +239,7 @@ def object_shapes(reader: SchemaReader, alternatives: Sequence[Members]) -> list
 
 
 def _object_shape(reader: SchemaReader, members: Members) -> ObjectShape | None:
-    """Return what schemas that apply together allow; None where a required key cannot come."""
+    """Return the object that schemas allow together; None if a required key is impossible."""
     required = required_names(members)
     schemas = {name: reader.value_schema(members, name) for name in listed_names(members)}
     listed = {
@@ -249,7 +253,7 @@ def _object_shape(reader: SchemaReader, members: Members) -> ObjectShape | None:
 
 
 def _free_keys(reader: SchemaReader, members: Members) -> list[FreeKeys]:
-    """Return what keys may come that no schema lists."""
+    """Return the keys that the schemas allow and do not list."""
     by_pattern: dict[str, list[Json]] = {}
     for member in members:
         patterns = member.get("patternProperties")
@@ -258,8 +262,8 @@ def _free_keys(reader: SchemaReader, members: Members) -> list[FreeKeys]:
     for pattern, parts in by_pattern.items():
         for member in members:
             patterns = member.get("patternProperties")
-            known = patterns if isinstance(patterns, dict) else {}
-            parts.append(known.get(pattern, member.get("additionalProperties", True)))
+            schemas_by_pattern = patterns if isinstance(patterns, dict) else {}
+            parts.append(schemas_by_pattern.get(pattern, member.get("additionalProperties", True)))
     schemas: list[tuple[str | None, Json]] = []
     schemas += [(pattern, all_of(parts)) for pattern, parts in by_pattern.items()]
     schemas.append((None, other_values(members)))
@@ -271,14 +275,14 @@ def _free_keys(reader: SchemaReader, members: Members) -> list[FreeKeys]:
 
 
 def _array_shape(reader: SchemaReader, members: Members) -> ArrayShape | None:
-    """Return what schemas that apply together say of a list; None where no list fits."""
+    """Return the list that schemas allow together; None if no list fits."""
     items = Argument(reader, all_of(member.get("items", True) for member in members))
-    least = max([0, *_bounds(members, "minItems")])
-    most = min(_bounds(members, "maxItems"), default=None)
+    min_items = max([0, *_bounds(members, "minItems")])
+    max_items = min(_bounds(members, "maxItems"), default=None)
     if not items.kinds:
-        most = 0
-    is_empty = most is not None and most < least
-    return None if is_empty else ArrayShape(items, least, most)
+        max_items = 0
+    is_empty = max_items is not None and max_items < min_items
+    return None if is_empty else ArrayShape(items, min_items, max_items)
 
 
 def _bounds(members: Members, keyword: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value's type, with references, unions and the like resolved."""
+"""The types, texts and members that a JSON schema allows, with references and unions resolved."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from spd.runtime import Json, JsonObject, is_satisfiable
 KINDS = frozenset(["string", "number", "boolean", "null", "array", "object"])
 """Types of JSON values; an integer is a number."""
 MAX_ALTERNATIVES = 16
-"""Combinations of alternatives that are told apart; what has more is read as their union."""
+"""Combinations of alternatives that are read one by one; more of them are read as their union."""
 KEYWORDS_OF = {
     "object": ("properties", "additionalProperties", "patternProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("pattern", "minLength", "maxLength", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""Keywords by which a schema without `type` is known to mean one."""
+"""Keywords that imply the type of a schema without `type`."""
 UNIONS = ("anyOf", "oneOf")
 COMBINERS = ("$ref", "allOf", *UNIONS)
 OBJECT_KEYWORDS = KEYWORDS_OF["object"]
 PREFIX = "#/$defs/"
 MAX_STEPS = 1_000_000
-"""Steps of matching keys with patterns for one schema; beyond it no pattern is found in a key."""
+"""Steps of matching keys with patterns for one schema; beyond it no pattern matches a key."""
 Members = list[JsonObject]
 """Schemas of an object that apply together."""
 
 
 class TextShape(NamedTuple):
-    """What one alternative of a schema lets a text be."""
+    """The texts that one alternative of a schema allows."""
 
     values: tuple[str, ...] | None = None
-    """The only ones, None for any."""
+    """The only texts; None for any."""
     patterns: tuple[str, ...] = ()
-    least: int = 0
-    most: int | None = None
-    """Characters."""
+    min_length: int = 0
+    max_length: int | None = None
+    """Lengths are in characters."""
 
     @property
     def is_free(self) -> bool:
-        """True if any text will do."""
+        """True if any text has this shape."""
         return self == TextShape()
 
     @property
     def possible_values(self) -> list[str]:
-        """The listed values that have the length and the patterns."""
-        values = [value for value in self.values or () if len(value) >= self.least]
-        values = [value for value in values if self.most is None or len(value) <= self.most]
+        """Return the listed values that have the length and the patterns."""
+        values = [value for value in self.values or () if len(value) >= self.min_length]
+        values = [
+            value for value in values if self.max_length is None or len(value) <= self.max_length
+        ]
         budget = StepBudget(MAX_STEPS)
         return [
             value
@@ -62,29 +64,33 @@ class TextShape(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """False if no text has this shape, as far as that can be told."""
+        """False if no text has this shape, as far as that can be decided."""
         if self.values is not None:
             return bool(self.possible_values)
         if not self.patterns:
-            return self.most is None or self.least <= self.most
+            return self.max_length is None or self.min_length <= self.max_length
         return _has_text(self)
 
-    def joined(self, other: TextShape) -> TextShape:
+    def intersection(self, other: TextShape) -> TextShape:
         """Return the shape of texts that have both shapes."""
         values = self.values if other.values is None else other.values
         if self.values is not None and other.values is not None:
             values = tuple(value for value in self.values if value in other.values)
-        limits = [most for most in (self.most, other.most) if most is not None]
+        limits = [
+            max_length
+            for max_length in (self.max_length, other.max_length)
+            if max_length is not None
+        ]
         patterns = tuple(dict.fromkeys(self.patterns + other.patterns))
-        least = max(self.least, other.least)
-        return TextShape(values, patterns, least, min(limits, default=None))
+        min_length = max(self.min_length, other.min_length)
+        return TextShape(values, patterns, min_length, min(limits, default=None))
 
     def as_schema(self) -> JsonObject:
         """Return a JSON schema of the same texts."""
-        schema: JsonObject = {"type": "string", "minLength": self.least}
+        schema: JsonObject = {"type": "string", "minLength": self.min_length}
         schema["allOf"] = [{"pattern": pattern} for pattern in self.patterns]
-        if self.most is not None:
-            schema["maxLength"] = self.most
+        if self.max_length is not None:
+            schema["maxLength"] = self.max_length
         if self.values is not None:
             schema["enum"] = list(self.values)
         return schema
@@ -92,6 +98,7 @@ class TextShape(NamedTuple):
 
 @lru_cache(1024)
 def _has_text(shape: TextShape) -> bool:
+    """True if a text has the shape, as far as that can be decided."""
     return is_satisfiable(shape.as_schema())
 
 
@@ -103,7 +110,10 @@ class SchemaReader:
         self._budget = StepBudget(MAX_STEPS)
 
     def kinds(self, node: Json, active: frozenset[str] = frozenset()) -> frozenset[str]:
-        """Return the types that a value may have; `active` are the references on the way here."""
+        """Return the types that a value may have.
+
+        active: the references that led to this node; they end recursion.
+        """
         if not isinstance(node, dict):
             return frozenset() if node is False else KINDS
         kinds = _named_kinds(node)
@@ -113,18 +123,18 @@ class SchemaReader:
         return kinds
 
     def texts(self, node: Json, active: frozenset[str] = frozenset()) -> list[TextShape]:
-        """Return the alternatives in which a value is a text; without any it is none."""
+        """Return the alternatives in which a value is a text; an empty list if it cannot be one."""
         if not isinstance(node, dict):
             return [] if node is False else [TextShape()]
         if "string" not in _named_kinds(node):
             return []
-        shapes = [_own_shape(node)]
+        shapes = [_keyword_shape(node)]
         for branches in self._conjuncts(node, active):
             alternatives = [
                 shape for branch, inner in branches for shape in self.texts(branch, inner)
             ]
             pairs = itertools.product(shapes, dict.fromkeys(alternatives))
-            shapes = list(dict.fromkeys(one.joined(other) for one, other in pairs))
+            shapes = list(dict.fromkeys(first.intersection(second) for first, second in pairs))
             if len(shapes) > MAX_ALTERNATIVES:
                 shapes = [TextShape()]
         return shapes
@@ -153,13 +163,13 @@ class SchemaReader:
             return []
         alternatives: list[Members] = [[node]]
         for branches in self._conjuncts(node, active):
-            others = [
+            branch_alternatives = [
                 members
                 for branch, inner in branches
                 for members in self.containers(branch, kind, inner)
             ]
-            pairs = itertools.product(alternatives, others)
-            alternatives = [members + others for members, others in pairs]
+            pairs = itertools.product(alternatives, branch_alternatives)
+            alternatives = [members + branch_alternatives for members, branch_alternatives in pairs]
             if len(alternatives) > MAX_ALTERNATIVES:
                 return [self._union(alternatives)] if kind == "object" else [[]]
         return alternatives
@@ -167,7 +177,7 @@ class SchemaReader:
     def _conjuncts(
         self, node: JsonObject, active: frozenset[str]
     ) -> Iterator[list[tuple[Json, frozenset[str]]]]:
-        """Yield what applies beside a schema's own keywords: alternatives, of which one does.
+        """Yield what applies besides a schema's own keywords: alternatives, of which one applies.
 
         A reference that leads back to itself has none.
         """
@@ -181,23 +191,25 @@ class SchemaReader:
                 yield [(branch, active) for branch in value]
 
     def _target(self, reference: str) -> Json:
-        """Return what a reference leads to; anything, where that is not known."""
+        """Return the schema that a reference names; one of any value if it is unknown."""
         name = reference.removeprefix(PREFIX)
         is_known = reference.startswith(PREFIX) and name in self._definitions
         return self._definitions[name] if is_known else True
 
     def _union(self, alternatives: Sequence[Members]) -> Members:
-        """Return an object that allows each key as one of many does; all of them are optional."""
+        """Return one object for many alternatives: it allows each key that one of them does, as
+        optional.
+        """
         schemas: dict[str, list[Json]] = {}
         for members in alternatives:
             for name in listed_names(members):
                 schemas.setdefault(name, []).append(self.value_schema(members, name))
         properties: JsonObject = {name: one_of(parts) for name, parts in schemas.items()}
-        others = one_of(map(other_values, alternatives))
-        return [{"properties": properties, "additionalProperties": others}]
+        other_keys = one_of(map(other_values, alternatives))
+        return [{"properties": properties, "additionalProperties": other_keys}]
 
     def value_schema(self, members: Members, name: str) -> Json:
-        """Return the schema of the value under a key: what all schemas of the object say of it."""
+        """Return the schema of the value under a key: all schemas of the object together."""
         parts: list[Json] = []
         for member in members:
             properties = member.get("properties")
@@ -214,8 +226,8 @@ class SchemaReader:
             parts += schemas or [member.get("additionalProperties", True)]
         return all_of(parts)
 
-    def whole(self, node: Json) -> Json:
-        """Return a schema that can stand alone, with the definitions to which it refers."""
+    def with_definitions(self, node: Json) -> Json:
+        """Return a self-contained schema, with the definitions to which it refers."""
         if not self._definitions or not isinstance(node, dict):
             return node
         return {**node, "$defs": self._definitions}
@@ -246,9 +258,13 @@ def listed_values(node: JsonObject) -> list[Json] | None:
 
 
 def _is_listed(node: JsonObject, value: Json) -> bool:
-    """True if a value is among those that a schema names; an integer is where it has to be one."""
+    """True if a value is among those that a schema names, and an integer if the schema requires
+    one.
+    """
     values = listed_values(node)
-    if values is not None and (_kind(value), value) not in [(_kind(one), one) for one in values]:
+    if values is not None and (_kind(value), value) not in [
+        (_kind(listed_value), listed_value) for listed_value in values
+    ]:
         return False
     types = node.get("type")
     has_fraction = isinstance(value, float) and not value.is_integer()
@@ -256,6 +272,7 @@ def _is_listed(node: JsonObject, value: Json) -> bool:
 
 
 def as_list(types: Json) -> list[Json]:
+    """Return a list as it is, another value as a list of one."""
     return types if isinstance(types, list) else [types]
 
 
@@ -270,23 +287,23 @@ def _kind(value: Json) -> str:
     return {str: "string", list: "array", dict: "object"}[type(value)]
 
 
-def _own_shape(node: JsonObject) -> TextShape:
-    """Return what a schema's own keywords say of a text."""
+def _keyword_shape(node: JsonObject) -> TextShape:
+    """Return the texts that a schema's own keywords allow."""
     values = listed_values(node)
-    listed = None if values is None else tuple(one for one in values if isinstance(one, str))
+    texts = None if values is None else tuple(value for value in values if isinstance(value, str))
     pattern = node.get("pattern")
-    least = node.get("minLength")
-    most = node.get("maxLength")
+    min_length = node.get("minLength")
+    max_length = node.get("maxLength")
     return TextShape(
-        listed,
+        texts,
         (pattern,) if isinstance(pattern, str) else (),
-        least if isinstance(least, int) else 0,
-        most if isinstance(most, int) else None,
+        min_length if isinstance(min_length, int) else 0,
+        max_length if isinstance(max_length, int) else None,
     )
 
 
 def one_of(schemas: Iterable[Json]) -> Json:
-    """Return the schema of values that fit one of several; `true` counts only where it is alone."""
+    """Return the schema of values that fit one of several; `true` counts only if it is alone."""
     distinct = _distinct(schemas)
     parts: list[Json] = [schema for schema in distinct if not isinstance(schema, bool)]
     return {"anyOf": parts} if parts else True in distinct
@@ -307,6 +324,7 @@ def listed_names(members: Members) -> list[str]:
 
 
 def required_names(members: Members) -> set[str]:
+    """Return the keys that schemas require."""
     return {
         name
         for member in members
@@ -326,19 +344,23 @@ def is_found(pattern: str, text: str, budget: StepBudget) -> bool:
 
 @lru_cache(256)
 def _search(pattern: str) -> Pattern:
-    """Return what finds a pattern anywhere in a text. Raises CheckpointError."""
+    """Return a pattern that matches anywhere in a text. Raises CheckpointError."""
     return Pattern(rf"[\s\S]*(?:{pattern})", "a schema")
 
 
 def all_of(parts: Iterable[Json]) -> Json:
     """Return the schema of values that fit all schemas."""
-    left = _distinct(part for part in parts if part is not True)
-    if False in left:
+    remaining_schemas = _distinct(part for part in parts if part is not True)
+    if False in remaining_schemas:
         return False
-    return (left[0] if left else True) if len(left) < 2 else {"allOf": left}
+    return (
+        (remaining_schemas[0] if remaining_schemas else True)
+        if len(remaining_schemas) < 2
+        else {"allOf": remaining_schemas}
+    )
 
 
 def _distinct(schemas: Iterable[Json]) -> list[Json]:
-    """Return schemas without those that came before; `1` and `true` differ."""
+    """Return schemas without repetitions; `1` and `true` differ."""
     by_text = {json.dumps(schema, sort_keys=True): schema for schema in schemas}
     return list(by_text.values())
