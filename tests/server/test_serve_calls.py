@@ -481,7 +481,7 @@ def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     written = FORMS[form]
     call = call_text(written)
     said = (written.channels.answer_header if written.channels else "") + '{"days": 3}'
-    tools = tools_of(form, answer=answer)
+    tools = tools_of(form, answer_grammar=answer)
     assert tools.is_constrained and tools.grammar is not None and not tools.grammar.optional
     others = (
         wrong(said),
@@ -496,7 +496,7 @@ def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
         and len(replies(tools, list(call))[1]) == 1
     )
     assert (
-        tools_of(form, answer=answer, required=True).grammar
+        tools_of(form, answer_grammar=answer, required=True).grammar
         == tools_of(form, required=True).grammar
     )
 
