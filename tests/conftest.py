@@ -40,7 +40,7 @@ def _one_thread() -> None:
 def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """Try a model's arithmetic once a process; `every_trial` tries it in every engine."""
     if "every_trial" not in request.fixturenames:
-        monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_once)
+        monkeypatch.setattr(ModelRunner, "_probe_row_counts", probe_once)
         set_probed_row_counts(monkeypatch, FEW_ROW_COUNTS)
 
 
@@ -53,7 +53,7 @@ def every_trial() -> None:
 def untried(monkeypatch: Patch) -> None:
     """Let no engine try its arithmetic: all run full tiles, as other programs' numbers need."""
     whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST,))  # noqa: E731
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
+    monkeypatch.setattr(ModelRunner, "_probe_row_counts", whole_tiles)
 
 
 @pytest.fixture

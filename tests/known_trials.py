@@ -17,7 +17,7 @@ ALL_ROW_COUNTS = arithmetic_probe.CANDIDATES
 """Row counts that an engine probes."""
 FEW_ROW_COUNTS = (5, 12)
 """Row counts that tests probe: a fifth of the passes."""
-try_arithmetic = ModelRunner._try_arithmetic
+try_arithmetic = ModelRunner._probe_row_counts
 BUCKETS_BY_KEY: dict[Any, tuple[int, ...] | None] = {}
 """Row buckets that a probe gave, by all that it depends on."""
 

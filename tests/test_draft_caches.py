@@ -268,7 +268,7 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 
     def counted(self: LocalRoundQueue, *given: Any) -> Any:
         ticket = launch(self, *given)
-        behind.append(self.behind)
+        behind.append(self.missing_tokens)
         return ticket
 
     monkeypatch.setattr(ModelProposer, "catch_up", watched)
@@ -420,7 +420,7 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
     proposer = queue.proposer
     sequence = engine.scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
-    assert queue.behind == ROUNDS and sequence.length == length + 1
+    assert queue.missing_tokens == ROUNDS and sequence.length == length + 1
     views = [SlotView(s.length, s.pages) for s in engine.scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)

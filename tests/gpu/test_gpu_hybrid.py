@@ -75,7 +75,7 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
                 later = run_requests(engine, [turn, Request("again", prompt, params)])
                 cached = [run.metrics.cached_tokens for run in later]
                 assert cached == ([length + 19, length - 1] if sharing else [0, 0])
-                places = get_local_queue(engine).states.places if sharing else {}
+                places = get_local_queue(engine).snapshots.places if sharing else {}
                 assert all(part.is_pinned() for parts in places.values() for part in parts)
                 told.append([first.output, *(run.output for run in later)])
         assert told[0] == told[1]

@@ -15,5 +15,5 @@ from tests.parallel.thread_ranks import ThreadLeader
 def threads(monkeypatch: Patch) -> None:
     """Run the ranks of engines as threads; a rank left alone by a failure gives up in minutes."""
     monkeypatch.setattr(leader, "Leader", ThreadLeader)
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", probe_on_all_ranks)
+    monkeypatch.setattr(ModelRunner, "_probe_row_counts", probe_on_all_ranks)
     monkeypatch.setattr(communicator, "EXCHANGE_TIMEOUT", timedelta(minutes=5))

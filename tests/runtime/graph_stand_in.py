@@ -129,7 +129,7 @@ class StandIn(CapturedRounds):
     def __init__(self, engine: Engine, tape: Tape) -> None:
         queue = get_local_queue(engine)
         super().__init__(queue.round, capture=self.capture_by_watching)
-        self.parts = (vars(queue.round), queue.states)
+        self.parts = (vars(queue.round), queue.snapshots)
         self.tape = tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
@@ -150,7 +150,7 @@ class StandIn(CapturedRounds):
             proposer = getattr(self.round.proposer, "model", self.round.proposer)  # beside lookup
             drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
             for runner in filter(None, (self.round.runner, *drafters)):
-                runner._present = lambda views: None  # nor leaves a slot out
+                runner._occupied_slots = lambda views: None  # nor leaves a slot out
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         self.views = views

@@ -316,16 +316,16 @@ def catch_up(change: Callable[[int], int | None]) -> Mutation:
 
 @instead(LocalRoundQueue, "launch")
 def pauses_are_not_counted(launch: Any, queue: LocalRoundQueue, *args: Any) -> Any:
-    queue.behind = 0
+    queue.missing_tokens = 0
     return launch(queue, *args)
 
 
 @instead(LocalRoundQueue, "launch")
 def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -> Any:
-    behind = queue.behind
+    behind = queue.missing_tokens
     ticket = launch(queue, k, *args)
     if k and not behind:
-        queue.behind = 0
+        queue.missing_tokens = 0
     return ticket
 
 

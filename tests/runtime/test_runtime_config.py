@@ -15,7 +15,7 @@ from spd.runtime.plan.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, METHODS
 from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import _draft_tiers, _resolve_graphs
-from spd.runtime.proposers import BY_MODELS
+from spd.runtime.proposers import MODEL_PROPOSERS
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance, conditional_rate
 
 DRAFT = Path("draft")
@@ -68,7 +68,11 @@ def test_wishes_that_clash_are_refused(
 
 def test_every_clash_has_its_own_message_and_a_case_here() -> None:
     messages = {clash.message for clash in CLASHES}
-    assert len(messages) == len(CLASHES) and {*BY_MODELS} == {*METHODS} - {"auto", "off", "ngram"}
+    assert len(messages) == len(CLASHES) and {*MODEL_PROPOSERS} == {*METHODS} - {
+        "auto",
+        "off",
+        "ngram",
+    }
     assert all(any(words in message for _, _, words in REFUSED_TOGETHER) for message in messages)
 
 

@@ -64,7 +64,7 @@ def test_threads_give_way(
         passed, load = each if isinstance(each, tuple) else (1.5 * cpu_load.WINDOW, each)
         at = at + passed
         busy = busy + passed * load
-        threads.follow()
+        threads.adapt()
         found.append(threads.count)
     assert found == expected
 
@@ -89,7 +89,7 @@ def test_a_changing_number_changes_no_text(
         turns = itertools.count()
 
         def follow(self: AdaptiveThreads, turns: Iterator[int] = turns) -> None:
-            self._use(1 + next(turns) % 2)
+            self._set_threads(1 + next(turns) % 2)
 
         with monkeypatch.context() as patch:
             patch.setattr(AdaptiveThreads, "follow", follow if changing else lambda self: None)

@@ -441,9 +441,10 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     state = queue.state
     captured = CapturedRounds(queue.round, failing_after(2))
     queue.captured = captured
-    captured.pool = object()
+    graph: Any = object()
+    captured.pool_graph = graph
     assert engine.capture_ahead([GREEDY]) == 2
-    assert captured.captured == {} and captured.pool is None
+    assert captured.captured == {} and captured.pool_graph is None
     assert engine.capture_ahead([GREEDY]) == 0 == engine.capture_ahead([NOISY]), (
         "nor is it tried again"
     )

@@ -341,7 +341,7 @@ def test_a_chat_writes_what_is_new_and_no_more(
     same(runs[-1:], run_requests(unshared, [request]))
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     assert [run.metrics.cached_tokens for run in runs] == held[:-1]
-    store = get_local_queue(engine).states
+    store = get_local_queue(engine).snapshots
     plan = engine.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
@@ -354,7 +354,7 @@ def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.Mon
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
     engine = engine_of(pairs, "torch", "off")
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    store = get_local_queue(engine).states
+    store = get_local_queue(engine).snapshots
     where = set[int]()
     assert (
         engine.plan.shape.checkpoints == 5

@@ -27,7 +27,7 @@ def row_hidden(
     for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
         view = SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i))
         parts.append(PromptPart(i, torch.tensor([text]), start, start + width, view, False))
-    together = runner._of_prompts(parts, [None])
+    together = runner._prompt_slot_rows(parts, [None])
     return runner.forward(together.rows, together.page_table, together.views).hidden
 
 

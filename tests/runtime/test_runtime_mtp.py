@@ -127,10 +127,10 @@ def ruled(**rules: Any) -> Fault:
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
-    honest = HeadProposer._keep
+    honest = HeadProposer._store
     scales = engine.round_queue.runner.model.final_norm
     kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
-    monkeypatch.setattr(HeadProposer, "_keep", kept)
+    monkeypatch.setattr(HeadProposer, "_store", kept)
 
 
 def shifted(engine: Engine, monkeypatch: Patch) -> None:

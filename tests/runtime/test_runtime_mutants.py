@@ -139,7 +139,7 @@ def text_beside_silent_slots(models: Path) -> None:
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
     room: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "_present", lambda self, views: None)
+        patch.setattr(ModelRunner, "_occupied_slots", lambda self, views: None)
         for draft in ("off", "shallow"):
             alone, _ = generate(models, params[2:], draft, prompts[2:], **room)
             together, _ = generate(models, params, draft, prompts, **room)

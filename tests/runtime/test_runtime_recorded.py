@@ -82,8 +82,8 @@ def test_a_shape_that_comes_again_is_recorded_up_to_so_many(
     written = pair.make_varying_engine(graphs=False)
     assert_same_rounds(engine, written, PROMPTS[:1], [replace(NOISY, max_tokens=60, seed=5)])
     rounds = recorded(engine)
-    assert len(rounds.captured) == 1 and len(rounds.met) > 2
+    assert len(rounds.captured) == 1 and len(rounds.run_shapes) > 2
     engine = pairs.get("ngram").make_engine(3)
     run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=1)])
-    assert len(recorded(engine).met) == 1 and not recorded(engine).captured
+    assert len(recorded(engine).run_shapes) == 1 and not recorded(engine).captured
     assert pairs.get("ngram").make_engine(3, kernels="torch").round_queue.captured is None

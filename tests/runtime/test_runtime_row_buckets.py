@@ -11,7 +11,7 @@ from spd.runtime import SamplingParams
 from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.round import arithmetic_probe
-from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets
+from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, matching_buckets
 from spd.runtime.round.model_runner import bucket_for
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
@@ -40,7 +40,7 @@ class Windows:
 def test_row_counts_that_agree_are_admitted(odd: tuple[int, int, int] | None) -> None:
     """One bit in one row refuses one: at every place of the widest window."""
     windows = Windows({odd: odd[0] - 1} if odd else {})
-    assert admitted_buckets(windows) == (*(w for w in CANDIDATES if not odd or w != odd[0]), WIDEST)
+    assert matching_buckets(windows) == (*(w for w in CANDIDATES if not odd or w != odd[0]), WIDEST)
     assert odd or windows.asked[16] == windows.asked[2] == set(range(WIDEST))
 
 
@@ -77,7 +77,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
         w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
     ]
     assert shown == [], "in no result of these"
-    assert arithmetic_probe.summed_alike(cast(Linear, product), widths) == tuple(
+    assert arithmetic_probe.matching_sum_order(cast(Linear, product), widths) == tuple(
         w for w in widths if w not in odd
     )
 

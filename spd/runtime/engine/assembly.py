@@ -85,7 +85,8 @@ def _load_drafters(
 ) -> list[ModelRunner]:
     """Load what drafts for the target of `runner`: a draft model, or the parts of a head.
 
-    Returns no runner where no model drafts. apart: True if ranks draft that do not share the target.
+    Returns no runner where no model drafts. apart: True if ranks draft that do not share the
+    target.
     """
     draft = plan.drafting_model
     mtp = plan.shape.mtp

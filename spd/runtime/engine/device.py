@@ -19,7 +19,10 @@ from spd.runtime.round.round_queue import RoundQueue
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
-    """Load a plan's models on all its ranks; return the queue that leads them. Raises ResourceError."""
+    """Load a plan's models on all its ranks.
+
+    Return the queue that leads them. Raises ResourceError.
+    """
     try:
         if plan.shape.tp == 1:
             return assemble(plan, usable_vocab, progress)
@@ -49,7 +52,8 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
 def activate(
     queue: RoundQueue, sequence: Sequence, drafts: abc.Sequence[int], verify_rule: str
 ) -> None:
-    """Let a sequence take part from the next round on, with masks for its drafts where it has a grammar.
+    """Let a sequence take part from the next round on, with masks for its drafts where it has a
+    grammar.
 
     verify_rule: the rule by which drafts are accepted. Raises GrammarError for a grammar without a
     continuation.

@@ -1,16 +1,16 @@
 """The choice of the draft length k for each round: fixed, or the k with the most tokens per second.
 
-For every k of the plan, 0 included, two quantities are estimated. The first is the tokens of a round: the
-probability that the first draft is accepted, weighted toward recent rounds, and the higher probability of
-each further draft once those before it were accepted. The second is the seconds of a round: medians of the
-latest times of verifying and drafting, separate for 1, 2 to 3, 4 to 7 requests and so on. The round runs the
-k with the most tokens per second.
+For every k of the plan, 0 included, two quantities are estimated. The first is the tokens of a
+round: the probability that the first draft is accepted, weighted toward recent rounds, and the
+higher probability of each further draft once those before it were accepted. The second is the
+seconds of a round: medians of the latest times of verifying and drafting, separate for 1, 2 to 3, 4
+to 7 requests and so on. The round runs the k with the most tokens per second.
 
 Only a k that is run is measured. The first rounds run the largest k. While drafting pays, 0 and the
-neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever more rarely.
-k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to catch up. Where prompt
-lookup next to a draft model finds that text is copied, it may draft alone, with a longer k than the model.
-The choice does not change the text. No torch.
+neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever
+more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to
+catch up. Where prompt lookup next to a draft model finds that text is copied, it may draft alone,
+with a longer k than the model. The choice does not change the text. No torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ PRIOR_LOOKUP_ROUNDS = 4.0
 def next_draft_probability(rate: float, accepted: int) -> float:
     """Return the probability that a round's next draft is accepted after `accepted` accepted ones.
 
-    rate: the probability of the first draft. Acceptance varies along a text: accepted drafts are evidence
-    that drafts are good at this place.
+    rate: the probability of the first draft. Acceptance varies along a text: accepted drafts are
+    evidence that drafts are good at this place.
     """
     return (rate * RATE_WEIGHT + accepted) / (RATE_WEIGHT + accepted) if rate else 0.0
 
@@ -67,7 +67,8 @@ def next_draft_probability(rate: float, accepted: int) -> float:
 def correlated_acceptance(tried: int) -> float:
     """Return how many of `tried` drafts are accepted on average because those before them were.
 
-    Without these, accepted drafts over tried ones are on average the rate of `next_draft_probability`.
+    Without these, accepted drafts over tried ones are on average the rate of
+    `next_draft_probability`.
     """
     return sum(before / (RATE_WEIGHT + before) for before in range(tried))
 
@@ -75,8 +76,8 @@ def correlated_acceptance(tried: int) -> float:
 def expected_tokens(rates: Sequence[float], caps: Sequence[int], maximum: int) -> list[float]:
     """Return the tokens that a request commits in a round, for every k from 0 to `maximum`.
 
-    Each value is the mean over some requests. rates: the probability that the first draft of each is
-    accepted. caps: how many drafts each takes at most.
+    Each value is the mean over some requests. rates: the probability that the first draft of each
+    is accepted. caps: how many drafts each takes at most.
     """
     probabilities = [1.0] * len(rates)
     tokens = [1.0]
@@ -102,7 +103,10 @@ class Acceptance:
     """True if prompt lookup next to a model has a match, whose drafts, if any, were all accepted."""
 
     def rate(self, prior: float) -> float:
-        """Return the first draft's probability; `prior`, that of all requests, counts as `PRIOR_DRAFTS`."""
+        """Return the first draft's probability.
+
+        `prior`, that of all requests, counts as `PRIOR_DRAFTS`.
+        """
         return (self.accepted + PRIOR_DRAFTS * prior) / (self.tried + PRIOR_DRAFTS)
 
     def add(self, accepted: float, tried: float, decay: float = 1.0) -> None:
@@ -139,7 +143,8 @@ class RoundTimes:
     probe_gap: int = PROBE_INTERVAL
 
     def costs(self, ks: Iterable[int], *, model: bool = True) -> dict[int, float]:
-        """Return the seconds of a round at each k. Before anything is timed the unit is verifications.
+        """Return the seconds of a round at each k. Before anything is timed the unit is
+        verifications.
 
         model: whether a model makes the drafts.
         """
@@ -156,8 +161,8 @@ class RoundTimes:
 class DraftLength:
     """Chooses k for the next round from what `observe_cost` and `observe` measure.
 
-    A round in which the proposer had nothing to propose counts as a failure. All slots of one round weigh
-    as much as all slots of another.
+    A round in which the proposer had nothing to propose counts as a failure. All slots of one round
+    weigh as much as all slots of another.
     """
 
     maximum: int
@@ -165,7 +170,10 @@ class DraftLength:
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty: all from 0 to `maximum`."""
     lookup_k: int = 0
-    """The k of rounds that prompt lookup drafts alone where it has a match, above `maximum`; 0: never."""
+    """The k of rounds that prompt lookup drafts alone where it has a match, above `maximum`.
+
+    0: never.
+    """
     lookup_acceptance: tuple[float, float] = field(init=False)
     """Accepted drafts of a request in such rounds, and the number of these rounds; both decay."""
     overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
@@ -242,7 +250,10 @@ class DraftLength:
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // drafting_requests))
 
     def _choose_lookup_k(self, speed: float) -> int:
-        """Return `lookup_k` where a round of lookup alone exceeds `speed` tokens per second; else 0."""
+        """Return `lookup_k` where a round of lookup alone exceeds `speed` tokens per second.
+
+        Else 0.
+        """
         matching_requests = sum(
             acceptance.has_lookup_match and cap > self.maximum for acceptance, cap in self.requests
         )
@@ -277,8 +288,8 @@ class DraftLength:
     ) -> None:
         """Record the times of a round at k; called before the outcomes of its slots.
 
-        draft_seconds: the time after verification, with drafts in `forwards` passes. gap: seconds between
-        this round and the one before.
+        draft_seconds: the time after verification, with drafts in `forwards` passes. gap: seconds
+        between this round and the one before.
         """
         if 0 < k <= self.maximum:
             self.overall.add(0.0, 0.0, DECAY)
@@ -296,8 +307,8 @@ class DraftLength:
     ) -> None:
         """Record one slot's outcome of a round verified at k with `drafted` real drafts.
 
-        acceptance: that of the slot's request. match: tokens of the match that prompt lookup took the
-        drafts from, 0 where a model drafted.
+        acceptance: that of the slot's request. match: tokens of the match that prompt lookup took
+        the drafts from, 0 where a model drafted.
         """
         if self.lookup_k and acceptance is not None:
             # Otherwise the slot did not take part in those drafts.
@@ -315,13 +326,19 @@ class DraftLength:
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
-    """Return the median of each k with enough times, or else of all; the lower of two middle ones."""
+    """Return the median of each k with enough times, or else of all.
+
+    The lower of two middle ones.
+    """
     enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
     return {k: sorted(samples)[(len(samples) - 1) // 2] for k, samples in enough.items()}
 
 
 def _interpolate(k: int, values: Mapping[int, float]) -> float:
-    """Return the value at k on the line through the nearest two; it never falls with k, nor below 0."""
+    """Return the value at k on the line through the nearest two.
+
+    It never falls with k, nor below 0.
+    """
     nearest = sorted(values, key=lambda other: abs(other - k))[:2]
     first = nearest[0]
     last = nearest[-1]

@@ -30,9 +30,9 @@ def drive(
 ) -> Iterator[list[Event]]:
     """Yield the events of each step of an engine, as long as `should_continue` returns True.
 
-    `should_continue` is called before each step. It adds and aborts requests, and blocks while there is
-    nothing to do. `on_out_of_memory` is called where memory ran out: running requests then end with an
-    error, and waiting ones continue. Raises what `step` raises.
+    `should_continue` is called before each step. It adds and aborts requests, and blocks while
+    there is nothing to do. `on_out_of_memory` is called where memory ran out: running requests then
+    end with an error, and waiting ones continue. Raises what `step` raises.
     """
     while should_continue():
         try:
@@ -58,10 +58,10 @@ CLOSED = "the engine was closed"
 class EngineThread(Generic[E]):
     """An engine in a thread of its own: everything that touches the device happens there.
 
-    `build` makes the engine in the thread and reports its progress. While idle the thread captures rounds
-    that requests with the `expected` parameters will run; a command waits for one capture at most. Where a
-    step fails, every running request's listener gets the error, and the thread continues with the next
-    request. For `on_out_of_memory` see `drive`.
+    `build` makes the engine in the thread and reports its progress. While idle the thread captures
+    rounds that requests with the `expected` parameters will run; a command waits for one capture at
+    most. Where a step fails, every running request's listener gets the error, and the thread
+    continues with the next request. For `on_out_of_memory` see `drive`.
     """
 
     def __init__(
@@ -103,7 +103,10 @@ class EngineThread(Generic[E]):
         return self._engine
 
     def close(self, seconds: float | None = None) -> bool:
-        """Abort all requests and close the engine; return False if the thread does not end in time."""
+        """Abort all requests and close the engine.
+
+        Return False if the thread does not end in time.
+        """
         self._closing.set()
         self._commands.put(None)
         self._thread.join(seconds)
@@ -118,6 +121,7 @@ class EngineThread(Generic[E]):
         """
 
         def begin(engine: EngineClient) -> None:
+            """Add the request in the engine's thread."""
             engine.add(request)
             self._listeners[request.id] = listener
             self._has_failed = False
@@ -128,7 +132,10 @@ class EngineThread(Generic[E]):
             self._commands.put((begin, listener))
 
     def run(self, request: Request) -> Iterator[Event]:
-        """Yield the events of one request until it ends, or `end` ends it. Raises what the engine raised."""
+        """Yield the events of one request until it ends, or `end` ends it.
+
+        Raises what the engine raised.
+        """
         self.engine()
         updates = queue.SimpleQueue[Update]()
         finish_reason: str | None = None
@@ -145,7 +152,10 @@ class EngineThread(Generic[E]):
                 self.end(request.id)
 
     def end(self, request_id: str) -> None:
-        """Abort a request after the current round; its listener gets the last event if it had begun."""
+        """Abort a request after the current round.
+
+        Its listener gets the last event if it had begun.
+        """
         self._commands.put((lambda engine: engine.abort(request_id), lambda _: None))
 
     def metrics(self, request_id: str) -> RequestMetrics:
@@ -203,7 +213,10 @@ class EngineThread(Generic[E]):
                 self._fail_all(error)
 
     def _run_commands(self, engine: E) -> bool:
-        """Run the queued commands, blocking while the engine is idle; False if the thread has to end."""
+        """Run the queued commands, blocking while the engine is idle.
+
+        False if the thread has to end.
+        """
         while True:
             idle = self._has_failed or not engine.has_work
             with suppress(Exception):  # a fault of the engine is raised again by the next request

@@ -1,7 +1,8 @@
 """The engine: requests in, events out. It alone owns the sequences.
 
-`step` writes a part of a prompt, enqueues a round and reads the one that was enqueued `lag` rounds ago, so
-the device does not wait for the host; with lag 0 it reads at once. The text does not depend on the lag.
+`step` writes a part of a prompt, enqueues a round and reads the one that was enqueued `lag` rounds
+ago, so the device does not wait for the host; with lag 0 it reads at once. The text does not depend
+on the lag.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ MAX_FINISHED = 4096
 class Engine(EngineClient):
     """Runs requests over one model; see `EngineConfig` for the options.
 
-    `progress` is called while loading. Where memory runs out, while loading or later, the error is a
-    ResourceError; running requests then end with an "error" event, and the engine can continue. Not safe for
-    several threads at once.
+    `progress` is called while loading. Where memory runs out, while loading or later, the error is
+    a ResourceError; running requests then end with an "error" event, and the engine can continue.
+    Not safe for several threads at once.
 
     >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
     >>> engine = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=256, threads=1))
@@ -106,9 +107,9 @@ class Engine(EngineClient):
     ) -> int:
         """Capture rounds before they are run, the largest first, at most `limit`; return how many.
 
-        These are the rounds that at least `concurrency` requests with such parameters will almost certainly
-        run. All other rounds are captured when they first run. Returns 0 once all of them are captured,
-        while anything runs, and where rounds are not captured.
+        These are the rounds that at least `concurrency` requests with such parameters will almost
+        certainly run. All other rounds are captured when they first run. Returns 0 once all of them
+        are captured, while anything runs, and where rounds are not captured.
         """
         captured = self.round_queue.captured
         if captured is None or self.has_work:
@@ -166,16 +167,16 @@ class Engine(EngineClient):
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come.
 
-        Requests are taken from `requests` as slots become free. Nothing else may run meanwhile. Requests that
-        are unfinished when the caller closes the iterator are aborted. Raises what `add` raises.
+        Requests are taken from `requests` as slots become free. Nothing else may run meanwhile.
+        Requests that are unfinished when the caller closes the iterator are aborted. Raises what
+        `add` raises.
         """
         source = iter(requests)
         request_ids = set[str]()
         try:
             while True:
-                for request in islice(
-                    source, max(0, self.plan.shape.slots - len(self.scheduler.waiting))
-                ):
+                count = self.plan.shape.slots - len(self.scheduler.waiting)
+                for request in islice(source, max(0, count)):
                     self.add(request)
                     request_ids.add(request.id)
                 if not self.has_work:
@@ -215,15 +216,14 @@ class Engine(EngineClient):
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Admit and prefill, enqueue one round, read the rounds that are due; return their events."""
+        """Admit and prefill, enqueue a round, read the rounds that are due; return their events."""
         scheduler = self.scheduler
         try:
             if scheduler.waiting or scheduler.prefilling:
                 self._prefill()
             launched = self._enqueue()
-            while scheduler.in_flight and (
-                len(scheduler.in_flight) > self.plan.lag or not launched
-            ):
+            in_flight = scheduler.in_flight
+            while in_flight and (len(in_flight) > self.plan.lag or not launched):
                 self.read_oldest_round()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -238,7 +238,7 @@ class Engine(EngineClient):
         return events
 
     def _fail_running(self, message: str) -> None:
-        """End every running request with an error, after a round that failed at an unknown place."""
+        """End every running request with an error, after a failure at an unknown place."""
         self._drop_rounds()
         self.scheduler.invalidate_cache()
         self.round_queue.restart()
@@ -309,7 +309,7 @@ class Engine(EngineClient):
         )
 
     def write_prompt_part(self, sequence: Sequence) -> int:
-        """Enqueue the next pass over a prompt, at most one chunk; return how many positions it writes."""
+        """Enqueue the next pass over a prompt, at most a chunk; return the number of positions."""
         scheduler = self.scheduler
         start = sequence.prefilled
         end = sequence.prefill_end
@@ -337,9 +337,10 @@ class Engine(EngineClient):
     def _make_room(self, batch: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
         """Allocate pages for `rows` more positions of each decoding sequence, the oldest first.
 
-        Where pages run short, rounds in flight are read first: they may end a sequence, and their bounds
-        become lengths. Then the latest to arrive is preempted. Returns the sequences that decode
-        afterwards, some of which may have become ready meanwhile, and the end of each one's positions.
+        Where pages run short, rounds in flight are read first: they may end a sequence, and their
+        bounds become lengths. Then the latest to arrive is preempted. Returns the sequences that
+        decode afterwards, some of which may have become ready meanwhile, and the end of each one's
+        positions.
         """
         scheduler = self.scheduler
         ctx = self.plan.shape.ctx
@@ -365,7 +366,7 @@ class Engine(EngineClient):
             batch = scheduler.decoding()
 
     def _set_batch(self, batch: list[Sequence]) -> None:
-        """Set the sequences of the next rounds, where one came or went, and what follows from them."""
+        """Set the sequences of the next rounds, and all that depends on them."""
         self._batch = batch
         draft_max = self.plan.shape.draft_max
         self._needs = reduce(or_, (sequence.needs for sequence in batch), SamplingSteps())
@@ -379,7 +380,7 @@ class Engine(EngineClient):
         self.draft_length.set_requests(requests)
 
     def _enqueue(self) -> bool:
-        """Enqueue one round over all decoding sequences; False if each may be at its limit already."""
+        """Enqueue a round of all decoding sequences; False if each may be at its limit already."""
         decoding = self.scheduler.decoding()
         if not any(s.length_bound < s.length_limit or not s.in_flight for s in decoding):
             return False
@@ -486,7 +487,7 @@ class Engine(EngineClient):
             raise
 
     def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
-        """Free the slot and pages of a sequence, and queue its last event; settled: see `_vacate`."""
+        """Free a sequence's slot and pages, and queue its last event; settled: see `_vacate`."""
         sequence.finish_reason = event.finish_reason
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")

@@ -1,9 +1,10 @@
-"""Structured output: the tokens that a grammar allows after each draft, and where a text has to end.
+"""Structured output: the tokens that a grammar allows after each draft, and where a text has to
+end.
 
-`llguidance` parses grammars and follows them; it is imported with the first grammar. A thinking budget is a
-grammar, too: it allows every token until it is spent, then only the end of thinking. So the text is cut at
-the same place with and without speculation. No torch here. Source: llguidance's Python interface, version
-1.9.
+`llguidance` parses grammars and follows them; it is imported with the first grammar. A thinking
+budget is a grammar, too: it allows every token until it is spent, then only the end of thinking. So
+the text is cut at the same place with and without speculation. No torch here. Source: llguidance's
+Python interface, version 1.9.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ class Matcher(Protocol):
 
 
 class Grammar:
-    """The state of one text in a grammar: in a matcher of llguidance, in a thinking budget, or both.
+    """The state of one text in a grammar: in a matcher of llguidance, in a thinking budget, or
+    both.
 
     `end_ids` are the ids that end a text, which are allowed where the grammar may be complete. With
-    `spec.after` the grammar begins after that token, and everything is allowed before it; between the tokens
-    of `spec.thinking` that token does not count.
+    `spec.after` the grammar begins after that token, and everything is allowed before it; between
+    the tokens of `spec.thinking` that token does not count.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Grammar:
     ) -> None:
         """Begin a text.
 
-        matcher, spec: None where there is only a budget. library_end_ids: the ids by which llguidance ends
-        a text, which no mask allows.
+        matcher, spec: None where there is only a budget. library_end_ids: the ids by which
+        llguidance ends a text, which no mask allows.
         """
         self._matcher = matcher
         self._library_end_ids = tuple(library_end_ids)
@@ -121,10 +123,11 @@ class Grammar:
         return self.is_finished or self._matcher.is_accepting()
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        """Write a mask for the row of each draft and one more; return how many leading drafts are allowed.
+        """Write a mask for the row of each draft and one more; return how many leading drafts are
+        allowed.
 
-        rows int32 [n > len(drafts), words], in place: bit v & 31 of word v >> 5 is set where token v is
-        allowed. The grammar's state is the same afterwards. Raises GrammarError.
+        rows int32 [n > len(drafts), words], in place: bit v & 31 of word v >> 5 is set where token
+        v is allowed. The grammar's state is the same afterwards. Raises GrammarError.
         """
         rows.fill_(-1)
         num_legal = len(drafts)

@@ -1,8 +1,8 @@
 """The vocabulary of a grammar: the tokens of a model's tokenizer, and how it encodes text.
 
-Where a grammar has only one continuation, llguidance forces its text, which it encodes as the tokenizer
-would. The name of a control token in that text is encoded by ordinary tokens: a parser of replies would
-misread the control token itself.
+Where a grammar has only one continuation, llguidance forces its text, which it encodes as the
+tokenizer would. The name of a control token in that text is encoded by ordinary tokens: a parser of
+replies would misread the control token itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _FENCE = "\x02"
 """A character that no vocabulary joins with the following text.
 
-Some tokenizers drop or add a blank at the beginning of a text, so a text is also encoded after this.
+Some tokenizers drop or add a blank at the beginning of a text, so a text is also encoded after
+this.
 """
 
 
@@ -63,7 +64,10 @@ class GrammarVocabulary:
         return self._library.greedy_tokenize(text) if self._library is not None else []
 
     def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is cut inside each control token's name; none on errors."""
+        """Return the tokens of a text that is cut inside each control token's name.
+
+        None on errors.
+        """
         names = self._control.finditer(text) if self._control is not None else ()
         cuts = [0, *(name.start() + 1 for name in names), len(text)]
         try:

@@ -1,8 +1,9 @@
 """JSON schemas rewritten for grammars: references resolved, objects closed over their properties.
 
-JSON Schema leaves an object open unless `additionalProperties` says otherwise. With such a grammar a weak
-model invents keys until a limit cuts the reply. So an object whose `properties` are listed takes no others,
-as in the grammars of llama.cpp and xgrammar. A closed schema accepts a subset of what the open one accepts.
+JSON Schema leaves an object open unless `additionalProperties` says otherwise. With such a grammar
+a weak model invents keys until a limit cuts the reply. So an object whose `properties` are listed
+takes no others, as in the grammars of llama.cpp and xgrammar. A closed schema accepts a subset of
+what the open one accepts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords whose content is a map from names to schemas."""
 ARRAY_KEYWORDS = ("items", "prefixItems", "additionalItems", "contains")
 MAX_NODES = 30_000
-"""Schemas read and written while one schema is rewritten; a schema that needs more stays as it is."""
+"""Schemas read and written while one schema is rewritten.
+
+A schema that needs more stays as it is.
+"""
 
 
 class SchemaDocument:
@@ -187,11 +191,12 @@ class _Group:
 
 
 class _SchemaCloser:
-    """Rewrites one document: the schema of every value is closed, every reference points into `$defs`.
+    """Rewrites one document: the schema of every value is closed, every reference points into
+    `$defs`.
 
-    A definition is written once for each way in which it is used: closed where a reference stands alone,
-    open at its top level where it is combined with other schemas, and unchanged where closing it could
-    leave no value.
+    A definition is written once for each way in which it is used: closed where a reference stands
+    alone, open at its top level where it is combined with other schemas, and unchanged where
+    closing it could leave no value.
     """
 
     def __init__(self, document: SchemaDocument, *, closes: bool) -> None:
@@ -222,7 +227,10 @@ class _SchemaCloser:
         return self._close_object(node, names)
 
     def _close_alternative(self, node: Json, names: tuple[str, ...] | None) -> Json:
-        """Return an alternative, closed over the names of all; one without properties stays open."""
+        """Return an alternative, closed over the names of all.
+
+        One without properties stays open.
+        """
         lists_properties = self._group(node).lists_properties
         return self.close_value(node, names if lists_properties else None)
 
@@ -428,12 +436,12 @@ class ClosedSchema:
 def close_objects(schema: Json, *, closes: bool = True) -> ClosedSchema:
     """Return a schema with each object closed whose `properties` are listed.
 
-    An object with `additionalProperties` stays as it is. Another is closed over the properties of all
-    schemas that apply to it: `allOf`, `anyOf`, `oneOf`, `if`, `then`, `else`, `dependentSchemas` and the
-    targets of `$ref`. It stays open where one of them has `patternProperties` or says which other keys are
-    allowed, or where a key is required that none of them lists. A value with schemas in several of them
-    stays open, too. A schema with an inner `$id` or dynamic references is returned as it is. Without
-    `closes` only the references change.
+    An object with `additionalProperties` stays as it is. Another is closed over the properties of
+    all schemas that apply to it: `allOf`, `anyOf`, `oneOf`, `if`, `then`, `else`,
+    `dependentSchemas` and the targets of `$ref`. It stays open where one of them has
+    `patternProperties` or says which other keys are allowed, or where a key is required that none
+    of them lists. A value with schemas in several of them stays open, too. A schema with an inner
+    `$id` or dynamic references is returned as it is. Without `closes` only the references change.
     """
     document = SchemaDocument(schema)
     closer = _SchemaCloser(document, closes=closes)

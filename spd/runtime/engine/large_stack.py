@@ -1,6 +1,7 @@
 """A large stack for libraries that recurse as deeply as their input is nested.
 
-Such a library has no guard: on a default stack a chain of a thousand references would end the process.
+Such a library has no guard: on a default stack a chain of a thousand references would end the
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The metrics of a request, and the records of a trace. No torch here.
 
-A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes from a round
-too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the reply. Names follow
-llama.cpp's `timings` and vLLM's `metrics.speculative_decoding`.
+A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes from
+a round too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the
+reply. Names follow llama.cpp's `timings` and vLLM's `metrics.speculative_decoding`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ class RoundRecord:
     k: int
     """Drafts a slot that the round had room for; `draft` may hold fewer."""
     match: int = 0
-    """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nothing did."""
+    """Tokens of the match that prompt lookup took `draft` from.
+
+    0 where a model drafted, or nothing did.
+    """
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Counters of one request. Accepted drafts are those emitted; `_raw` counts all that matched."""
+    """Counters of one request. Accepted drafts are those emitted.
+
+    `_raw` counts all that matched.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

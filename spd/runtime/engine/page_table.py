@@ -1,9 +1,10 @@
 """Logical pages and snapshots: allocation, sharing by chained hash, release. No torch here.
 
-Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads gathers.
-A full page is published under a hash of everything that decided its contents: the tokens before it, its own
-tokens, and the program that wrote each position. A last page that is not full, a tail, is stored for one
-sequence that continues after exactly its positions: that sequence writes into it, so it is never shared.
+Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
+gathers. A full page is published under a hash of everything that decided its contents: the tokens
+before it, its own tokens, and the program that wrote each position. A last page that is not full, a
+tail, is stored for one sequence that continues after exactly its positions: that sequence writes
+into it, so it is never shared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class TextHashes:
         page_size: int,
         computed: list[bytes] | None = None,
     ) -> None:
-        """computed: hashes at the ends of the first full pages; further ones are appended in place."""
+        """computed: hashes at the ends of the first full pages.
+
+        Further ones are appended in place.
+        """
         self.tokens = tokens
         self.runs = runs
         self.page_size = page_size
@@ -203,9 +207,9 @@ class StateSnapshot(NamedTuple):
 class SnapshotPool:
     """Owns the numbers of `places` places for snapshots of recurrent states.
 
-    Pages hold every position, a state only one: a sequence that finds another's pages starts from the last
-    snapshot within them. A snapshot is found under the hash of everything before its position, which no
-    chunk contains. The place that was used least recently is reused first.
+    Pages hold every position, a state only one: a sequence that finds another's pages starts from
+    the last snapshot within them. A snapshot is found under the hash of everything before its
+    position, which no chunk contains. The place that was used least recently is reused first.
     """
 
     def __init__(self, places: int) -> None:

@@ -68,10 +68,11 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """The length of a reply's thinking: at most `tokens`, then token `end` is forced, which ends it.
+    """The length of a reply's thinking: at most `tokens`, then token `end` is forced, which ends
+    it.
 
-    Thinking begins after token `begin`, or with the reply where the prompt is `inside` already. Raises
-    UsageError.
+    Thinking begins after token `begin`, or with the reply where the prompt is `inside` already.
+    Raises UsageError.
     """
 
     tokens: int
@@ -91,7 +92,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     spans: tuple[tuple[str, int], ...] = ()
-    """The parts of the prompt in order, each ("prompt" or "generated", length); empty: one prompt part.
+    """The parts of the prompt in order, each ("prompt" or "generated", length); empty: one prompt
+    part.
 
     Text that an earlier request generated keeps its kind, so that its cache can be found again.
     """
@@ -100,7 +102,8 @@ class Request:
     grammar: GrammarSpec | None = None
     thinking: ThinkingBudget | None = None
     prompt_logprobs: int | None = None
-    """How many likeliest tokens to score at each position besides the prompt's token; None: no scores.
+    """How many likeliest tokens to score at each position besides the prompt's token; None: no
+    scores.
 
     Such a prompt is written anew, even if it is cached.
     """
@@ -138,7 +141,10 @@ class Event(NamedTuple):
     stop: str | None = None
     """The stop string that ended the text: of those that its last token completed, the first to begin."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of the prompt's tokens but the first; in the first event of a request that asks for them."""
+    """Those of the prompt's tokens but the first.
+
+    In the first event of a request that asks for them.
+    """
 
 
 @dataclass

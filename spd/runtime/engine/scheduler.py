@@ -1,9 +1,9 @@
 """The scheduler: which sequences run, and on which pages. No torch here.
 
-Sequences are served in the order of their arrival. Each one waits, is prefilled, decodes and ends. One is
-prefilled at a time, so that a prompt finds the pages that the one before it wrote. Where pages run short the
-latest to arrive is preempted: it goes back to the head of the queue, keeps its tokens, and its cache is
-written again by the same programs. So the first of all is never preempted.
+Sequences are served in the order of their arrival. Each one waits, is prefilled, decodes and ends.
+One is prefilled at a time, so that a prompt finds the pages that the one before it wrote. Where
+pages run short the latest to arrive is preempted: it goes back to the head of the queue, keeps its
+tokens, and its cache is written again by the same programs. So the first of all is never preempted.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ class EnqueuedRound(NamedTuple):
     pending: PendingRound
     sequences: abc.Sequence[Sequence]
     pages: list[int]
-    """Pages released since it was enqueued. The round may still touch them; they are free afterwards."""
+    """Pages released since it was enqueued. The round may still touch them.
+
+    They are free afterwards.
+    """
 
 
 class Scheduler:
     """Owns the waiting queue, the slots, and the pages of each sequence.
 
-    `page_size` is in positions, `block` in pages: a sequence grows by whole blocks while there are enough
-    pages. A sequence of `ctx` positions must fit into the pool alone. Models with recurrent states reuse a
-    prefix from `snapshots` only.
+    `page_size` is in positions, `block` in pages: a sequence grows by whole blocks while there are
+    enough pages. A sequence of `ctx` positions must fit into the pool alone. Models with recurrent
+    states reuse a prefix from `snapshots` only.
     """
 
     def __init__(
@@ -102,8 +105,8 @@ class Scheduler:
     def next_to_prefill(self, lookahead: int) -> Sequence | None:
         """Return the sequence whose prompt is written next; None where there is none.
 
-        That is the one being prefilled, or the first of the queue, which needs a free slot and pages for all
-        its tokens and `lookahead` more.
+        That is the one being prefilled, or the first of the queue, which needs a free slot and
+        pages for all its tokens and `lookahead` more.
         """
         if self.prefilling is None and self.waiting:
             sequence = self.waiting[0]
@@ -122,7 +125,8 @@ class Scheduler:
         )
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
-        """Give a sequence published pages for its cached prefix, and new pages for the remaining tokens.
+        """Give a sequence published pages for its cached prefix, and new pages for the remaining
+        tokens.
 
         Returns False, with no page taken, if too few are available.
         """
@@ -164,7 +168,8 @@ class Scheduler:
         return True
 
     def _uncut_prefix(self, runs: abc.Sequence[Run], matched: int) -> int:
-        """Return the longest prefix of `matched` positions whose end cuts neither a page nor a chunk.
+        """Return the longest prefix of `matched` positions whose end cuts neither a page nor a
+        chunk.
 
         The chunks of a later span may start inside a page.
         """
@@ -178,8 +183,8 @@ class Scheduler:
     def _snapshot_stops(self, sequence: Sequence, ends: set[int]) -> tuple[int, ...]:
         """Return where a prefill pauses for a snapshot: at `ends` and at the ends of messages.
 
-        A message ends where two prompt spans meet, with no generated turn between them, as after the
-        system message.
+        A message ends where two prompt spans meet, with no generated turn between them, as after
+        the system message.
         """
         position = 0
         for (kind, length), (following, _) in pairwise(sequence.request.spans):
@@ -210,7 +215,10 @@ class Scheduler:
         return self.snapshots.reserve(self._text(sequence), end)
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
-        """Return which program writes, or wrote, each position of a prefill; after the prompt it is tiles."""
+        """Return which program writes, or wrote, each position of a prefill.
+
+        After the prompt it is tiles.
+        """
         return runs_below(sequence.runs, sequence.prefill_end)
 
     def mark_written(self, sequence: Sequence, end: int) -> None:
@@ -262,8 +270,8 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> list[int]:
         """End a sequence and release its pages.
 
-        After an "error" none of them is published: the pages that no other sequence shares are returned, for
-        the caller to zero.
+        After an "error" none of them is published: the pages that no other sequence shares are
+        returned, for the caller to zero.
         """
         del self.by_id[sequence.request.id]
         if sequence.slot == NO_SLOT:

@@ -1,7 +1,8 @@
 """Recursive schemas: which of their definitions have a value at all.
 
-A definition whose references lead back to it before a value is complete has no value: a grammar would begin
-such a value and never end it. llguidance detects a schema without values only where it is not recursive.
+A definition whose references lead back to it before a value is complete has no value: a grammar
+would begin such a value and never end it. llguidance detects a schema without values only where it
+is not recursive.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class EndlessSchemaError(Exception):
 def without_endless(closed: ClosedSchema, is_satisfiable: IsSatisfiable) -> Json:
     """Return a schema with `false` in place of each reference to a definition without a value.
 
-    A schema that is not recursive is returned as it is. Raises EndlessSchemaError if the schema has no value
-    then.
+    A schema that is not recursive is returned as it is. Raises EndlessSchemaError if the schema has
+    no value then.
     """
     schema = closed.schema
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
@@ -58,8 +59,9 @@ def _complete(
 ) -> set[str]:
     """Return the definitions that have a value.
 
-    They are the least fixed point that contains the acyclic definitions: llguidance itself detects those of
-    them without a value. Where the search would exceed `MAX_COST`, all definitions are returned.
+    They are the least fixed point that contains the acyclic definitions: llguidance itself detects
+    those of them without a value. Where the search would exceed `MAX_COST`, all definitions are
+    returned.
     """
     complete = {*acyclic}
     cost = 0

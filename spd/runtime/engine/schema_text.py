@@ -1,7 +1,8 @@
 """Preparation of JSON schemas for llguidance, alone or within a Lark grammar.
 
-Objects are closed. References without a value are removed, and a schema without a value is refused, as is
-one that would need too many states. `llguidance` is imported with the first schema. No torch here.
+Objects are closed. References without a value are removed, and a schema without a value is refused,
+as is one that would need too many states. `llguidance` is imported with the first schema. No torch
+here.
 """
 
 from __future__ import annotations
@@ -38,20 +39,24 @@ MAX_PATTERNS = 12
 MAX_BYTES = 512 * 1024
 """Largest size of a grammar's text; 128 tools with twenty arguments each take about 200 KiB."""
 MAX_PATTERN_BYTES = 64 * 1024
-"""Largest size of all expressions of a grammar; the cost of one grows with the square of its length."""
+"""Largest size of all expressions of a grammar.
+
+The cost of one grows with the square of its length.
+"""
 SHALLOW_BYTES = 8 * 1024
 """Size up to which a text cannot be nested so deeply that it needs a large stack."""
 MAX_OPTIONAL = 2000
 """Largest number of optional properties of a value, summed over all schemas that apply to it.
 
-For each of them llguidance's parser needs four items in a row, and its time grows with their square.
+For each of them llguidance's parser needs four items in a row, and its time grows with their
+square.
 """
 MAX_PARTS = 10_000
-"""Largest number of objects and lists in all schemas of a grammar, with the elements of lists, `enum` and
-`const`.
+"""Largest number of objects and lists in all schemas of a grammar, with the elements of lists,
+`enum` and `const`.
 
-llguidance takes seconds for so many, and its time grows with their square. An `enum` of plain values is one
-part, since they become one expression.
+llguidance takes seconds for so many, and its time grows with their square. An `enum` of plain
+values is one part, since they become one expression.
 """
 MAX_ROW_ITEMS = 80_000
 MAX_STEP_ITEMS = 400_000
@@ -98,7 +103,10 @@ def with_schemas(kind: str, text: str, prepare: Callable[[Json], Json]) -> str:
 
 
 def _prepare_schema(text: str, begin: int, prepare: Callable[[Json], Json]) -> tuple[str, int]:
-    """Return the prepared schema that begins at `begin`, and its end; empty text for invalid JSON."""
+    """Return the prepared schema that begins at `begin`, and its end.
+
+    Empty text for invalid JSON.
+    """
     try:
         schema, end = json.JSONDecoder().raw_decode(text, begin)
         return json.dumps(prepare(schema)), end
@@ -149,7 +157,8 @@ def _without_unmatched_patterns(node: Json) -> Json:
 
 
 def usable_schema(schema: Json) -> Json:
-    """Return a schema that llguidance accepts: closed, else open, else unrestricted if it is lenient.
+    """Return a schema that llguidance accepts: closed, else open, else unrestricted if it is
+    lenient.
 
     Raises UsageError.
     """
@@ -318,7 +327,10 @@ def parser_limits() -> LLParserLimits:
 
 
 def library_schema_grammar(text: str) -> str:
-    """Return the grammar of a JSON schema in llguidance's own form. Raises ValueError, RuntimeError."""
+    """Return the grammar of a JSON schema in llguidance's own form.
+
+    Raises ValueError, RuntimeError.
+    """
     from llguidance import LLMatcher
 
     if text.lstrip().startswith("{"):

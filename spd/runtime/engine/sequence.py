@@ -1,4 +1,7 @@
-"""The engine's record of one request, the validation of requests, and their detokenizer. No torch here."""
+"""The engine's record of one request, the validation of requests, and their detokenizer.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ INCOMPLETE = "the text ended before the {} was complete"
 class Detokenizer:
     """Turns tokens into text for one request: complete characters, cut at stop strings.
 
-    A stop string may span tokens and rounds. `decode_bytes` returns the exact bytes of some tokens (none for
-    special ones). Bytes that are not UTF-8 become U+FFFD once no continuation can follow.
+    A stop string may span tokens and rounds. `decode_bytes` returns the exact bytes of some tokens
+    (none for special ones). Bytes that are not UTF-8 become U+FFFD once no continuation can follow.
     """
 
     __slots__ = (
@@ -158,7 +161,10 @@ class Sequence:
     length: int = field(init=False)
     """Committed tokens that the host has read, the prompt included."""
     in_flight: int = 0
-    """Sum of the widths (k + 1) of its rounds that are enqueued and not yet read; see `length_bound`."""
+    """Sum of the widths (k + 1) of its rounds that are enqueued and not yet read.
+
+    See `length_bound`.
+    """
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_at: float = field(default_factory=clock.now)
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -181,10 +187,12 @@ class Sequence:
         """Append the tokens that a round committed for this sequence; return their event.
 
         drafts: how many drafts the round verified, of which `matched` equal the target's tokens.
-        round_reason: the finish reason that the round emitted, if any. now: when it was read, in seconds.
+        round_reason: the finish reason that the round emitted, if any. now: when it was read, in
+        seconds.
 
-        The tokens are checked in order, and the text ends at the first stop. At each token stop ids come
-        first, then stop strings, then the length limit, so a stop on the last allowed token is a stop.
+        The tokens are checked in order, and the text ends at the first stop. At each token stop ids
+        come first, then stop strings, then the length limit, so a stop on the last allowed token is
+        a stop.
         """
         round_reason = self._begin_grammar(tokens, round_reason)
         reason = round_reason
@@ -221,9 +229,11 @@ class Sequence:
         )
 
     def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
-        """Start a deferred grammar if its opening token came last; return the finish reason, if any.
+        """Start a deferred grammar if its opening token came last; return the finish reason, if
+        any.
 
-        The opening token is the last of `stop_ids`, so the round stops there, which does not end the text.
+        The opening token is the last of `stop_ids`, so the round stops there, which does not end
+        the text.
         """
         self.is_paused = (
             self.defers_grammar and reason == "stop" and tokens[-1] == self.stop_ids[-1]
@@ -249,7 +259,8 @@ class Sequence:
     def _find_end(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
         """Follow tokens to a stop string, or to the end or an error of the grammar.
 
-        Returns how many tokens belong to the text, the finish reason and the error; None where it goes on.
+        Returns how many tokens belong to the text, the finish reason and the error; None where it
+        goes on.
         """
         for i, token in enumerate(tokens, 1):
             if self.detokenizer.push(token):

@@ -19,7 +19,7 @@ from typing import Any
 from spd.formats.hub import cache_folder, list_cached_models, spd_cache_folder
 from spd.kernels.native.build import processor_features
 from spd.runtime.plan.config import EngineConfig
-from spd.runtime.round.cpu_load import SLIGHT, OtherProcessLoad
+from spd.runtime.round.cpu_load import NEGLIGIBLE_LOAD, OtherProcessLoad
 from spd.version import __version__
 
 OK = "ok"
@@ -180,7 +180,7 @@ def check_processor() -> Finding:
         "other_load": round(load.read(), 2),
     }
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
-    if facts["other_load"] > SLIGHT:
+    if facts["other_load"] > NEGLIGIBLE_LOAD:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
     instruction_set = facts["instructions"] = instructions()
     kernels = (

@@ -45,7 +45,7 @@ class ModelOutput(NamedTuple):
         """The output of a model whose hidden states are also what a head reads."""
         return cls(hidden, hidden)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:
+    def map(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:
         """Both changed alike."""
         hidden = change(self.hidden)
         return ModelOutput(hidden, hidden if self.states is self.hidden else change(self.states))

@@ -1,4 +1,4 @@
-"""The proposers by name: the only place that imports them."""
+"""The proposers by method; no other file imports them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.sampler import Sampler
 
-BY_MODELS: dict[str, type[ModelProposer]] = {
+MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {
     "draft": DraftModelProposer,
     "mtp": HeadProposer,
     "eagle3": HeadProposer,
     "assistant": AssistantProposer,
 }
-"""Every method of `METHODS` that drafts by models."""
+"""The proposers of the methods in `METHODS` that draft by models."""
 
 
 def build_proposer(
     plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]
 ) -> Proposer | None:
-    """The proposer that the plan names, with the models that draft; None when nothing is speculated."""
+    """Return the plan's proposer, with the models that draft; None without speculation."""
     method, arbitrated = split_spec(plan.spec)
     shape = plan.shape
     if method == "off":
@@ -35,9 +35,9 @@ def build_proposer(
     lookup = Lookup(sampler.kernels, plan.ngram_min, plan.config.ngram_max)
     if method == "ngram":
         return NgramProposer(sampler.state, lookup)
-    beside = (
-        ArbitratedLookup(lookup, shape.model_drafts, plan.copy_draft_max > 0)
-        if arbitrated
-        else None
-    )
-    return BY_MODELS[method](sampler, runners, shape.draft_ctx, beside)
+    arbitrated_lookup = None
+    if arbitrated:
+        arbitrated_lookup = ArbitratedLookup(
+            lookup, shape.model_drafts, tracks_matches=plan.copy_draft_max > 0
+        )
+    return MODEL_PROPOSERS[method](sampler, runners, shape.draft_ctx, arbitrated_lookup)

@@ -1,7 +1,9 @@
-"""Drafting by an assistant: its layers read the target's own cache, at one position in all of a round.
+"""Drafting by an assistant, whose layers read the target's cache at one position in all steps of a
+round.
 
-There is no cache to fill and nothing to catch up with. What a round has verified gave the target's state of
-the last position that it read, of which the newest token was drawn: the first draft needs no other one.
+An assistant has no cache to fill and needs no catch-up. For its first draft it needs one state of
+the target: that of the position from which the newest token was sampled, which the round has just
+verified.
 """
 
 from __future__ import annotations
@@ -19,28 +21,28 @@ from spd.runtime.round.sampling_params import SamplingSteps
 
 
 class AssistantProposer(ModelProposer):
-    """Drafts with one runner, whose cache is the target's."""
+    """Drafts by one runner, whose cache is the target's."""
 
     reads_target_states = True
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
-        """Hold the target's states [S, R, hidden] of a round's rows until it drafts."""
+        """Store the target's states [S, R, hidden] of a round's rows until `draft` reads them."""
         self._states = states
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
-        """Do nothing."""
+        """Do nothing: an assistant has no cache."""
 
     def _draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
         runner = self.runners[0]
         rows = self._window(1, 0, window.valid[:, 0].contiguous())
-        read = (rows.positions - 1).clamp(min=0)  # what is drafted is never in the cache
-        last = (read - window.positions[:, :1]).clamp(0, self._states.shape[1] - 1)
-        states = self._states.take_along_dim(last[:, :, None], 1)
+        read = (rows.positions - 1).clamp(min=0)  # the cache has no entries of drafts
+        last_row = (read - window.positions[:, :1]).clamp(0, self._states.shape[1] - 1)
+        states = self._states.take_along_dim(last_row[:, :, None], 1)
         for step in range(k):
             rows = replace(rows, positions=read)
-            made = runner.forward(rows, self.state.page_table, views, HeadStates(states, 1))
-            states = made.states
-            drawn = self.sampler.draw_draft(runner, made.hidden, step, needs)
-            rows = self.kernels.draft_step(self.state, drawn, step, k, self.paging)
+            output = runner.forward(rows, self.state.page_table, views, HeadStates(states, 1))
+            states = output.states
+            tokens = self.sampler.draw_draft(runner, output.hidden, step, needs)
+            rows = self.kernels.draft_step(self.state, tokens, step, k, self.paging)

@@ -1,7 +1,8 @@
-"""Prompt lookup: propose what followed the longest earlier occurrence of the current suffix.
+"""Prompt lookup: the drafts are the tokens after the longest earlier occurrence of the current
+suffix.
 
-A fixed-shape program over committed tokens only, so it is the same eager and captured. Among equally
-long matches the most recent wins.
+It is a fixed-shape program over committed tokens only, so it is the same eager and captured. Of
+equally long matches the most recent is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from spd.runtime.round.state import RoundState
 
 
 class NgramProposer(Proposer):
-    """Prompt lookup over each slot's own tokens, alone."""
+    """Prompt lookup over each slot's tokens, without a model."""
 
     samples_drafts = False
     slot_attributes = ("state",)
@@ -29,5 +30,5 @@ class NgramProposer(Proposer):
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Write up to k tokens that followed the match; none where nothing matches."""
+        """Write up to k tokens that followed the match; none without a match."""
         self.lookup.draft(self.state, k, views, over=False)

@@ -321,8 +321,8 @@ class LeadingQueue:
     def set_active(self, slot: int, active: bool) -> None:
         self.order(self.queue.set_active, slot, active)
 
-    def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
-        self._order_if_running(self.queue.retire, slot, pages, held, place)
+    def retire(self, slot: int, pages: list[int], end: int, place: int | None) -> None:
+        self._order_if_running(self.queue.retire, slot, pages, end, place)
 
     def zero_pages(self, pages: list[int]) -> None:
         self._order_if_running(self.queue.zero_pages, pages)
@@ -334,9 +334,9 @@ class LeadingQueue:
         start: int,
         end: int,
         chunked: bool,
-        scored: int | None = None,
+        num_scores: int | None = None,
     ) -> None:
-        self.order(self.queue.write, slot, pages, start, end, chunked, scored)
+        self.order(self.queue.write, slot, pages, start, end, chunked, num_scores)
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
         self.order(self.queue.save, place, slot, pages, end)

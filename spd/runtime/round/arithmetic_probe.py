@@ -1,8 +1,8 @@
-"""Which numbers of rows and of keys give the same bits on this machine, found by trying, once, at load.
+"""A test at load of which row counts give the same bits on this machine.
 
-Libraries choose their arithmetic by shape: another instruction, another blocking, a scalar tail. Rows
-are therefore only ever computed in buckets that were seen to agree, bit for bit and at every row
-position, with the widest bucket, on the model's own first layers and head.
+Libraries choose their arithmetic by shape: another instruction, another blocking, a scalar tail.
+Rows are therefore only computed in buckets whose results equal those of the widest bucket, bit for
+bit and at every row position, on the model's own first layers and head.
 """
 
 from __future__ import annotations
@@ -15,52 +15,59 @@ from torch import Tensor
 from spd.runtime.layers.torch_linear import Linear
 
 WIDEST = 32
+"""The widest bucket, in rows."""
 CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
-"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
-up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
+"""Narrower buckets to test.
+
+1 is not one of them: a single row is a matrix-vector product, which libraries sum in another order.
+5 and 6 are, since products of up to 6 rows pass over packed bfloat16 weights once, those of 7 and 8
+twice (oneDNN 3.12).
+"""
 PROBED_LAYERS = 4
 
-Pass = tuple[Tensor, Tensor]  # hidden states [T, H] and logits [T, V] of rows of one fixed text
-Window = Callable[
-    [int, int, int], Pass
-]  # (first row, rows, blocks of context) to what becomes of those rows
+Outputs = tuple[Tensor, Tensor]
+"""Hidden states [T, H] and logits [T, V] of rows of one fixed text."""
+WindowPass = Callable[[int, int, int], Outputs]
+"""Runs a window given by its first row, its number of rows and the blocks of its context."""
 
 
 @torch.inference_mode()
-def admitted_buckets(window: Window) -> tuple[int, ...]:
-    """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
+def matching_buckets(run_window: WindowPass) -> tuple[int, ...]:
+    """Return the row counts, ascending, whose results equal the widest bucket's, which is always
+    last.
 
-    `window` runs rows of one fixed text, at the same positions whichever window they come in.
+    `run_window` runs rows of one fixed text. A row has the same position in every window.
     """
-    whole = window(0, WIDEST, 1)
+    widest_outputs = run_window(0, WIDEST, 1)
 
-    def agrees(width: int) -> bool:
+    def matches(width: int) -> bool:
         for first in range(0, WIDEST - width + 1, width):
-            pairs = zip(window(first, width, 1 + first // width % 2), whole, strict=True)
-            if not all(torch.equal(own, every[first : first + width]) for own, every in pairs):
-                return False
+            outputs = run_window(first, width, 1 + first // width % 2)
+            for output, widest_output in zip(outputs, widest_outputs, strict=True):
+                if not torch.equal(output, widest_output[first : first + width]):
+                    return False
         return True
 
-    return (*filter(agrees, CANDIDATES), WIDEST)
+    return (*filter(matches, CANDIDATES), WIDEST)
 
 
 @torch.inference_mode()
-def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
-    """The widths whose rows are summed in the order of the widest bucket's.
+def matching_sum_order(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
+    """Return the widths whose rows are summed in the order of the widest bucket's rows.
 
-    Another order shows in one rounded result of ten thousand, but in one of ten of what rounding took away.
+    Another order changes one rounded result in ten thousand, but one rounding error in ten.
     """
     x = product.example(WIDEST)
-    whole = product.product(x, WIDEST)
-    errors = product.rounding_error(x, whole)
-    if errors is None:
+    widest_output = product.product(x, WIDEST)
+    widest_errors = product.rounding_error(x, widest_output)
+    if widest_errors is None:
         return tuple(widths)
 
-    def alike(width: int) -> bool:
+    def matches(width: int) -> bool:
         for rows in (slice(width), slice(WIDEST - width, WIDEST)):
-            part = product.rounding_error(x[rows], whole[rows])
-            if part is None or not torch.equal(part, errors[rows]):
+            errors = product.rounding_error(x[rows], widest_output[rows])
+            if errors is None or not torch.equal(errors, widest_errors[rows]):
                 return False
         return True
 
-    return tuple(filter(alike, widths))
+    return tuple(filter(matches, widths))

@@ -1,7 +1,8 @@
-"""The load that other programs put on this machine's CPUs, and the number of threads that follows it.
+"""The load of other programs on this machine's CPUs, and a thread count that follows it.
 
-A loop shared among threads ends when the last thread does. Where another program keeps a CPU busy, one thread
-waits for it, and all the others wait for that thread. One thread fewer is then much faster. No torch here.
+A loop that threads share ends when the last thread does. Where another program keeps a CPU busy,
+one thread waits for that CPU, and all the others wait for the thread. One thread fewer is then much
+faster. No torch here.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-WINDOW = 0.1  # seconds between two looks: the system counts in hundredths
-SLIGHT = 0.3
-"""CPUs' worth of load that changes nothing: the system's own work, and what a look may be wrong by."""
+WINDOW = 0.1
+"""Seconds between two readings, at least: the system counts in hundredths."""
+NEGLIGIBLE_LOAD = 0.3
+"""Load in CPUs that is ignored: the system's own work, and the error of a reading."""
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """The numbers of the CPUs that this process may run on."""
+    """Return the numbers of the CPUs that this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
-    """Seconds that these CPUs have worked or were taken by the machine's host; 0 where nothing tells."""
+    """Return the seconds in which these CPUs worked or the machine's host took them.
+
+    0 if unknown.
+    """
     ticks = 0
-    wanted = {f"cpu{number}" for number in cpus}
+    names = {f"cpu{number}" for number in cpus}
     try:
         for line in source.read_text().splitlines():
             name, *fields = line.split()
-            if name in wanted:
+            if name in names:
                 ticks += sum(int(fields[column]) for column in (0, 2, 5, 6, 7))
             elif not name.startswith("cpu"):
                 break
@@ -40,49 +45,54 @@ def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
 
 
 class OtherProcessLoad:
-    """How many CPUs other programs kept busy since the last reading, or since it was made."""
+    """Measures how many CPUs other processes keep busy, from one reading to the next."""
 
     def __init__(self) -> None:
         self.cpus = usable_cpus()
-        self.last = self._look()
+        self.last = self._measure()
 
-    def _look(self) -> tuple[float, float]:
-        """The time, and how long others have worked until then, in seconds."""
+    def _measure(self) -> tuple[float, float]:
+        """Return the time, and the seconds that other processes have worked until then."""
         return time.perf_counter(), busy_seconds(self.cpus) - time.process_time()
 
     def read(self) -> float:
-        """CPUs, from 0 to all that this process may use."""
-        began, before = self.last
-        at, others = self._look()
-        self.last = at, others
-        return min(max(0.0, (others - before) / max(at - began, 1e-3)), float(len(self.cpus)))
+        """Return the load since the last reading, from 0 to the number of usable CPUs."""
+        last_time, last_seconds = self.last
+        now, seconds = self._measure()
+        self.last = (now, seconds)
+        load = (seconds - last_seconds) / max(now - last_time, 1e-3)
+        return min(max(0.0, load), float(len(self.cpus)))
 
 
-def thread_counts(most: int) -> tuple[int, ...]:
-    """Numbers of threads to choose from, ascending: half of `most` at the least."""
-    return tuple(sorted({max(1, most // 2), max(1, most * 3 // 4), max(1, most - 1), most}))
+def thread_counts(maximum: int) -> tuple[int, ...]:
+    """Return the thread counts to choose from, ascending, from half of `maximum` to all."""
+    counts = {max(1, maximum // 2), max(1, maximum * 3 // 4), max(1, maximum - 1), maximum}
+    return tuple(sorted(counts))
 
 
 class AdaptiveThreads(OtherProcessLoad):
-    """Leaves other programs the CPUs that they use, as far as half of the threads."""
+    """Leaves other processes the CPUs that they use, up to half of the threads."""
 
-    def __init__(self, counts: Sequence[int], use: Callable[[int], None]) -> None:
-        """counts: numbers of threads that give the same bits, ascending; the last is the usual one."""
+    def __init__(self, counts: Sequence[int], set_threads: Callable[[int], None]) -> None:
+        """counts: numbers of threads that give the same bits, ascending.
+
+        The last is the default.
+        """
         super().__init__()
         self._counts = counts
-        self._use = use
+        self._set_threads = set_threads
         self.count = self._counts[-1]
 
-    def follow(self) -> None:
-        """Look at the load if it is time to, and use the threads that have a CPU of their own."""
+    def adapt(self) -> None:
+        """Read the load if `WINDOW` has passed, and use as many threads as there are free CPUs."""
         age = time.perf_counter() - self.last[0]
         if age < WINDOW:
             return
         load = self.read()
-        if age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
+        if age > 3 * WINDOW:  # no rounds ran meanwhile: the load may be over
             return
-        free = len(self.cpus) - math.ceil(load - SLIGHT)
+        free = len(self.cpus) - math.ceil(load - NEGLIGIBLE_LOAD)
         count = max((count for count in self._counts if count <= free), default=self._counts[0])
         if count != self.count:
             self.count = count
-            self._use(count)
+            self._set_threads(count)

@@ -1,14 +1,14 @@
-"""Rounds captured as CUDA graphs, or recorded on a CPU: one for each fixed shape that is asked for.
+"""Rounds captured as CUDA graphs, or recorded on a CPU: one for each fixed shape.
 
-A graph holds the whole round: verification, draw, commit, emission and the drafting loop. Its inputs
-and outputs are the state's tensors, whose addresses never change.
+A graph contains the complete round: verification, sampling, commit, emission and the drafting loop.
+Its inputs and outputs are the state's tensors, whose addresses never change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -19,138 +19,171 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import narrow_to_slots
 
-MAX_RECORDED = (
-    64  # rounds that are recorded at most: each holds the arguments of some hundred calls
-)
+MAX_RECORDED = 64
+"""Recorded rounds at most: each holds the arguments of some hundred calls."""
+Result = TypeVar("Result")
+Program = Callable[[], Logprobs | None]
+"""Runs a round of one shape."""
+Replay = Callable[[], None]
+"""Runs a captured round again."""
+Capture = Callable[[Program], tuple[Replay, Logprobs | None]]
+"""Captures a program; returns its replay and its result, which every replay overwrites."""
 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """Everything that chooses a round's device program."""
+    """Everything that determines a round's device program."""
 
     k: int
     next_k: int
     needs: SamplingSteps
     num_logprobs: int | None
-    slots: int  # the first so many run
-    threads: int = 0  # of C functions
+    slots: int
+    """The round runs the first so many slots."""
+    threads: int = 0
+    """Threads of C functions."""
 
 
 class CapturedRounds:
-    """Captures a round's program when its shape is first run, or before, and replays it from then on.
+    """Captures a round's program when its shape is first run, or before, and replays it from then
+    on.
 
-    `capture` takes a function of no arguments and returns a replay function and the function's result;
-    it is `capture_cuda` but in tests.
+    `capture` is `capture_cuda`, except in tests.
     """
 
-    def __init__(self, round_: Round, capture: Any = None) -> None:
+    def __init__(self, round_: Round, capture: Capture | None = None) -> None:
         self.round = round_
-        self.pool: Any = None
-        self.captured: dict[RoundShape, tuple[Any, Logprobs | None]] = {}
-        self.lazily = False  # nothing more is captured before it is run: memory ran out
+        self.pool_graph: torch.cuda.CUDAGraph | None = None
+        """The first captured graph, whose memory pool all graphs share."""
+        self.captured: dict[RoundShape, tuple[Replay | None, Logprobs | None]] = {}
+        """The replay and the result of each shape.
+
+        No replay for a shape that cannot be recorded.
+        """
+        self.only_on_demand = False
+        """True once memory ran out: no shape is captured before it is run."""
         self._capture = capture or self.capture_cuda
         slots = round_.state.slots
-        self.sizes: tuple[int, ...] = (
-            *(4**i for i in range(slots.bit_length()) if 4**i < slots),
-            slots,
-        )
-        """1, 4, 16 and so on up to all slots: a wider round costs more, and each number its own graphs."""
+        powers = [4**i for i in range(slots.bit_length()) if 4**i < slots]
+        self.slot_counts: tuple[int, ...] = (*powers, slots)
+        """1, 4, 16 and so on up to all slots: a wider round costs more, and each count its own graphs."""
 
-    def slots_for(self, views: Sequence[SlotView]) -> int:
-        """How many slots a round runs: few enough that hardly any are empty, of few different numbers."""
-        taken = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
-        return next(size for size in self.sizes if size >= taken)
+    def num_slots(self, views: Sequence[SlotView]) -> int:
+        """Return how many slots a round runs: the least of `slot_counts` for all occupied slots."""
+        occupied = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
+        return next(count for count in self.slot_counts if count >= occupied)
 
     def likely_shapes(
         self,
         pairs: Callable[[bool], set[tuple[int, int]]],
         params: Collection[SamplingParams],
-        least: int,
+        concurrency: int,
     ) -> list[RoundShape]:
-        """What is not captured and such requests, at least so many, are nearly sure to run: largest first.
+        """Return the shapes that some requests will almost certainly run and that are not captured.
 
-        pairs: of k and the next k that are nearly sure to come, for one slot alone or for all.
+        The largest come first. params: those of the requests. pairs: returns the likely pairs of k
+        and the next k, for one slot alone if True, else for all slots. concurrency: how many
+        requests at least will run together.
         """
-        shapes = {
-            RoundShape(k, next_k, SamplingSteps.from_params(each), each.logprobs, count)
-            for count in (1, self.sizes[-1])  # numbers between are passed through, if at all
-            if count >= least and not self.lazily
-            for k, next_k in pairs(count == 1)
-            for each in params
-        }
+        shapes = set[RoundShape]()
+        if self.only_on_demand:
+            return []
+        for count in (1, self.slot_counts[-1]):  # counts between them are rare
+            if count < concurrency:
+                continue
+            for k, next_k in pairs(count == 1):
+                for request_params in params:
+                    needs = SamplingSteps.from_params(request_params)
+                    shapes.add(RoundShape(k, next_k, needs, request_params.logprobs, count))
         return sorted(
-            shapes - self.captured.keys(), key=lambda s: (-s.slots * (s.k + 1), -s.next_k)
+            shapes - self.captured.keys(),
+            key=lambda shape: (-shape.slots * (shape.k + 1), -shape.next_k),
         )
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
-        """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
+        """Run one round of this shape.
+
+        See `Round.run`. The next run overwrites the log-probabilities.
+        """
         if shape not in self.captured:
             self.capture(shape, views)
         replay, logprobs = self.captured[shape]
+        assert replay is not None
         replay()
         return logprobs
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Run a shape once with every slot silent, so that all is compiled and loaded, then capture it."""
+        """Run a shape once with every slot inactive, which compiles and loads all, then capture it."""
         state = self.round.state
-        laws = self.round.sampler.draft_distributions
         written = [state.active, state.draft, state.num_drafts, state.counter]
-        kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
+        draft_distributions = self.round.sampler.draft_distributions
+        if draft_distributions is not None:
+            written.append(draft_distributions)
+        saved = [(tensor, tensor.clone()) for tensor in written]
         state.active.fill_(False)
         program = self.program(shape, views)
         try:
             program()
             self.captured[shape] = self._capture(program)
         finally:
-            for tensor, value in kept:
+            for tensor, value in saved:
                 tensor.copy_(value)
 
-    def program(
-        self, shape: RoundShape, views: Sequence[SlotView]
-    ) -> Callable[[], Logprobs | None]:
-        """The round of a shape."""
+    def program(self, shape: RoundShape, views: Sequence[SlotView]) -> Program:
+        """Return the function that runs a round of this shape."""
         count = shape.slots
-        part = self.round if count == self.round.state.slots else narrow_to_slots(self.round, count)
-        return lambda: part.run(
+        round_ = self.round
+        if count != round_.state.slots:
+            round_ = narrow_to_slots(round_, count)
+        return lambda: round_.run(
             shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k
         )
 
-    def capture_cuda(self, program: Any) -> tuple[Any, Any]:
-        """Record the program's kernels; all graphs share one memory pool, since they run in turn."""
+    def capture_cuda(self, program: Callable[[], Result]) -> tuple[Replay, Result]:
+        """Capture the program's kernels.
+
+        All graphs share one memory pool, since they run in turn.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        pool = None if self.pool_graph is None else self.pool_graph.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = program()
-        self.pool = self.pool or graph.pool()
+        self.pool_graph = self.pool_graph or graph
         return graph.replay, result
 
 
 class RecordedRounds(CapturedRounds):
-    """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
+    """Rounds on a CPU of C functions and torch's operations, recorded when a shape is run again.
 
-    Not recorded are rounds with an empty slot before the last taken one: C kernels leave such slots out.
+    Rounds with an empty slot before the last occupied one are not recorded: C kernels skip such
+    slots.
     """
 
     def __init__(self, round_: Round, library: NativeKernels) -> None:
         super().__init__(round_)
         self.library = library
-        self.met = set[RoundShape]()
-        self.lazily = True
-        self.pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
-        self.sizes = tuple(range(1, round_.state.slots + 1))
+        self.run_shapes = set[RoundShape]()
+        """Shapes that have been run."""
+        self.only_on_demand = True
+        self.buffer = torch.empty(POOL_BYTES, dtype=torch.uint8)
+        self.slot_counts = tuple(range(1, round_.state.slots + 1))
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
-        """See `CapturedRounds.run`; the log-probabilities have their own memory."""
+        """Run one round as `CapturedRounds.run` does.
+
+        The log-probabilities have memory of their own.
+        """
         shape = replace(shape, threads=self.library.threads)
         replay = None
         logprobs = None
         if all(view.bound for view in views[: shape.slots]):
             if (
-                shape in self.met
+                shape in self.run_shapes
                 and shape not in self.captured
                 and len(self.captured) < MAX_RECORDED
             ):
                 self.capture(shape, views)
-            self.met.add(shape)
+            self.run_shapes.add(shape)
             replay, logprobs = self.captured.get(shape, (None, None))
         if replay is None:
             return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
@@ -158,8 +191,8 @@ class RecordedRounds(CapturedRounds):
         return logprobs and (logprobs[0].clone(), logprobs[1].clone(), logprobs[2].clone())
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Record a shape, which changes nothing."""
+        """Record a shape without running it."""
         try:
-            self.captured[shape] = record(self.program(shape, views), self.library, self.pool)
+            self.captured[shape] = record(self.program(shape, views), self.library, self.buffer)
         except NotRecordable:
-            self.captured[shape] = None, None
+            self.captured[shape] = (None, None)

@@ -1,4 +1,4 @@
-"""Acceptance imposed for measurements: the speed of a drafter that random weights do not have."""
+"""Acceptance imposed for measurements: the speed that a good drafter would give random weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 DRAWS = 8192
-"""Uniform draws, looked up by position: the same acceptance for the same text lengths."""
+"""Entries of the table of draws, indexed by position, so that equal lengths have equal acceptance."""
 
 
 def conditional_rate(length: float, k: int) -> float:
-    """Return the constant chance p that one more draft is accepted: p + ... + p**k = length - 1.
+    """Return the constant probability p that one more draft is accepted: p + ... + p**k = length -
+    1.
 
-    length: tokens a round on average, above 1 and up to k + 1.
+    length: mean tokens a round, above 1 and up to k + 1.
     """
     low = 0.0
     high = 1.0
@@ -27,9 +28,10 @@ def conditional_rate(length: float, k: int) -> float:
 
 
 class ImposedAcceptance:
-    """Accepts each leading draft with one fixed chance, by a table of draws on the device.
+    """Accepts each leading draft with a fixed probability, by a table of draws on the device.
 
-    Speed is measured so without real weights: every kernel of a round runs, and the text means nothing.
+    So speed can be measured without real weights: every kernel of a round runs, and the text has no
+    meaning.
     """
 
     def __init__(self, length: float, k: int, device: str) -> None:
@@ -37,8 +39,8 @@ class ImposedAcceptance:
         self.accepts = (draws < conditional_rate(length, k)).to(device)
 
     def accepted(self, length: Tensor, num_drafts: Tensor, k: int) -> Tensor:
-        """How many leading drafts to accept: int64 [S], for slots at length [S] with num_drafts [S]."""
+        """Return how many leading drafts to accept, int64 [S]; length and num_drafts: int64 [S]."""
         rows = torch.arange(k, device=length.device)
-        chosen = self.accepts[(length.unsqueeze(-1) + rows) % DRAWS]
-        real = rows < num_drafts.unsqueeze(-1)
-        return (chosen & real).long().cumprod(dim=-1).sum(dim=-1)
+        accepts = self.accepts[(length.unsqueeze(-1) + rows) % DRAWS]
+        is_draft = rows < num_drafts.unsqueeze(-1)
+        return (accepts & is_draft).long().cumprod(dim=-1).sum(dim=-1)

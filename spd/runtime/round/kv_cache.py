@@ -1,4 +1,4 @@
-"""The page pools of one model, and what its recurrent layers keep of each slot."""
+"""The page pools of one model's attention layers, and the slot states of its recurrent layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spd.runtime.round.limits import NUM_RESERVED
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros that, on CPU, take memory only once they are written: fresh pages of an anonymous map."""
+    """Return zeros, which on a CPU take memory only once they are written (an anonymous map)."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
@@ -23,15 +23,15 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 
 
 def zero_rows(tensor: Tensor, rows: Sequence[int]) -> None:
-    """In place and with nothing allocated, for it is done when memory has run out."""
+    """Zero rows in place. Allocates nothing, since it is called after memory has run out."""
     for row in rows:
         tensor[row].zero_()
 
 
 class KvCache:
-    """Pools [pages, page, ...] for each layer, zeroed: masked positions must be finite.
+    """Pools [pages, page, ...] of each layer, zeroed, since masked positions must be finite.
 
-    Recurrent layers have what they keep of each of `slots` slots instead, rings `depth` rows deep.
+    Recurrent layers have states of each of `slots` slots instead, with rings of `depth` rows.
     """
 
     def __init__(
@@ -48,29 +48,35 @@ class KvCache:
         self.num_pages = num_pages
         self.dtype = dtype
         self.paged = [not isinstance(layer, RecurrentLayout) for layer in layers]
-        self.layers = []
-        # recurrent: a layer keeps states
+        """True for each layer with page pools."""
+        self.layers: list[LayerCache] = []
         self.recurrent = not all(self.paged)
+        """True if a layer has slot states."""
         self.layouts = layers
         for layer in layers:
+            pools: list[Tensor] = []
             if isinstance(layer, RecurrentLayout):
-                kept = layer.slot_shapes(depth)
-                sizes = [
-                    ((slots, *shape), torch.float32 if exact else dtype) for shape, exact in kept
-                ]
+                for shape, is_exact in layer.slot_shapes(depth):
+                    pool_dtype = torch.float32 if is_exact else dtype
+                    pools.append(lazy_zeros((slots, *shape), pool_dtype, device))
             else:
-                sizes = [((num_pages, page_size, *shape), dtype) for shape in layer.cache]
-            self.layers.append(LayerCache(tuple(lazy_zeros(*size, device) for size in sizes)))
+                for shape in layer.cache:
+                    pools.append(lazy_zeros((num_pages, page_size, *shape), dtype, device))
+            self.layers.append(LayerCache(tuple(pools)))
         self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
-        """Of recurrent layers the position that each slot's written state is of."""
+        """The position as of which each slot's recurrent states are, int64 [slots]."""
 
-    def parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
-        """Views of what a slot goes on with behind position `end`: one page, and what is kept of the slot."""
+    def continuation_views(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
+        """Yield views of all that a slot needs to continue at position `end`.
+
+        These are the page of that position, and the slot's recurrent states with the latest inputs
+        of its convolutions.
+        """
         for layer, layout in zip(self.layers, self.layouts, strict=True):
             if isinstance(layout, RecurrentLayout):
                 ring, *states = layer.pools[:2]
                 yield from (state[slot] for state in states)
-                for position in range(end - layout.kernel + 1, end):  # below 0 none is read
+                for position in range(end - layout.kernel + 1, end):  # no row below 0 is read
                     yield ring[slot, position % ring.shape[1]]
             else:
                 yield from (pool[page] for pool in layer.pools)

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The queue of rounds on this process's device: enqueued in order, and never waited for in between.
+"""The queue of rounds on this process's device, which runs them in order without waiting between
+them.
 
-What a round emitted is copied to pinned memory on a stream of its own, and read some rounds later. A ring of
-`RING_DEPTH` rows separates the round that writes from the ones being read, so the host has to read a round
-before it enqueues the `RING_DEPTH`-th after it.
+A round's emission is copied to pinned memory on a separate stream, and read some rounds later. The
+ring's `RING_DEPTH` rows separate the running round from the rounds that are read, so the host has
+to read a round before it enqueues the `RING_DEPTH`-th round after it.
 """
 
 from __future__ import annotations
@@ -29,41 +30,64 @@ from spd.runtime.round.state import RING_DEPTH, RoundState
 from spd.runtime.round.transfer import to_device
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
-"""A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
+"""A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k], their number first."""
+
+
+class PendingSnapshot(NamedTuple):
+    """A snapshot that is to be saved: its place, its slot, its position and the page of that."""
+
+    place: int
+    slot: int
+    end: int
+    page: int
 
 
 class LocalPendingRound(NamedTuple):
-    """A round enqueued and not yet read."""
+    """A round that is enqueued and not yet read."""
 
     k: int
-    draft_forwards: int  # forward passes of the drafting loop
+    draft_forwards: int
+    """Forward passes of the drafting loop."""
     fetch: Callable[[], Fetched]
     queue: LocalRoundQueue
 
     def read(self) -> RoundResult:
-        """Wait until the round has run, and return what it emitted. Rounds are read in order."""
+        """Wait until the round has run, and return its emission. Rounds are read in order."""
         ring, times, logprobs, drafts = self.fetch()
         marks: list[int] = times.tolist()
-        began, verified, committed, ended = (marks[c] for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
-        verified = verified if began <= verified <= committed else committed
-        gap = max(0, began - self.queue.ended) if self.queue.ended else 0
-        self.queue.ended = ended
-        scores = (
-            None if logprobs is None else HostLogprobs(*(tensor.tolist() for tensor in logprobs))
+        began = marks[BEGAN]
+        verified = marks[VERIFIED]
+        committed = marks[COMMITTED]
+        ended = marks[ENDED]
+        if not began <= verified <= committed:  # not marked
+            verified = committed
+        gap = max(0, began - self.queue.last_ended) if self.queue.last_ended else 0
+        self.queue.last_ended = ended
+        host_logprobs = None
+        if logprobs is not None:
+            sampled, values, ids = logprobs
+            host_logprobs = HostLogprobs(sampled.tolist(), values.tolist(), ids.tolist())
+        next_drafts = None
+        if drafts is not None:
+            next_drafts = [row[1 : 1 + row[0]] for row in drafts.tolist()]
+        seconds = (
+            1e-9 * (ended - committed),
+            1e-9 * (verified - began),
+            1e-9 * (committed - verified),
         )
         return RoundResult(
             ring.tolist(),
-            scores,
+            host_logprobs,
             self.k,
             self.draft_forwards,
-            None if drafts is None else [row[1 : 1 + row[0]] for row in drafts.tolist()],
-            (1e-9 * (ended - committed), 1e-9 * (verified - began), 1e-9 * (committed - verified)),
+            next_drafts,
+            seconds,
             1e-9 * gap,
         )
 
 
 class HostCopies:
-    """Copies of the ring in pinned memory, made on a stream of their own. CUDA only."""
+    """Copies of the ring in pinned memory, made on a separate stream. CUDA only."""
 
     def __init__(self, state: RoundState) -> None:
         self.state = state
@@ -74,80 +98,94 @@ class HostCopies:
     def start(
         self, row: int, logprobs: Logprobs | None, drafts: Tensor | None
     ) -> Callable[[], Fetched]:
-        """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
-        # A graph's outputs, not `drafts`, are overwritten by its next replay, which does not wait for this.
-        kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
-        ran = torch.cuda.current_stream().record_event()
-        copied = torch.cuda.Event()
+        """Enqueue the copy of a ring row; return a function that waits for it and returns the
+        copies.
+
+        The copy runs once everything that is enqueued so far has run.
+        """
+        # The log-probabilities are a graph's outputs. Its next replay overwrites them without waiting for
+        # this copy, unlike `drafts`.
+        sources = [tensor.clone() for tensor in logprobs or ()]
+        if drafts is not None:
+            sources.append(drafts)
+        round_done = torch.cuda.current_stream().record_event()
+        copy_done = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(ran)
+            self.stream.wait_event(round_done)
             self.ring[row].copy_(self.state.ring[row], non_blocking=True)
             self.times[row].copy_(self.state.times[row], non_blocking=True)
-            on_host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in kept]
-            for source, target in zip(kept, on_host, strict=True):
+            targets = [
+                torch.empty_like(source, device="cpu", pin_memory=True) for source in sources
+            ]
+            for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self.stream)
-            copied.record()
+            copy_done.record()
 
         def fetch() -> Fetched:
-            copied.synchronize()
-            scores = None if logprobs is None else (on_host[0], on_host[1], on_host[2])
-            return self.ring[row], self.times[row], scores, None if drafts is None else on_host[-1]
+            """Wait for the copies and return them."""
+            copy_done.synchronize()
+            host_logprobs = None if logprobs is None else (targets[0], targets[1], targets[2])
+            host_drafts = None if drafts is None else targets[-1]
+            return self.ring[row], self.times[row], host_logprobs, host_drafts
 
         return fetch
 
 
 class LocalRoundQueue:
-    """Writes slots' rows and prompts, and runs rounds in order, captured or eager, with a ticket for each.
+    """Writes slots and prompts, and runs rounds in order, captured or eager.
 
-    With several ranks the calls are made on every one of them, in the same order: they take plain values,
-    which may not depend on what only one rank knows.
+    With several ranks the same calls are made on each of them, in the same order: their arguments
+    are plain values that do not depend on a rank.
     """
 
     def __init__(
         self,
         round_: Round,
         captured: CapturedRounds | None,
-        states: SnapshotStore,
+        snapshots: SnapshotStore,
         threads: AdaptiveThreads,
-        reach: int,
+        draft_limit: int,
         *,
         alone: bool,
     ) -> None:
-        """reach: positions up to which is drafted; alone: whether this is the only rank."""
+        """draft_limit: length up to which tokens are drafted.
+
+        alone: True if this is the only rank.
+        """
         self.round = round_
         self.captured = captured
-        self.states = states
+        self.snapshots = snapshots
         self.threads = threads
         self.state = round_.state
         self.runner = round_.runner
         self.sampler = round_.sampler
         self.proposer = round_.proposer
-        self.reach = reach
+        self.draft_limit = draft_limit
         self.alone = alone
-        self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
+        self.host_copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
-        """Of the ring, with their times."""
+        """The rows of the ring, with their times."""
         self.last_views = [EMPTY_SLOT] * self.state.slots
-        """Of each occupied slot, those of the last round that it took part in: it may sit out the next."""
+        """Each occupied slot's view in the last round that it took part in: it may sit out the next."""
         self.launched = 0
-        self.behind = 0
-        """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
-        self.ended = (
-            0  # when the round that was read last had run, in nanoseconds by the device's clock
-        )
+        """Rounds enqueued so far."""
+        self.missing_tokens = 0
+        """Upper bound of the tokens that the proposer's cache lacks, besides one round's drafts."""
+        self.last_ended = 0
+        """When the round read last had run, in nanoseconds by the device's clock."""
         self.scores: dict[int, ScoreRows] = {}
-        """Scores of the prompts that are being written, by slot, where they are asked for."""
-        self._ids: Tensor | None = None  # of the prompt that is being written: int64 [length]
+        """Scores of the prompts that are being written, by slot, where they are requested."""
+        self._prompt_ids: Tensor | None = None
+        """The ids of the prompt that is being written, int64 [length]."""
         self.unwritten: list[PromptPart] = []
-        """Parts of prompts that are written together, in one pass where the kernels allow that."""
-        self.unsaved: list[
-            tuple[int, int, int, int]
-        ] = []  # what `save` is to copy once they are written
+        """Parts of prompts that the next `flush` writes, in one pass where the kernels allow that."""
+        self.unsaved: list[PendingSnapshot] = []
+        """Snapshots that the next `flush` saves once these parts are written."""
 
     @property
     def is_writing(self) -> bool:
-        """True while parts of prompts, or checkpoints behind them, wait to be written."""
+        """True while parts of prompts, or snapshots after them, wait to be written."""
         return bool(self.unwritten or self.unsaved)
 
     # -- slots -----------------------------------------------------------------------------------
@@ -157,22 +195,22 @@ class LocalRoundQueue:
         slot = admission.slot
         prefilled = admission.prefilled
         proposer = self.proposer
-        reads_kept_states = prefilled and proposer is not None and proposer.reads_target_states
-        if admission.snapshot is not None or reads_kept_states:
-            self.flush()  # the slot begins with what unwritten parts keep on its pages
+        reads_page_states = prefilled and proposer is not None and proposer.reads_target_states
+        if admission.snapshot is not None or reads_page_states:
+            self.flush()  # unwritten parts may write the pages that the slot starts from
         if admission.snapshot is not None:
-            page = page_of(admission.pages, prefilled)
-            self.states.load(admission.snapshot, slot, prefilled, page)
+            page = page_at(admission.pages, prefilled)
+            self.snapshots.load(admission.snapshot, slot, prefilled, page)
         self.scores.pop(slot, None)
         ids = to_device(admission.tokens, torch.long, self.state.device)
-        self._ids = ids
+        self._prompt_ids = ids
         self.state.admit(
             slot,
             ids,
             admission.length_limit,
             admission.prompt_length + admission.params.min_tokens,
             admission.stop_ids,
-            self.reach,
+            self.draft_limit,
             admission.draft_max,
         )
         prompt_length = admission.prompt_length
@@ -188,33 +226,34 @@ class LocalRoundQueue:
         table[slot] = self.runner.page_row(pages, table.shape[1])
 
     def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
-        """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
+        """Set masks int32 [R, words] of a slot's next round, and its drafts, of which `legal` are allowed."""
         self.sampler.set_masks(slot, rows)
-        if drafts:  # rounds that it did not take part in may have overwritten them
+        if drafts:  # rounds without the slot may have overwritten them
             self.state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.state.device)
         self.state.num_drafts[slot].fill_(legal)
 
     def resume(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        """Have a slot that a stop id has silenced stop at these from now on: it is to go on."""
-        self.state.stop_at(slot, stop_ids)
-        self.behind = max(self.behind, 1)  # nothing was drafted for it since
+        """Let a slot continue that a stop id has stopped; from now on it stops at these ids."""
+        self.state.set_stop_ids(slot, stop_ids)
+        self.missing_tokens = max(self.missing_tokens, 1)  # its last token was not fed
 
     def set_active(self, slot: int, active: bool) -> None:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         self.state.set_active(slot, active)
 
-    def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
-        """Silence a slot, once its pages hold what others find there: up to position `held`.
+    def retire(self, slot: int, pages: list[int], end: int, place: int | None) -> None:
+        """Deactivate a slot, after all positions up to `end` are written to its pages.
 
-        place: of the checkpoint that its states go to.
+        place: the place of the snapshot that its recurrent states are saved to; None: they are not
+        saved.
         """
         self.flush()
         self._catch_up()
-        page = page_of(pages, held)
+        page = page_at(pages, end)
         if place is not None:
-            self.states.save(place, slot, held, page)
+            self.snapshots.save(place, slot, end, page)
         elif page != TRASH_PAGE and self.proposer is not None:
-            self.proposer.leave(slot, held, page)
+            self.proposer.save_tail(slot, end, page)
         self.state.retire(slot)
         self.last_views[slot] = EMPTY_SLOT
 
@@ -234,45 +273,48 @@ class LocalRoundQueue:
         start: int,
         end: int,
         chunked: bool,
-        scored: int | None = None,
+        num_scores: int | None = None,
     ) -> None:
-        """Write the caches of positions of the prompt that was placed last, at the latest in `flush`.
+        """Write the caches of positions `start` to `end` of the prompt admitted last, at `flush` at
+        latest.
 
-        scored: how many likeliest tokens to keep behind each position, beside the prompt's own; None: none.
+        num_scores: how many likeliest tokens to score at each position, besides the prompt's token;
+        None: no scores.
         """
-        assert self._ids is not None
-        part = PromptPart(
-            slot, self._ids[None], start, end, SlotView(len(self._ids), pages), chunked
-        )
-        rows = sum(each.filled for each in (*self.unwritten, part))
-        if rows > self.runner.chunk or any(each.slot == slot for each in self.unwritten):
+        ids = self._prompt_ids
+        assert ids is not None
+        part = PromptPart(slot, ids[None], start, end, SlotView(len(ids), pages), chunked)
+        rows = part.padded_rows + sum(unwritten.padded_rows for unwritten in self.unwritten)
+        has_part = any(unwritten.slot == slot for unwritten in self.unwritten)
+        if rows > self.runner.chunk or has_part:
             self.flush()
         self.unwritten.append(part)
-        if scored is not None:
-            self.scores.setdefault(slot, ScoreRows(scored))
+        if num_scores is not None:
+            self.scores.setdefault(slot, ScoreRows(num_scores))
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
-        """Copy a slot's states as of position `end`, at the latest in `flush`, to a checkpoint's place."""
-        self.unsaved.append((place, slot, end, page_of(pages, end)))
+        """Save a slot's states as of position `end` to a snapshot's place, at `flush` at the latest."""
+        self.unsaved.append(PendingSnapshot(place, slot, end, page_at(pages, end)))
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Enqueue what is still to be written of prompts."""
+        """Enqueue all parts of prompts and snapshots that wait to be written."""
         if self.unwritten:
             outputs = self.runner.write(self.unwritten)
             for part, output in zip(self.unwritten, outputs, strict=True):
-                if (scores := self.scores.get(part.slot)) is not None:
+                scores = self.scores.get(part.slot)
+                if scores is not None:
                     scores.add(self.runner, part, output.hidden)
             if self.proposer is not None:
                 self.proposer.prefill(self.unwritten, [output.states for output in outputs])
-        for each in self.unsaved:
-            self.states.save(*each)
-        # and not before: what broke off is still to be written
+        for pending in self.unsaved:
+            self.snapshots.save(pending.place, pending.slot, pending.end, pending.page)
+        # Not before: after an exception all of it is still unwritten.
         self.unwritten = []
         self.unsaved = []
 
     def prompt_scores(self, slot: int) -> PromptScores:
-        """Return, and forget, the scores of a slot's prompt; waits until they are computed."""
+        """Wait for the scores of a slot's prompt; return and drop them."""
         self.flush()
         scores = self.scores.pop(slot, None)
         return ScoreRows(0).fetch() if scores is None else scores.fetch()
@@ -288,22 +330,25 @@ class LocalRoundQueue:
         next_k: int,
     ) -> LocalPendingRound:
         """Enqueue one round; see `Round.run`."""
-        self.threads.follow()
+        self.threads.adapt()
         if self.is_writing:
             self.flush()
         proposer = self.proposer
         forwards = 0
         if proposer is not None:
-            known = zip(views, self.last_views, strict=True)
-            self.last_views = [view if view.bound else last for view, last in known]
-            keeps_up = 0 < next_k <= proposer.max_model_drafts
-            forwards = next_k if keeps_up and proposer.samples_drafts else 0
-            if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
+            self.last_views = [
+                view if view.bound else last_view
+                for view, last_view in zip(views, self.last_views, strict=True)
+            ]
+            model_drafts = 0 < next_k <= proposer.max_model_drafts
+            forwards = next_k if model_drafts and proposer.samples_drafts else 0
+            missing = self.missing_tokens
+            if model_drafts or (missing and missing + k >= CATCH_UP):
                 self._catch_up()
-            if not keeps_up:
-                self.behind += 1 + (k if self.behind else 0)
+            if not model_drafts:
+                self.missing_tokens += 1 + (k if self.missing_tokens else 0)
         if self.captured is not None:
-            shape = RoundShape(k, next_k, needs, num_logprobs, self.captured.slots_for(views))
+            shape = RoundShape(k, next_k, needs, num_logprobs, self.captured.num_slots(views))
             logprobs = self.captured.run(shape, views)
         else:
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
@@ -314,24 +359,27 @@ class LocalRoundQueue:
             drafts = torch.cat(
                 (self.state.num_drafts.unsqueeze(-1), self.state.draft[:, :next_k]), dim=1
             )
-        if self.copies is not None:
-            return LocalPendingRound(k, forwards, self.copies.start(row, logprobs, drafts), self)
-        emitted = (*self.rows[row], logprobs, drafts)
-        return LocalPendingRound(k, forwards, lambda: emitted, self)
+        if self.host_copies is not None:
+            fetch = self.host_copies.start(row, logprobs, drafts)
+            return LocalPendingRound(k, forwards, fetch, self)
+        ring, times = self.rows[row]
+        fetched = (ring, times, logprobs, drafts)
+        return LocalPendingRound(k, forwards, lambda: fetched, self)
 
     @torch.inference_mode()
     def _catch_up(self) -> None:
-        """Bring the proposer's cache up, before it drafts or others may find what is on its pages."""
+        """Feed the tokens that the proposer's cache lacks, before it drafts or its pages are published."""
         proposer = self.proposer
         views = self.last_views
-        if proposer is not None and self.behind and any(view.bound for view in views):
-            proposer.catch_up(self.behind, views)
-        self.behind = 0
+        if proposer is not None and self.missing_tokens and any(view.bound for view in views):
+            proposer.catch_up(self.missing_tokens, views)
+        self.missing_tokens = 0
 
     def capture(self, shape: RoundShape) -> bool:
-        """Capture a round while nothing runs. False: memory ran out, and all are let go.
+        """Capture a round while nothing runs. False if memory ran out, and all captures were
+        dropped.
 
-        Raises what was raised where other ranks would not know of that.
+        With several ranks the error is raised instead, since the others do not know of it.
         """
         captured = self.captured
         assert captured is not None
@@ -341,23 +389,27 @@ class LocalRoundQueue:
             if not (self.alone and is_out_of_memory(error)):
                 raise
             captured.captured.clear()
-            captured.pool = None
-            captured.lazily = True
+            captured.pool_graph = None
+            captured.only_on_demand = True
             release_memory(error)
             return False
         return True
 
     def restart(self) -> None:
-        """After a round that broke off: the next one writes the row of the ring that will be read for it."""
+        """Drop what was enqueued, after a round that failed.
+
+        The counter is set so that the next round writes the row of the ring that will be read for
+        it.
+        """
         self.unwritten = []
         self.unsaved = []
         self.state.counter.fill_(self.launched)
-        self.behind = 0
+        self.missing_tokens = 0
 
     def close(self) -> None:
-        """Let go of what is not this process's own: nothing."""
+        """Do nothing: this process owns all that it uses."""
 
 
-def page_of(pages: Sequence[int], held: int) -> int:
-    """The page that goes on behind `held` positions; the trash page where none does."""
-    return pages[held // PAGE_SIZE] if held % PAGE_SIZE else TRASH_PAGE
+def page_at(pages: Sequence[int], end: int) -> int:
+    """Return the page that is partly full after `end` positions; the trash page where none is."""
+    return pages[end // PAGE_SIZE] if end % PAGE_SIZE else TRASH_PAGE

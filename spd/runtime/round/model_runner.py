@@ -1,6 +1,6 @@
-"""Runs one model over its paged cache: windows of a few rows, and prefill by spans.
+"""Running one model over its paged cache: windows of a few rows, and prefill of parts of prompts.
 
-Owns the model, its pools and how rows are padded. Knows slots as rows of a page table, not requests.
+The runner owns the model, its pools and the padding of rows. To it a slot is a row of a page table.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from spd.runtime.round import arithmetic_probe as probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
-from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, columns
+from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView
 from spd.runtime.round.transfer import to_device
 
 
-def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
-    """Rows [P, ...] of the slots int64 [P] among zeros: [slots, ...]."""
-    return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
+def _scatter(rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+    """Return rows [P, ...] of slots, int64 [P], among zeros for the other slots: [num_slots, ...]."""
+    return rows.new_zeros(num_slots, *rows.shape[1:]).index_copy_(0, slots, rows)
 
 
 def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
-    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
-    whole, rest = divmod(rows, WIDEST)
-    return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
+    """Return the smallest padded number of rows: full tiles of the widest bucket, and a bucket."""
+    full_tiles, remaining_rows = divmod(rows, WIDEST)
+    padded = full_tiles * WIDEST
+    if remaining_rows:
+        padded += next(bucket for bucket in buckets if bucket >= remaining_rows)
+    return padded
 
 
-def joined(outputs: Sequence[ModelOutput]) -> ModelOutput:
-    """Return outputs [1, rows, hidden] of neighbouring rows as one."""
+def concatenate_outputs(outputs: Sequence[ModelOutput]) -> ModelOutput:
+    """Return outputs [1, rows, hidden] of consecutive rows as one."""
     hidden = torch.cat([output.hidden for output in outputs], 1)
     if all(output.states is output.hidden for output in outputs):
         return ModelOutput.of(hidden)
@@ -64,71 +67,81 @@ class ModelRunner:
         *,
         alone: bool = True,
     ) -> None:
-        """alone: whether no other rank has to run passes of the same shapes."""
+        """alone: True if no other rank has to run passes of the same shapes."""
         self.model = model
         self.cache = cache
         self.chunk = chunk
         self.device = device
-        self.draws = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
-        """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
+        self.samples_in_head = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
+        """True if the head can sample tokens without writing logits.
+
+        Capped logits need the sampler.
+        """
         self.kernels = kernels
         self.dtype = cache.dtype
         self.merges_prompts = kernels.capabilities.row_independent
-        """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
-        self.pages_per_block = (
-            KV_BLOCK // cache.page_size
-        )  # pages of a whole block of an attended context
+        """True if prompts of several slots may share a pass, as other rows do not change a row's bits."""
+        self.pages_per_block = KV_BLOCK // cache.page_size
+        """Pages of a full block of an attended context."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
-        """Row counts that give the same bits; None where every number does by construction."""
-        self.tile = (
-            sys.maxsize if kernels.capabilities.row_independent else WIDEST
-        )  # rows of a product at most
+        """Row counts that give the same bits; None where every count does by construction."""
+        self.tile = sys.maxsize if kernels.capabilities.row_independent else WIDEST
+        """Rows of a product at most."""
         if kernels.capabilities.probes_row_counts:
-            self._try_arithmetic(alone)
+            self._probe_row_counts(alone)
 
-    def _try_arithmetic(self, alone: bool) -> None:
-        """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
+    def _probe_row_counts(self, alone: bool) -> None:
+        """Set `buckets` by running a fixed text through the first layers.
+
+        See `arithmetic_probe`.
+        """
         model = self.model
         self.buckets = (WIDEST,)
         end = min(KV_BLOCK, model.max_positions)
         if end < WIDEST:
             return
-        self.buckets = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
+        self.buckets = (*CANDIDATES, WIDEST)  # so that no width is padded while it is tested
         generator = torch.Generator().manual_seed(0)
         start = end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
-        layers = model.caches[: max(probe.PROBED_LAYERS, model.varied_layers)]
-        room = (pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
-        cache = KvCache(layers, *room, slots=1, depth=2 * WIDEST)
-        for pool in (pool for layer in cache.layers for pool in layer.pools):
-            pool.copy_(torch.randn(pool.shape, generator=generator))
+        cache = KvCache(
+            model.caches[: max(probe.PROBED_LAYERS, model.varied_layers)],
+            num_pages=pages[-1] + 1,
+            page_size=self.cache.page_size,
+            dtype=self.dtype,
+            device=self.device,
+            slots=1,
+            depth=2 * WIDEST,
+        )
+        for layer in cache.layers:
+            for pool in layer.pools:
+                pool.copy_(torch.randn(pool.shape, generator=generator))
         ids = torch.randint(model.vocab_size, (1, end), generator=generator).to(self.device)
         ring = torch.randn(1, WIDEST, model.state_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
-        def window(first: int, rows: int, blocks: int) -> probe.Pass:
-            place = start + first
-            part = PromptPart(
-                0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), False
-            )
-            given = SlotRows(self.prompt_rows(part), self.page_tables([part]), [part.view], states)
-            if (
-                cache.recurrent
-            ):  # a state as of the text's first row, from where tokens are applied again
-                run = torch.tensor([[0], [0], [rows], [place], [start]], device=self.device)
-                given = given._replace(segments=Segments(run, cache.applied.fill_(start)))
-            hidden = model.forward(self._batch(given), cache.layers).hidden
+        def run_window(first: int, rows: int, blocks: int) -> probe.Outputs:
+            """Run a window of the text's last rows with so many blocks of context."""
+            begin = start + first
+            view = SlotView(blocks * KV_BLOCK, pages)
+            part = PromptPart(0, ids, begin, begin + rows, view, chunked=False)
+            slot_rows = SlotRows(self.prompt_rows(part), self.page_tables([part]), [view], states)
+            if cache.recurrent:  # the state is as of `start`; the tokens after it are applied again
+                table = torch.tensor([[0], [0], [rows], [begin], [start]], device=self.device)
+                segments = Segments(table, cache.applied.fill_(start))
+                slot_rows = slot_rows._replace(segments=segments)
+            hidden = model.forward(self._batch(slot_rows), cache.layers).hidden
             return hidden, model.logits(hidden, WIDEST)
 
-        self.buckets = probe.admitted_buckets(window)
+        self.buckets = probe.matching_buckets(run_window)
         if alone:
             products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
-                self.buckets = probe.summed_alike(product, self.buckets)
+                self.buckets = probe.matching_sum_order(product, self.buckets)
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
-        """A page-table row int64 [width], unused entries pointing at the zero page."""
+        """Return a row of a page table, int64 [width], whose unused entries are the zero page."""
         return to_device([*pages, *[ZERO_PAGE] * (width - len(pages))], torch.long, self.device)
 
     def forward(
@@ -140,47 +153,59 @@ class ModelRunner:
         *,
         keeps: bool = True,
     ) -> ModelOutput:
-        """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
+        """Return the hidden states [S, Q, hidden] of windows, and write the KV of their valid rows.
 
-        states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
-        keeps: whether all before the rows is committed, which recurrent layers may then write down.
+        views: one for each slot. states: target states of the S slots, for models that read some.
+        keeps: True if all tokens before the rows are committed, so that recurrent layers may store
+        their states. In torch's form the states of slots without rows are zeros.
         """
-        given = SlotRows(rows, page_table, views, states)
-        present = self._present(views)
-        if present is not None:
-            given = given.of(present)
-        slots, width = given.rows.token_ids.shape
+        slot_rows = SlotRows(rows, page_table, views, states)
+        occupied = self._occupied_slots(views)
+        if occupied is not None:
+            slot_rows = slot_rows.select(occupied)
+        num_slots, width = slot_rows.rows.token_ids.shape
         if self.cache.recurrent:
-            own = torch.arange(slots, device=self.device) if present is None else present
-            given = given.windows(own, self.cache.applied, keeps=keeps)
-        made = self._run(self._batch(given)).each(
-            lambda t: t[: slots * width].view(slots, width, -1)
+            slots = occupied
+            if slots is None:
+                slots = torch.arange(num_slots, device=self.device)
+            slot_rows = slot_rows.with_segments(slots, self.cache.applied, keeps=keeps)
+        output = self._run(self._batch(slot_rows)).map(
+            lambda tensor: tensor[: num_slots * width].view(num_slots, width, -1)
         )
-        return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
+        if occupied is None:
+            return output
+        return output.map(lambda tensor: _scatter(tensor, occupied, len(views)))
 
-    def _of_prompts(
+    def _prompt_slot_rows(
         self,
         parts: Sequence[PromptPart],
         states: Sequence[HeadStates | None],
         width: int | None = None,
     ) -> SlotRows:
-        """The rows of parts of prompts, see `prompt_rows`, and all that one pass over them reads.
+        """Return the rows of parts of prompts, see `prompt_rows`, with all that one pass over them
+        reads.
 
-        states: of each part's slot. Every layer writes all rows before any reads.
+        states: target states of each part's slot. Every layer writes all rows before it reads any.
         """
-        own = [self.prompt_rows(part, width) for part in parts]
-        tables = self.page_tables(parts)
-        rows = Rows(*map(torch.cat, zip(*map(columns, own), strict=True)))
-        counts = [len(each.valid) for each in own]
-        held = None
+        part_rows = [self.prompt_rows(part, width) for part in parts]
+        rows = Rows(
+            torch.cat([rows.token_ids for rows in part_rows]),
+            torch.cat([rows.positions for rows in part_rows]),
+            torch.cat([rows.valid for rows in part_rows]),
+            torch.cat([rows.kv_slots for rows in part_rows]),
+        )
+        window_counts = [len(rows.valid) for rows in part_rows]
+        window_states = None
         segments = None
         if states[0] is not None:
             rings = [
-                each.rings.expand(n, -1, -1) for each, n in zip(states, counts, strict=True) if each
+                part_states.rings.expand(count, -1, -1)
+                for part_states, count in zip(states, window_counts, strict=True)
+                if part_states
             ]
-            held = HeadStates(torch.cat(rings), states[0].depth)
-        if self.cache.recurrent:  # all of their rows stay
-            firsts = accumulate((rows.valid.numel() for rows in own[:-1]), initial=0)
+            window_states = HeadStates(torch.cat(rings), states[0].depth)
+        if self.cache.recurrent:  # all of their rows are committed
+            firsts = accumulate((rows.valid.numel() for rows in part_rows[:-1]), initial=0)
             segments = self._segments(
                 [
                     SegmentRow(
@@ -193,144 +218,172 @@ class ModelRunner:
                     for part, first in zip(parts, firsts, strict=True)
                 ]
             )
-        table = torch.cat([one.expand(n, -1) for one, n in zip(tables, counts, strict=True)])
-        views = [part.view for part, n in zip(parts, counts, strict=True) for _ in range(n)]
-        return SlotRows(rows, table, views, held, segments)
+        tables = zip(self.page_tables(parts), window_counts, strict=True)
+        page_table = torch.cat([table.expand(count, -1) for table, count in tables])
+        views: list[SlotView] = []
+        for part, count in zip(parts, window_counts, strict=True):
+            views.extend([part.view] * count)
+        return SlotRows(rows, page_table, views, window_states, segments)
 
-    def _segments(self, runs: Sequence[SegmentRow]) -> Segments:
-        """Upload runs as the columns of a table; see `Segments`."""
-        table = [value for column in zip(*runs, strict=True) for value in column]
+    def _segments(self, segment_rows: Sequence[SegmentRow]) -> Segments:
+        """Upload segments as the columns of a table; see `Segments`."""
+        table = [value for column in zip(*segment_rows, strict=True) for value in column]
         return Segments(to_device(table, torch.long, self.device).view(5, -1), self.cache.applied)
 
-    def _present(self, views: Sequence[SlotView]) -> Tensor | None:
-        """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
+    def _occupied_slots(self, views: Sequence[SlotView]) -> Tensor | None:
+        """Return the slots with rows, int64 [P]; None if all slots are run.
+
+        All are run where each has rows, and on a GPU.
+        """
         if self.kernels.capabilities.reads_no_lengths:
             return None
-        present = [slot for slot, view in enumerate(views) if view.bound]
-        return (
-            to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
-        )
+        occupied = [slot for slot, view in enumerate(views) if view.bound]
+        if not 0 < len(occupied) < len(views):
+            return None
+        return to_device(occupied, torch.long, self.device)
 
     def _batch(
-        self, own: SlotRows, tile: int | None = None, chunk_start: int | None = None
+        self, slot_rows: SlotRows, tile: int | None = None, chunk_start: int | None = None
     ) -> ForwardBatch:
-        rows = own.rows
+        """Return the batch of a pass, padded to a bucket.
+
+        tile: rows of a product at most. chunk_start: the first position of a chunk, None for
+        windows.
+        """
+        rows = slot_rows.rows
         tile = tile or self.tile
         slots, width = rows.token_ids.shape
-        ids, positions, places = (
-            t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)
-        )
+        token_ids = rows.token_ids.reshape(-1)
+        positions = rows.positions.reshape(-1)
+        kv_slots = rows.kv_slots.reshape(-1)
         if self.buckets is not None and chunk_start is None:
-            extra = bucket_for(slots * width, self.buckets) - slots * width
-            if extra:
-                # The last row again, which touches no expert that is not touched; it keeps nothing.
-                ids, positions = (torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions))
-                places = pad(places, (0, extra), value=self.trash_slot)
+            padding = bucket_for(slots * width, self.buckets) - slots * width
+            if padding:
+                # The last row is repeated, so that no other expert is used. Its KV is not stored.
+                token_ids = torch.cat((token_ids, token_ids[-1:].expand(padding)))
+                positions = torch.cat((positions, positions[-1:].expand(padding)))
+                kv_slots = pad(kv_slots, (0, padding), value=self.trash_slot)
         return ForwardBatch(
-            token_ids=ids,
+            token_ids=token_ids,
             positions=positions,
-            kv_slots=places,
-            page_table=own.page_table,
-            plan=self._attention_plan(own, chunk_start),
+            kv_slots=kv_slots,
+            page_table=slot_rows.page_table,
+            plan=self._attention_plan(slot_rows, chunk_start),
             num_slots=slots,
             width=width,
             tile=tile,
             chunk_start=chunk_start,
-            states=own.states,
-            segments=own.segments,
+            states=slot_rows.states,
+            segments=slot_rows.segments,
         )
 
     def _run(self, batch: ForwardBatch) -> ModelOutput:
-        """The model's pass over its cache; then the states of the slots that had rows are as of `keep`."""
-        made = self.model.forward(batch, self.cache.layers)
+        """Run the model over its cache.
+
+        The states of slots with rows are as of `keep` afterwards.
+        """
+        output = self.model.forward(batch, self.cache.layers)
         if batch.segments is not None:
             segments = batch.segments
             slots = segments.slots
             before = segments.applied[slots]
             after = torch.where(segments.counts > 0, segments.keeps, before)
             segments.applied.scatter_(0, slots, after)
-        return made
+        return output
 
     def _attention_plan(
-        self, given: SlotRows, chunk_start: int | None
+        self, slot_rows: SlotRows, chunk_start: int | None
     ) -> dict[HeadShape, AttentionPlan]:
         """Plan the attention of all layers over the slots' rows, for each shape of heads."""
-        positions = given.rows.positions
+        positions = slot_rows.rows.positions
         bounds: list[int] = []
         first_pages: list[int | None] = []
-        if self.buckets is not None:  # only the torch form asks the host
+        if self.buckets is not None:  # only torch's form reads the host's views
             if chunk_start is None:
-                extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
-                positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
-            for view in given.views:
+                padding = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
+                positions = torch.cat((positions, positions[:, -1:].expand(-1, padding)), 1)
+            for view in slot_rows.views:
                 bounds.append(-(-view.bound // KV_BLOCK) * KV_BLOCK)
                 count = bounds[-1] // self.cache.page_size
                 pages = list(view.pages[:count])
-                in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
-                first_pages.append(pages[0] if in_order else None)
+                is_consecutive = bool(pages) and pages == list(range(pages[0], pages[0] + count))
+                first_pages.append(pages[0] if is_consecutive else None)
         windows = Windows(
-            positions, given.rows.valid, given.page_table, bounds, first_pages, chunk_start
+            positions,
+            slot_rows.rows.valid,
+            slot_rows.page_table,
+            bounds,
+            first_pages,
+            chunk_start,
         )
-        shapes = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
+        shapes = {
+            (heads.num_heads, heads.num_kv_heads, heads.head_dim): heads
+            for heads in self.model.heads
+        }
         return {
             shape: self.kernels.plan_attention(windows, heads, self.cache.page_size, self.dtype)
             for shape, heads in shapes.items()
         }
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
-        """Float32 logits [..., V] of hidden [..., hidden].
+        """Return float32 logits [..., V] of hidden [..., hidden].
 
-        views: one for each of the first dimension, where some may have no rows; see `forward`.
+        views: one for each entry of the first dimension, where some may have no rows; see
+        `forward`.
         """
-        if (present := self._present(views)) is not None:
-            hidden = hidden.index_select(0, present)
+        occupied = self._occupied_slots(views)
+        if occupied is not None:
+            hidden = hidden.index_select(0, occupied)
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
-        if extra:
-            flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        scores = self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
-        return scores if present is None else _spread(scores, present, len(views))
+        padding = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
+        if padding:
+            flat = torch.cat((flat, flat.new_zeros(padding, flat.shape[1])))
+        logits = self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
+        return logits if occupied is None else _scatter(logits, occupied, len(views))
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
-        """Tokens [S, R] of hidden [S, R, hidden] and whether each is finite; None where no head draws."""
-        if not self.draws:
+        """Sample tokens [S, R] in the head from hidden [S, R, hidden].
+
+        The second tensor is True where a token is finite. None if the head cannot sample.
+        """
+        if not self.samples_in_head:
             return None
         slots, rows = hidden.shape[:2]
-        # The last row of every window reshapes to a view with gaps, which kernels do not read.
+        # The last rows of all windows are not contiguous, and kernels read contiguous rows only.
         tokens, finite = self.model.sample(hidden.reshape(slots * rows, -1).contiguous(), draw)
         return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:
-        """A slot begins: of its text nothing is known but pages, and states as of `start`."""
+        """Begin a slot that has pages and recurrent states as of position `start`."""
         if self.cache.recurrent:
             self.cache.applied[slot].fill_(start)
 
     def settle(self, slot: int, end: int) -> None:
-        """Apply a slot's ring rows below position `end`, all committed: its states are as of there then."""
+        """Advance a slot's recurrent states to position `end`, by its ring rows, all of them committed."""
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
-            run = SegmentRow(slot, first=0, rows=1, start=end, keep=end)
-            self.model.settle(self._segments([run]), self.cache.layers)
+            segment = SegmentRow(slot, first=0, rows=1, start=end, keep=end)
+            self.model.settle(self._segments([segment]), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
     def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:
-        """The rows of a part of a prompt, as one window or as windows of `width`.
+        """Return the rows of a part of a prompt, as one window or as windows of `width`.
 
-        The last is filled up with rows that keep nothing: the last row again, which touches no expert that
-        is not touched.
+        The last window is padded by repeating its last row, so that no other expert is used. The
+        padding is not valid and its KV is not stored.
         """
         width = width or part.end - part.begin
         count = -(-(part.end - part.begin) // width)
-        own = part.begin + torch.arange(count * width, device=self.device).view(count, width)
-        valid = own < part.end
-        positions = own.clamp(max=part.end - 1)
+        padded = part.begin + torch.arange(count * width, device=self.device).view(count, width)
+        valid = padded < part.end
+        positions = padded.clamp(max=part.end - 1)
         table = self.page_tables([part]).expand(count, -1)
         slots = kv_slots(table, positions, valid, self.cache.page_size, self.trash_slot)
         return Rows(part.token_ids[0][positions], positions, valid, slots)
 
     def page_tables(self, parts: Sequence[PromptPart]) -> Tensor:
-        """A page table int64 [N, pages], in whole blocks of context, of each part's slot."""
+        """Return a page table, int64 [N, pages], of the parts' slots, in full blocks of context."""
         blocks = max(1, *(-(-len(part.view.pages) // self.pages_per_block) for part in parts))
         width = blocks * self.pages_per_block
         return torch.stack([self.page_row(part.view.pages, width) for part in parts])
@@ -340,46 +393,51 @@ class ModelRunner:
     ) -> list[ModelOutput]:
         """Write the KV of parts of prompts; return each part's output [1, end - begin, hidden].
 
-        states: of each part's slot, for models that read some.
+        states: target states of each part's slot, for models that read some.
         """
         rings: Sequence[HeadStates | None] = states or [None] * len(parts)
         if self.merges_prompts and parts:
-            return self._write_together(parts, rings)
-        return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
+            return self._write_merged(parts, rings)
+        return [self._write_part(part, ring) for part, ring in zip(parts, rings, strict=True)]
 
-    def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> ModelOutput:
-        """Run one pass over a chunk, or one for each few rows."""
+    def _write_part(self, part: PromptPart, ring: HeadStates | None) -> ModelOutput:
+        """Write one part: a chunk in one pass, or tiles of a few rows in one pass each."""
         step = self.chunk if part.chunked else self.kernels.capabilities.tail_rows
         outputs: list[ModelOutput] = []
         for begin in range(part.begin, part.end, step):
             end = min(begin + step, part.end)
             piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
             outputs.append(self.forward_prompt(piece, ring))
-        return outputs[0] if len(outputs) == 1 else joined(outputs)
+        return outputs[0] if len(outputs) == 1 else concatenate_outputs(outputs)
 
-    def _write_together(
-        self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]
+    def _write_merged(
+        self, parts: Sequence[PromptPart], states: Sequence[HeadStates | None]
     ) -> list[ModelOutput]:
-        """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
-        output = self._run(self._batch(self._of_prompts(parts, held, MERGED_WIDTH)))
+        """Write all parts in one pass.
+
+        Every layer writes all rows before it reads any, so a part may continue another part's
+        pages.
+        """
+        slot_rows = self._prompt_slot_rows(parts, states, MERGED_WIDTH)
+        output = self._run(self._batch(slot_rows))
         outputs: list[ModelOutput] = []
         begin = 0
         for part in parts:
-            own = slice(begin, begin + part.end - part.begin)
-            outputs.append(output.each(itemgetter((None, own))))
-            begin += part.filled
+            rows = slice(begin, begin + part.end - part.begin)
+            outputs.append(output.map(itemgetter((None, rows))))
+            begin += part.padded_rows
         return outputs
 
     def forward_prompt(self, part: PromptPart, states: HeadStates | None = None) -> ModelOutput:
-        """Hidden states [1, end - begin, hidden] of a part of a prompt in one pass, writing its KV.
+        """Write the KV of a part of a prompt in one pass; return its output [1, end - begin,
+        hidden].
 
-        states: of its slot, for models that read some.
+        states: target states of its slot, for models that read some.
         """
-        given = self._of_prompts([part], [states])
+        slot_rows = self._prompt_slot_rows([part], [states])
         count = part.end - part.begin
-        batch = (
-            self._batch(given, count, chunk_start=part.begin)
-            if part.chunked
-            else self._batch(given)
-        )
-        return self._run(batch).each(lambda tensor: tensor[None, :count])
+        if part.chunked:
+            batch = self._batch(slot_rows, count, chunk_start=part.begin)
+        else:
+            batch = self._batch(slot_rows)
+        return self._run(batch).map(lambda tensor: tensor[None, :count])

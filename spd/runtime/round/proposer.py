@@ -1,4 +1,4 @@
-"""What a round asks of a proposer: it keeps up with the committed tokens and proposes the next k."""
+"""The proposer's interface: it keeps up with the committed tokens and proposes the next k."""
 
 from __future__ import annotations
 
@@ -13,57 +13,67 @@ from spd.runtime.round.sampling_params import SamplingSteps
 
 
 class Proposer:
-    """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
+    """Writes `state.draft[:, :k]` and `state.num_drafts`; every draft is verified.
 
-    `draft` is part of the round's device program, captured once for each k: fixed shapes, nothing read from
-    the device, no value of the host's that changes between calls (`views` is for torch's form). Inactive
-    slots get no drafts, others up to k. What a cache misses from rounds that did not draft is brought up by
-    `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
+    `draft` is part of the round's device program, captured once for each k: its shapes are fixed,
+    it reads nothing from the device, and no host value may change between calls (only torch's form
+    uses `views`). Inactive slots get no drafts, others up to k. What a cache lacks of rounds that
+    did not draft is added by `catch_up`, outside of the round. The methods here do nothing, for
+    proposers without states or a cache.
     """
 
-    reads_target_states: bool = False  # whether it reads the target's states; see `ModelOutput`
+    reads_target_states: bool = False
+    """True if it reads the target's states; see `ModelOutput`."""
     samples_drafts: bool
-    """Whether each draft is drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
+    """True if drafts are drawn by `Sampler.draw_draft`, which stores their distributions.
+
+    Else certain.
+    """
     tracks_matches: bool = False
-    """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
-    max_model_drafts: int = (
-        sys.maxsize
-    )  # where more are drafted no model drafts: its cache is not brought up
-    slot_attributes: tuple[str, ...]  # the attributes that are kept by slots; see `narrow_to_slots`
+    """True if it searches for matches, and writes `state.match`, in rounds without drafts too."""
+    max_model_drafts: int = sys.maxsize
+    """Drafts of a model at most.
+
+    In rounds with more, no model drafts and its cache is not updated.
+    """
+    slot_attributes: tuple[str, ...]
+    """Names of the attributes by slots; see `narrow_to_slots`."""
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """A slot begins, new or preempted before, with pages that hold positions up to `start`.
+        """Begin a slot, new or after a preemption, whose pages have the positions up to `start`.
 
-        `state` has its row already. What those pages hold does not come by `prefill`.
+        The slot's row of `state` is written already. `prefill` is not called for the positions of
+        its pages.
         """
 
-    def leave(self, slot: int, end: int, page: int) -> None:
-        """A slot ends, the last of whose positions up to `end` stand in a page that is not full."""
+    def save_tail(self, slot: int, end: int, page: int) -> None:
+        """Save what belongs to a slot's last page, which is not full and has the positions up to `end`."""
 
-    def page_parts(self, page: int) -> list[Tensor]:
-        """Views of what is kept of a page beside the models' caches."""
+    def page_views(self, page: int) -> list[Tensor]:
+        """Return views of what is stored of a page in addition to the models' caches."""
         return []
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
-        """Write the caches of parts of slots' prompts, no more of one slot than a chunk.
+        """Write the caches of parts of prompts, with at most one chunk of a slot.
 
-        states: the target's [1, end - begin, hidden] of each part; none where none are captured.
+        states: the target's states [1, end - begin, hidden] of each part; empty if they are not
+        read.
         """
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
-        """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
+        """Store the target's states [S, R, hidden] of the rows that a round verifies."""
 
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Propose the next k tokens of every active slot; k is 0 only where it `tracks_matches`.
+        """Propose the next k tokens of every active slot; k is 0 only if it `tracks_matches`.
 
         window: the rows that the round verified.
         """
         raise NotImplementedError
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
-        """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""
+        """Feed what was committed since it drafted: at most `tokens`, and the first round's drafts."""
 
     def zero_pages(self, pages: list[int]) -> None:
         """Zero cache pages that may hold values that are not finite."""

@@ -1,4 +1,5 @@
-"""One round of speculative decoding: a fixed-shape program over static tensors, S slots together.
+"""One round of speculative decoding: a fixed-shape program over static tensors, for S slots
+together.
 
     window  = [last committed token, draft 1 ... draft k]      R = k + 1 rows, at positions length - 1 ...
     hidden  = target(window)                      writes keys and values of all R rows
@@ -12,9 +13,10 @@
     emit      the tokens and n into a ring, which the host reads `lag` rounds later
     draft     the next k tokens after the last committed one, for the next round
 
-What is emitted is always the target's own draw, so drafts decide how fast text comes, never which text.
-Rejected rows need no clean-up: cache rows beyond `length` are overwritten before they are read. Plain
-decoding is the round with k = 0. The host decides nothing inside of a round and reads nothing from it.
+The emitted tokens are always the target's own samples: drafts change the speed, never the text.
+Rejected rows need no clean-up, since cache rows beyond `length` are overwritten before they are
+read. Plain decoding is the round with k = 0. The host decides nothing inside of a round and reads
+nothing from it.
 """
 
 from __future__ import annotations
@@ -34,13 +36,12 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 
-Logprobs = tuple[
-    Tensor, Tensor, Tensor
-]  # of the samples [S, R]; the likeliest values and ids [S, R, N]
+Logprobs = tuple[Tensor, Tensor, Tensor]
+"""Log-probabilities of the samples [S, R]; the likeliest values and ids [S, R, N]."""
 
 
 class Round:
-    """The device program. Knows slots and tensors; not requests."""
+    """The device program of a round, over slots and tensors. It does not know requests."""
 
     slot_attributes = ("state", "sampler", "proposer")
 
@@ -55,7 +56,7 @@ class Round:
         verify: str = "coupled",
         share: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """share: makes a tensor the same on ranks that draft apart."""
+        """share: copies rank 0's tensor to the ranks that draft separately."""
         self.state = state
         self.runner = runner
         self.sampler = sampler
@@ -74,10 +75,11 @@ class Round:
         num_logprobs: int | None,
         next_k: int,
     ) -> Logprobs | None:
-        """Verify the k drafts of every active slot, commit, emit, and draft next_k more: the lines above.
+        """Verify the k drafts of every active slot, commit, emit, and draft next_k more.
 
-        views bound each slot's cache through this round's drafting; only kernels in torch's form ask
-        for them. Moves the state's counter on by one.
+        These are the lines at the top of this file. views: upper bounds of each slot's cache up to
+        the end of this round's drafting, which only kernels in torch's form use. Increments the
+        state's counter.
         """
         state = self.state
         kernels = self.kernels
@@ -86,16 +88,14 @@ class Round:
         hidden, states = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None:
             self.proposer.capture(window, states)
-        if (
-            not kernels.capabilities.reads_no_lengths
-        ):  # on a GPU one more launch would cost more than it tells
+        if not kernels.capabilities.reads_no_lengths:  # on a GPU a launch more costs too much
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(
             hidden, window, views, needs, num_logprobs
         )
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
-        self._commit(window, (sampled, finite, accepted), needs)
+        self._commit(window, sampled, finite, accepted, needs)
         if self.proposer is not None and (next_k or self.proposer.tracks_matches):
             self.proposer.draft(next_k, window, views, needs)
             if next_k and self.share is not None:
@@ -111,17 +111,20 @@ class Round:
         needs: SamplingSteps,
         num_logprobs: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
-        """A token for each row of hidden [S, R, hidden], whether each is finite, accepted, logprobs.
+        """Sample a token for each row of hidden [S, R, hidden].
 
-        Coupled, tokens are the target's own draws, and the commit says how many drafts equal them; so too
-        where nothing is drawn, for there every rule accepts just that. Else the rule decides.
+        Returns the tokens, whether each is finite, the number of accepted drafts, and
+        log-probabilities. With the rule "coupled" the tokens are the target's own samples, and the
+        commit counts the drafts that equal them (accepted is None). So it is without noise, where
+        all rules accept these drafts. Otherwise the rule decides.
         """
         coupled = self.verify == "coupled" or not needs.noise
         accepted = None
         if coupled and num_logprobs is None:
-            drawn = self.sampler.draw_fused(self.runner, hidden, 0, needs)
-            if drawn is not None:
-                return *drawn, None, None
+            fused = self.sampler.draw_fused(self.runner, hidden, 0, needs)
+            if fused is not None:
+                sampled, finite = fused
+                return sampled, finite, None, None
         logits = self.runner.logits(hidden, views)
         if coupled:
             sampled, finite = self.sampler.sample(logits, window.draft, needs)
@@ -133,14 +136,19 @@ class Round:
         return sampled, finite, accepted, logprobs
 
     def _commit(
-        self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplingSteps
+        self,
+        window: RoundWindow,
+        sampled: Tensor,
+        finite: Tensor,
+        accepted: Tensor | None,
+        needs: SamplingSteps,
     ) -> None:
-        """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
+        """Append the results of `_sample`, advance the lengths, stop slots, and emit."""
         generated = self.sampler.generated if needs.penalties else None
-        self.kernels.round_commit(self.state, window, *drawn, generated)
+        self.kernels.round_commit(self.state, window, sampled, finite, accepted, generated)
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
-        """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
+        """Return the model's log-probabilities of the samples [S, R] and of the `top` likeliest tokens."""
         scores = logits.log_softmax(dim=-1)
         sampled = sampled.clamp(min=0)
         values, ids = scores.topk(top, dim=-1)

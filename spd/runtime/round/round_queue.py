@@ -1,7 +1,9 @@
-"""What the engine asks of the device: slots, prompts and rounds, enqueued in order and read later.
+"""The engine's interface to the device: slots, prompts and rounds, enqueued in order and read
+later.
 
-`LocalRoundQueue` does it on this process's device; `LeadingQueue` sends each call to the other ranks first.
-Arguments are plain values that every rank can know, since all make the same calls in the same order.
+`LocalRoundQueue` runs on this process's device; `LeadingQueue` sends each call to the other ranks
+first. Arguments are plain values that do not depend on the rank, since all ranks make the same
+calls in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
 
 class HostLogprobs(NamedTuple):
-    """Log-probabilities in host values: of the samples [S][R]; the likeliest, values and ids [S][R][N]."""
+    """Log-probabilities on the host: of the samples [S][R].
+
+    The likeliest values and ids [S][R][N].
+    """
 
     sampled: list[list[float]]
     values: list[list[list[float]]]
@@ -29,41 +34,49 @@ class HostLogprobs(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What one round emitted, in host values."""
+    """The emission of one round, on the host."""
 
-    rows: list[list[int]]  # of the ring, one a slot; see `read_emission`
+    rows: list[list[int]]
+    """The ring's row of each slot; see `read_emission`."""
     logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
     next_drafts: list[list[int]] | None
-    """What each slot's drafter proposed for the round after, where that was asked for."""
+    """The drafts of each slot for the next round, where a slot has a grammar."""
     seconds: tuple[float, float, float]
-    """Draft, verify, rest, by the device's clock; a GPU counts sampling as verification."""
-    gap: float  # seconds without a round before it, by the same clock; 0 for the first
+    """Times of drafting, verification and the remaining work, by the device's clock.
+
+    On a GPU sampling counts as verification.
+    """
+    gap: float
+    """Seconds from the end of the round before to its beginning, by the same clock.
+
+    0 for the first.
+    """
 
 
 class PendingRound(Protocol):
     """A round enqueued and not yet read."""
 
     def read(self) -> RoundResult:
-        """Wait until the round has run and return what it emitted. Rounds are read in order."""
+        """Wait until the round has run, and return its emission. Rounds are read in order."""
         ...
 
 
 @dataclass(frozen=True)
 class SlotAdmission:
-    """A sequence that takes a slot: its text so far, its limits, and what its pages hold already."""
+    """A sequence that takes a slot: its tokens, its limits, and its cached positions."""
 
     slot: int
     tokens: list[int]
-    """The prompt, and behind it the tokens that were committed before a preemption."""
+    """The prompt, then the tokens that were committed before a preemption."""
     prompt_length: int
     params: SamplingParams
     draft_max: int | None
     length_limit: int
     stop_ids: tuple[int, ...]
     prefilled: int
-    """Positions that the pages hold, but for those that come from the checkpoint."""
+    """Positions whose cache is on the pages, or comes from the snapshot."""
     pages: list[int]
     snapshot: int | None
     """The place of the recurrent states as of `prefilled`, where the model has some."""
@@ -87,7 +100,7 @@ class RoundQueue(Protocol):
 
     @property
     def is_writing(self) -> bool:
-        """True while parts of prompts, or checkpoints behind them, wait to be written."""
+        """True while parts of prompts, or snapshots after them, wait to be written."""
         ...
 
     def admit(self, admission: SlotAdmission) -> None:
@@ -99,21 +112,22 @@ class RoundQueue(Protocol):
         ...
 
     def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
-        """Set masks int32 [R, words] for a slot's next round, and its drafts, `legal` of them allowed."""
+        """Set masks int32 [R, words] of a slot's next round, and its drafts, of which `legal` are allowed."""
         ...
 
     def resume(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        """Let a slot that a stop id ended go on; from now on it stops at these ids."""
+        """Let a slot continue that a stop id has stopped; from now on it stops at these ids."""
         ...
 
     def set_active(self, slot: int, active: bool) -> None:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         ...
 
-    def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
-        """Deactivate a slot, once its pages hold what others may find there, up to position `held`.
+    def retire(self, slot: int, pages: list[int], end: int, place: int | None) -> None:
+        """Deactivate a slot, after all positions up to `end` are written to its pages.
 
-        place: of the checkpoint that its recurrent states are copied to.
+        place: the place of the snapshot that its recurrent states are saved to; None: they are not
+        saved.
         """
         ...
 
@@ -128,24 +142,26 @@ class RoundQueue(Protocol):
         start: int,
         end: int,
         chunked: bool,
-        scored: int | None = None,
+        num_scores: int | None = None,
     ) -> None:
-        """Write the caches of positions start to end of the prompt that was placed last, by `flush`.
+        """Write the caches of positions `start` to `end` of the prompt admitted last, at `flush` at
+        latest.
 
-        scored: how many of the likeliest tokens to keep at each position, beside the prompt's own token.
+        num_scores: how many likeliest tokens to score at each position, besides the prompt's token;
+        None: no scores.
         """
         ...
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
-        """Copy a slot's states as of position `end` to a checkpoint's place, by `flush`."""
+        """Save a slot's states as of position `end` to a snapshot's place, at `flush` at the latest."""
         ...
 
     def flush(self) -> None:
-        """Enqueue what is still to be written of prompts."""
+        """Enqueue all parts of prompts and snapshots that wait to be written."""
         ...
 
     def prompt_scores(self, slot: int) -> PromptScores:
-        """Return, and forget, the scores of a slot's prompt; waits until they are computed."""
+        """Wait for the scores of a slot's prompt; return and drop them."""
         ...
 
     def launch(
@@ -160,13 +176,16 @@ class RoundQueue(Protocol):
         ...
 
     def capture(self, shape: RoundShape) -> bool:
-        """Capture a round while nothing runs. False: memory ran out, and all captures were let go."""
+        """Capture a round while nothing runs.
+
+        False if memory ran out, and all captures were dropped.
+        """
         ...
 
     def restart(self) -> None:
-        """Forget what was enqueued, after a round that broke off."""
+        """Drop what was enqueued, after a round that failed."""
         ...
 
     def close(self) -> None:
-        """Let go of what is not this process's own."""
+        """Release what this process does not own."""
         ...

@@ -1,6 +1,7 @@
-"""Every slot's sampling parameters as tensors, and the draws of target and drafter from their logits.
+"""Every slot's sampling parameters as tensors, and sampling from the logits of target and drafter.
 
-What is done to logits stands in `kernels/sampling/sampling.py`; here is whose parameters it is done with.
+The operations on logits are in `kernels/sampling/sampling.py`; this file passes them the
+parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""The parameters that are float32 numbers; their defaults change nothing."""
+"""The parameters that are float32 numbers; with their defaults a step changes nothing."""
 
 
 class Sampler:
-    """Sampling parameters of every slot as tensors, and the draw."""
+    """Sampling parameters of every slot as tensors, and the sampling of tokens."""
 
     slot_attributes = (
         "state",
@@ -65,24 +66,35 @@ class Sampler:
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
-        self.in_prompt, self.generated, self.bias = (
-            torch.zeros(slots, vocab_size, dtype=dtype, device=device)
-            for dtype in (torch.bool, torch.int32, torch.float32)
-        )
-        """Which tokens a slot's prompt holds, how often each was generated, and what is added: [S, V]."""
+        self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        """True for the tokens of a slot's prompt, [S, V]."""
+        self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+        """How often a slot generated each token, [S, V]."""
+        self.bias = torch.zeros(slots, vocab_size, dtype=torch.float32, device=device)
+        """The values that are added to a slot's logits, [S, V]."""
         self.mask: Tensor | None = None
+        """The masks of a slot's next rows, int32 [S, max_draft + 1, words].
+
+        None until one is set.
+        """
         self.draft_distributions: Tensor | None = None
-        """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
+        """The distribution of each draft, [S, max_draft, V].
+
+        Only for rules that test probabilities.
+        """
 
     def allocate_draft_distributions(self) -> None:
-        """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
+        """Let drafters sample with separate noise, and store their distributions for `verify`."""
         shape = (self.state.slots, self.state.max_draft, self.vocab_size)
         self.draft_distributions = torch.zeros(shape, device=self.state.device)
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
     ) -> None:
-        """Write a slot's parameters; prompt int64 [n] and what was generated before feed the penalties."""
+        """Write a slot's parameters.
+
+        prompt and generated: ids int64 [n] for the penalties, those generated before a preemption.
+        """
         for name, tensor in self.numbers.items():
             tensor[slot].fill_(getattr(params, name))
         self.top_k[slot].fill_(params.top_k)
@@ -100,16 +112,16 @@ class Sampler:
             )
 
     def set_masks(self, slot: int, rows: Tensor) -> None:
-        """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
+        """Set the masks of a slot's next round, int32 [R, words] on the host, not modified afterwards."""
         if self.mask is None:
             shape = (self.state.slots, self.state.max_draft + 1, mask_width(self.vocab_size))
             self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
         self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
     def tensors(self, needs: SamplingSteps, usable_vocab: int | None = None) -> SamplingTensors:
-        """The parameters and histories of all slots, as far as these steps read them.
+        """Return the parameters and histories of all slots that the steps `needs` read.
 
-        usable_vocab: of a drafter, where it knows fewer ids.
+        usable_vocab: that of a drafter with fewer ids than the target.
         """
         state = self.state
         return SamplingTensors(
@@ -129,7 +141,10 @@ class Sampler:
         )
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplingSteps) -> tuple[Tensor, Tensor]:
-        """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
+        """Sample the target's tokens [S, R] from logits [S, R, V].
+
+        The second tensor: which are finite.
+        """
         positions = self._positions(logits)
         return self.kernels.sample_rows(logits, draft, positions, self.tensors(needs))
 
@@ -141,84 +156,98 @@ class Sampler:
         needs: SamplingSteps,
         by_block: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Accept drafts [S, k] by their probability: tokens [S, R], whether each is finite, accepted [S].
+        """Accept drafts [S, k] by their probability under the target's logits [S, R, V].
 
-        logits [S, R, V]; tokens as in `draft_verify`, by its block rule or one by one. Drafts are tested
-        against the laws that are kept, and are certain where none are.
+        Returns tokens [S, R] as in `draft_verify`, which of them are finite, and the accepted
+        drafts [S]. by_block: True for the block rule, False for one draft after the other. The
+        drafts were drawn from `draft_distributions`; without these each draft is certain.
         """
-        laws = self.kernels.row_distributions(logits, draft, self.tensors(needs))
+        distributions = self.kernels.row_distributions(logits, draft, self.tensors(needs))
         draft_distributions = self.draft_distributions
         if draft_distributions is not None:
             draft_distributions = draft_distributions[:, : draft.shape[1]]
         positions = self._positions(logits)
         tokens, accepted = self.kernels.verify_drafts(
-            laws, draft_distributions, draft, num_drafts, self.seed, positions, by_block
+            distributions,
+            draft_distributions,
+            draft,
+            num_drafts,
+            self.seed,
+            positions,
+            by_block,
         )
-        finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
+        finite = distributions.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
         return tokens, finite, accepted
 
     def _positions(self, logits: Tensor) -> Tensor:
-        """Absolute positions [S, R] of the tokens that logits [S, R, V] are for."""
+        """Return the absolute positions [S, R] of the tokens to be drawn from logits [S, R, V]."""
         return self.state.length.unsqueeze(-1) + torch.arange(logits.shape[1], device=logits.device)
 
     def draw_fused(
         self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
     ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [S, R] at positions length + step and on, from hidden [S, R, hidden], where a head can draw.
+        """Sample tokens [S, R] in the model's head from hidden [S, R, hidden].
 
-        None where the model has no such head, or where the draw needs the logits themselves. Whether
-        each token is finite comes second.
+        Their positions begin at length + step. The second tensor: which tokens are finite. None if
+        the head cannot sample, or if a step needs the logits.
         """
         if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
             return None
-        keys = (self.seed, self.state.length, step, self.numbers["temperature"])
-        draw = Draw(*keys, min(self.usable_vocab, runner.model.vocab_size))
+        draw = Draw(
+            self.seed,
+            self.state.length,
+            step,
+            self.numbers["temperature"],
+            min(self.usable_vocab, runner.model.vocab_size),
+        )
         return runner.sample(hidden, draw)
 
     def draw_draft(
         self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
     ) -> Tensor:
-        """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
+        """Sample a drafter's tokens [S, 1] from hidden [S, 1, hidden] with bias and temperature.
 
-        Sharing the noise makes the draft likely to equal the target's draw; it decides nothing. Where laws
-        are kept it would, so that the noise is the draft's own there.
+        With the target's noise a draft is likely to equal the target's sample, and the text does
+        not depend on the draft. The rules that test probabilities need independent noise, so with
+        `draft_distributions` the draft has its own.
         """
-        wanted = SamplingSteps(noise=needs.noise, bias=needs.bias)
+        draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias)
         if self.draft_distributions is None:
-            drawn = self.draw_fused(runner, hidden, step, wanted)
-            if drawn is not None:
-                return drawn[0]
+            fused = self.draw_fused(runner, hidden, step, draft_needs)
+            if fused is not None:
+                return fused[0]
         logits = runner.logits(hidden)
-        nothing = self.state.draft[:, :0]
+        no_draft = self.state.draft[:, :0]
         vocab_size = logits.shape[-1]
         usable = min(self.usable_vocab, vocab_size)
-        tensors = self.tensors(wanted, usable)
-        if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # padded otherwise
+        tensors = self.tensors(draft_needs, usable)
+        if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # of another padding
             bias = pad(tensors.bias, (0, vocab_size - tensors.bias.shape[1])).contiguous()
             tensors = replace(tensors, bias=bias)
         stream = (
             STREAM_TARGET if self.draft_distributions is None else row_stream(STREAM_DRAFT, step)
         )
-        sampled: Tensor
         positions = self._positions(logits) + step
-        sampled, finite = self.kernels.sample_rows(logits, nothing, positions, tensors, stream)
+        sampled: Tensor
+        sampled, finite = self.kernels.sample_rows(logits, no_draft, positions, tensors, stream)
         if self.draft_distributions is not None:
-            laws = self.kernels.row_distributions(logits, nothing, tensors)
-            # What no law of its own drew, since its logits are broken, is certain.
-            laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
-                -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
+            distributions = self.kernels.row_distributions(logits, no_draft, tensors)
+            # A token that is drawn from logits that are not finite counts as certain.
+            distributions = torch.where(finite.unsqueeze(-1), distributions, 0).scatter_add_(
+                -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(distributions.dtype)
             )
-            # A silent slot's drafts wait for their masks, and what they were drawn from with them.
-            kept = self.draft_distributions[:, step, :usable]
-            kept.copy_(torch.where(self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept))
+            # The drafts of an inactive slot wait for their masks, so their distributions stay.
+            stored = self.draft_distributions[:, step, :usable]
+            is_active = self.state.active.unsqueeze(-1)
+            stored.copy_(torch.where(is_active, distributions[:, 0, :usable], stored))
         return sampled
 
     def make_certain(self, k: int) -> None:
-        """Of k drafts, those that prompt lookup made instead of a model were drawn from nothing."""
+        """Store certain distributions for those of k drafts that prompt lookup made, not a model."""
         if self.draft_distributions is None:
             return
         state = self.state
-        laws = self.draft_distributions[:, :k]
-        certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
-        looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
-        laws.copy_(torch.where(looked_up, certain, laws))
+        stored = self.draft_distributions[:, :k]
+        certain = torch.zeros_like(stored).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
+        is_lookup = (state.active & (state.match > 0)).view(-1, 1, 1)
+        stored.copy_(torch.where(is_lookup, certain, stored))

@@ -1,13 +1,14 @@
-"""How a request's tokens are drawn, and which steps of sampling that takes. No torch here."""
+"""A request's sampling parameters, and the sampling steps that they need. No torch here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from spd.errors import UsageError
 
 MAX_STOP_IDS = 16
-NUM_STOP_IDS = MAX_STOP_IDS + 8  # with those that end every text of a model
+NUM_STOP_IDS = MAX_STOP_IDS + 8
+"""Stop ids of a request, together with those that end every text of a model."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
@@ -16,7 +17,7 @@ MAX_TOKENS = 2**24
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. temperature 0 is argmax; top_k 0 and logprobs None are off.
+    """Sampling parameters. temperature 0 is argmax; top_k 0 and logprobs None are off.
 
     Raises UsageError naming the parameter and its valid range.
     """
@@ -40,8 +41,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
         if 0.0 < self.temperature < 1e-3:
-            why = f"temperature {self.temperature} is too small to sample with"
-            raise UsageError(why, reason=["valid: 0 (greedy), or 0.001 to 100"])
+            raise UsageError(
+                f"temperature {self.temperature} is too small to sample with",
+                reason=["valid: 0 (greedy), or 0.001 to 100"],
+            )
         check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_range("top_k", self.top_k, 0, 2**31 - 1)
         check_range("min_p", self.min_p, 0.0, 1.0)
@@ -71,7 +74,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingSteps:
-    """Which steps any active slot needs; the rest are skipped, which changes no bit of any row."""
+    """The sampling steps that an active slot needs.
+
+    Skipping the others changes no bit of any row.
+    """
 
     noise: bool = False
     truncation: bool = False
@@ -82,31 +88,35 @@ class SamplingSteps:
 
     @staticmethod
     def from_params(params: SamplingParams) -> SamplingSteps:
-        """What one request's parameters need."""
+        """Return the steps that one request's parameters need."""
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         return SamplingSteps(
             noise=params.temperature > 0,
             truncation=params.temperature > 0
             and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
-            penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-            != (1, 0, 0),
+            penalties=penalties != (1, 0, 0),
             bias=bool(params.logit_bias),
             min_length=params.min_tokens > 0,
         )
 
     def __or__(self, other: SamplingSteps) -> SamplingSteps:
-        steps = (field.name for field in fields(self))
-        return SamplingSteps(*(getattr(self, step) or getattr(other, step) for step in steps))
+        return SamplingSteps(
+            noise=self.noise or other.noise,
+            truncation=self.truncation or other.truncation,
+            penalties=self.penalties or other.penalties,
+            bias=self.bias or other.bias,
+            min_length=self.min_length or other.min_length,
+            grammar=self.grammar or other.grammar,
+        )
 
 
 def check_range(
     name: str, value: float, low: float, high: float, *, open_low: bool = False
 ) -> None:
-    """Raise UsageError naming the parameter and its range, for a value outside of it."""
+    """Raise UsageError with the parameter's name and range, for a value outside of the range."""
     if not low <= value <= high or (open_low and value == low):
-        valid = f"valid: {'above ' * open_low}{low:g} to {high}".removesuffix(".0")
-        shown = (
-            f"of {value.bit_length()} bits"
-            if isinstance(value, int) and abs(value) > 2**99
-            else value
-        )
-        raise UsageError(f"{name} {shown} is out of range", reason=[valid])
+        valid_range = f"valid: {'above ' * open_low}{low:g} to {high}".removesuffix(".0")
+        value_text = str(value)
+        if isinstance(value, int) and abs(value) > 2**99:
+            value_text = f"of {value.bit_length()} bits"
+        raise UsageError(f"{name} {value_text} is out of range", reason=[valid_range])

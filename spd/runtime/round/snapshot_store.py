@@ -1,4 +1,4 @@
-"""Snapshots of what slots go on with: recurrent states, convolution inputs and pages, kept on the host."""
+"""Snapshots of slots on the host: recurrent states, convolution inputs and the last page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from spd.runtime.round.proposer import Proposer
 
 
 class SnapshotStore:
-    """Numbered places for what goes on behind a position, of the target and of what drafts: checkpoints.
+    """Snapshots by place number, each with all that the target and the drafter need at one
+    position.
 
-    That is the states as of it, the latest inputs of convolutions, and the page that it stands in, which is
-    the trash page where it stands at the end of one. Places are in pinned memory beside a GPU, are made when
-    they are first used, and are written over. Copies are enqueued in order, and nothing waits for them.
+    That is the states as of the position, the latest inputs of convolutions, and the position's
+    page (the trash page where the position is the end of a page). With a GPU they are in pinned
+    memory. A place is allocated when it is first used, and then overwritten. Copies are enqueued in
+    order, and nothing waits for them.
     """
 
     def __init__(self, runners: Sequence[ModelRunner], proposer: Proposer | None) -> None:
@@ -24,31 +26,31 @@ class SnapshotStore:
         self.proposer = proposer
         self.places: dict[int, list[Tensor]] = {}
 
-    def _parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
-        """Views of everything, in one order, of shapes that are always the same."""
+    def _views(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
+        """Yield views of all that a snapshot contains, always in one order and of the same shapes."""
         for runner in self.runners:
-            yield from runner.cache.parts(slot, end, page)
+            yield from runner.cache.continuation_views(slot, end, page)
         if self.proposer is not None:
-            yield from self.proposer.page_parts(page)
+            yield from self.proposer.page_views(page)
 
     @torch.inference_mode()
     def save(self, place: int, slot: int, end: int, page: int) -> None:
-        """Copy what a slot goes on with behind position `end`: no state may have taken in what is beyond."""
+        """Save the snapshot of a slot at position `end`; no state may include tokens beyond it."""
         for runner in self.runners:
             runner.settle(slot, end)
         if self.proposer is not None:
-            self.proposer.leave(slot, end, page)
-        parts = list(self._parts(slot, end, page))
+            self.proposer.save_tail(slot, end, page)
+        views = list(self._views(slot, end, page))
         if place not in self.places:
-            pinned = parts[0].is_cuda
+            pinned = views[0].is_cuda
             self.places[place] = [
-                torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts
+                torch.empty_like(view, device="cpu", pin_memory=pinned) for view in views
             ]
-        for copy, part in zip(self.places[place], parts, strict=True):
-            copy.copy_(part, non_blocking=True)
+        for host_copy, view in zip(self.places[place], views, strict=True):
+            host_copy.copy_(view, non_blocking=True)
 
     @torch.inference_mode()
     def load(self, place: int, slot: int, end: int, page: int) -> None:
-        """Give a slot, and a page of its own, what was saved behind position `end`."""
-        for copy, part in zip(self.places[place], self._parts(slot, end, page), strict=True):
-            part.copy_(copy, non_blocking=True)
+        """Copy the snapshot of position `end` to a slot and its page."""
+        for host_copy, view in zip(self.places[place], self._views(slot, end, page), strict=True):
+            view.copy_(host_copy, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Which program writes which cache positions: whole chunks by prefill, the rest by verify tiles.
+"""Runs: which program writes which cache positions, full prompt chunks or tiles of a few rows.
 
-The bits of a cache entry are a function of tokens and spans alone, so hits, misses and replays agree.
-No torch here.
+The bits of a cache entry are a function of tokens and spans alone, so hits, misses and replays
+agree. No torch here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Run(NamedTuple):
 
 
 def _append(runs: list[Run], start: int, end: int, kind: Kind) -> None:
-    """Append a run; neighbouring tile runs are joined."""
+    """Append a run; a tile run after a tile run is merged with it."""
     if kind == "tile" and runs and runs[-1].kind == "tile":
         start = runs.pop().start
     runs.append(Run(start, end, kind))
 
 
 def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
-    """Cut spans ("prompt" or "generated", length) into runs.
+    """Return the runs of spans ("prompt" or "generated", length).
 
     A prompt span's full chunks, counted from the span's start, are chunk runs of exactly `chunk`
-    positions; its tail and every generated span are tile runs. The tail holds at least the span's
+    positions; its tail and every generated span are tile runs. The tail has at least the span's
     last token, which the first round feeds.
     """
     runs: list[Run] = []
@@ -48,19 +48,20 @@ def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
 
 
 def runs_below(runs: Sequence[Run], end: int) -> list[Run]:
-    """Runs of all positions below `end`: what is cut, or no run describes, is written by tiles.
+    """Return the runs of all positions below `end`; positions after the last run are written by
+    tiles.
 
-    A chunk that would be cut becomes a tile run: a program never runs half a chunk.
+    A chunk run that `end` cuts becomes a tile run, since no program runs a part of a chunk.
     """
-    found: list[Run] = []
+    clipped: list[Run] = []
     for run in (*runs, Run(runs[-1].end if runs else 0, end, "tile")):
         if run.start < end:
-            _append(found, run.start, min(run.end, end), run.kind if run.end <= end else "tile")
-    return found
+            _append(clipped, run.start, min(run.end, end), run.kind if run.end <= end else "tile")
+    return clipped
 
 
 def reusable_prefix(runs: Sequence[Run], cached: int) -> int:
-    """How many of `cached` leading positions can be kept without cutting a chunk run."""
+    """Return how many of the first `cached` positions can be reused without cutting a chunk run."""
     for run in runs:
         if run.kind == "chunk" and run.start < cached < run.end:
             return run.start
@@ -68,9 +69,9 @@ def reusable_prefix(runs: Sequence[Run], cached: int) -> int:
 
 
 def kinds_in(runs: Sequence[Run], start: int, end: int) -> tuple[tuple[int, int, Kind], ...]:
-    """Runs seen through a window, as (offset of the run's start, end in the window, kind).
+    """Return the runs within a window: (offset of the run's start, end in the window, kind).
 
-    A chunk run's start is given relative to the window even where it lies before it: which chunk a
+    The offset of a chunk run's start is negative where it lies before the window: the chunk that a
     position belongs to is part of how it was computed.
     """
     return tuple(

@@ -1,13 +1,13 @@
-"""The round's state: static tensors, one row a slot, owned by the device.
+"""The round's state: static tensors on the device with one row a slot.
 
-The host writes a row when it admits or retires a request; between that, only the round does.
+The host writes a row when it admits or retires a request; between these, only the round does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,38 +19,62 @@ from spd.runtime.round.sampling_params import NUM_STOP_IDS
 from spd.runtime.round.transfer import to_device
 
 RING_DEPTH = 4
-"""Rounds whose emissions are kept: the one that runs, two unread ones at most (lag 2), one to spare."""
-
-Whole = TypeVar("Whole")
+"""Rounds whose emissions are stored: the running one, at most two unread ones (lag 2), one spare."""
 
 
-def narrow_to_slots(whole: Whole, count: int) -> Whole:
+@runtime_checkable
+class HasSlotAttributes(Protocol):
+    """An object with attributes whose first dimension is the slot."""
+
+    @property
+    def slot_attributes(self) -> tuple[str, ...]:
+        """Names of these attributes."""
+
+
+Narrowable = TypeVar("Narrowable", bound=HasSlotAttributes)
+
+
+def narrow_to_slots(full: Narrowable, count: int) -> Narrowable:
     """Return a copy for the first `count` slots, whose tensors are views of the same memory.
 
-    The attributes that `slot_attributes` names are narrowed: tensors by slots, lists and dictionaries of
-    them, and objects with `slot_attributes` of their own. An object that is met twice is copied once.
+    The attributes that `slot_attributes` names are narrowed: tensors by slots, lists and
+    dictionaries of them, and objects with `slot_attributes` of their own. An object that is met
+    twice is copied once.
     """
-    made: dict[int, Any] = {}
+    return _narrow_object(full, count, {})
 
-    def part_of(value: Any) -> Any:
-        if isinstance(value, list):
-            return [part_of(each) for each in value]
-        if isinstance(value, dict):
-            return {name: part_of(each) for name, each in value.items()}
-        if isinstance(value, Tensor):
-            return value[:count]
-        if value is not None and id(value) not in made:
-            made[id(value)] = part = copy(value)
-            for name in part.slot_attributes:
-                setattr(part, name, part_of(getattr(part, name)))
-        return made.get(id(value))
 
-    part: Whole = part_of(whole)
-    return part
+def _narrow_object(value: Narrowable, count: int, copies: dict[int, object]) -> Narrowable:
+    """Return a narrowed copy of an object; copies: those made so far, by the object's id."""
+    previous = copies.get(id(value))
+    if isinstance(previous, type(value)):
+        return previous
+    narrowed = copy(value)
+    copies[id(value)] = narrowed
+    for name in value.slot_attributes:
+        setattr(narrowed, name, _narrow(getattr(value, name), count, copies))
+    return narrowed
+
+
+def _narrow(value: object, count: int, copies: dict[int, object]) -> object:
+    """Return the narrowed form of an attribute's value."""
+    if isinstance(value, list):
+        return [_narrow(element, count, copies) for element in value]
+    if isinstance(value, dict):
+        return {name: _narrow(element, count, copies) for name, element in value.items()}
+    if isinstance(value, Tensor):
+        return value[:count]
+    if value is None:
+        return None
+    assert isinstance(value, HasSlotAttributes)
+    return _narrow_object(value, count, copies)
 
 
 class RoundState:
-    """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
+    """Static tensors of S slots.
+
+    The first dimension of every field is the slot, except for the ring.
+    """
 
     slot_attributes = (
         "tokens",
@@ -79,31 +103,31 @@ class RoundState:
         self.tokens = integers(max_len + max_draft + 1)
         self.length = integers(fill=1)
         self.prompt_length = integers(fill=1)
-        """Tokens at admission: positions before the last of them were written by a prefill."""
+        """Tokens at admission; a prefill writes the positions of all but the last."""
         self.length_limit = integers(fill=1)
         self.min_length = integers()
         self.draft = integers(max(1, max_draft))
         self.num_drafts = integers()
         self.match = integers()
-        """Tokens of the match that prompt lookup took the drafts from; 0 where they are a model's."""
+        """Tokens of the match that prompt lookup took the drafts from; 0 for a model's drafts."""
         self.draft_limit = integers(fill=max_len)
         self.draft_cap = integers(fill=max_draft)
         self.page_table = integers(pages, fill=ZERO_PAGE)
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         self.occupied = torch.zeros(slots, dtype=torch.bool, device=device)
-        """Whether a request holds the slot, also while the end of its text is not read yet."""
+        """True while a request has the slot, also if it has ended and the host has not read that yet."""
         self.ring = torch.zeros(
             RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device
         )
-        """What each round emitted: int64 [depth, S, W], see `read_emission`."""
+        """The emissions of the latest rounds, int64 [depth, S, W]; see `read_emission`."""
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
-        """Rounds run so far; its remainder by the depth is the ring's row."""
+        """Rounds run so far; modulo the depth it is the ring's row."""
 
     @property
     def slots(self) -> int:
-        """S."""
+        """The number of slots, S."""
         return self.length.shape[0]
 
     def admit(
@@ -116,9 +140,10 @@ class RoundState:
         draft_limit: int,
         draft_cap: int | None = None,
     ) -> None:
-        """Write a row, silent for now: prompt int64 [n] on the device; limits are absolute lengths.
+        """Write a slot's row; the slot stays inactive.
 
-        At most draft_cap drafts of a round are verified; None is as many as there are.
+        prompt: int64 [n] on the device. The limits are absolute lengths. draft_cap: drafts of a
+        round that are verified at most; None: all.
         """
         self.retire(slot)
         count = prompt.shape[0]
@@ -130,10 +155,10 @@ class RoundState:
         self.match[slot].fill_(0)
         self.draft_limit[slot].fill_(draft_limit)
         self.draft_cap[slot].fill_(self.max_draft if draft_cap is None else draft_cap)
-        self.stop_at(slot, stop_ids)
+        self.set_stop_ids(slot, stop_ids)
 
-    def stop_at(self, slot: int, stop_ids: Sequence[int]) -> None:
-        """Have a slot stop behind these tokens."""
+    def set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
+        """Write the tokens after which a slot stops."""
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
         self.stop_ids[slot] = to_device(padded, torch.long, self.device)
 
@@ -144,7 +169,7 @@ class RoundState:
             self.occupied[slot].fill_(True)
 
     def retire(self, slot: int) -> None:
-        """Silence a slot: its rows are masked from the next round on."""
+        """Deactivate a slot: its rows are masked from the next round on."""
         self.active[slot].fill_(False)
         self.occupied[slot].fill_(False)
         self.num_drafts[slot].fill_(0)
