@@ -252,7 +252,7 @@ def import_circles(modules: list[Module]) -> list[list[str]]:
 
 def _import_graph(modules: list[Module]) -> dict[str, set[str]]:
     """Return for each module those of `modules` that it imports anywhere."""
-    known = {module.name for module in modules}
+    module_names = {module.name for module in modules}
     graph: dict[str, set[str]] = {}
     for module in modules:
         imported: set[str] = set()
@@ -262,8 +262,10 @@ def _import_graph(modules: list[Module]) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 package = _package_of(module, node)
                 full_names = {alias.name: f"{package}.{alias.name}" for alias in node.names}
-                imported |= {name if name in known else package for name in full_names.values()}
-        graph[module.name] = (imported & known) - {module.name}
+                imported |= {
+                    name if name in module_names else package for name in full_names.values()
+                }
+        graph[module.name] = (imported & module_names) - {module.name}
     return graph
 
 
