@@ -1,4 +1,4 @@
-"""Prints the requirements of pyproject.toml, those for development too, without upper pins.
+"""Print the requirements of pyproject.toml, including those for development, without upper pins.
 
     python .github/newest.py > newest.txt && pip install -r newest.txt && pip install --no-deps .
 
@@ -19,13 +19,15 @@ UPPER = ("<", "<=", "==", "~=")
 def without_upper_pin(text: str) -> str:
     """Return a requirement with its lower bounds only."""
     requirement = Requirement(text)
-    lower = [str(each) for each in requirement.specifier if each.operator not in UPPER]
+    lower = [
+        str(specifier) for specifier in requirement.specifier if specifier.operator not in UPPER
+    ]
     requirement.specifier = SpecifierSet(",".join(lower))
     return str(requirement)
 
 
 def main() -> None:
-    """Print one requirement a line."""
+    """Print one requirement per line."""
     path = Path(__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:

@@ -1,13 +1,13 @@
-"""Runs the `run:` lines of the workflows on this machine, each job in a fresh copy of the tree.
+"""Run the `run:` lines of the workflows on this machine, each job in a fresh copy of the tree.
 
     python .github/run_here.py [WORKFLOW[:JOB] ...] [--python VERSION ...]
 
-A job runs once for each Python of its matrix that is asked for; the default is the one that runs this script.
-Each copy holds the files that git knows, as they are now, and has a `python3` of its own. A step that `uses:`
-an action and a line that needs `sudo` are named and not run, and so is each Python that is not asked for or
-not here. The wheel index of torch is left out: pip keeps the settings of this machine. Environment variables
-pass through, so that PYTEST_ADDOPTS may shorten a lane; the script prints it. For a release, the list of
-changes is dated in the copy. The exit status is 1 if a line failed.
+A job runs once for each requested Python of its matrix; the default is the one that runs this script.
+Each copy holds the files that git lists, as they are now, and has its own `python3`. A step that `uses:`
+an action and a line that needs `sudo` are named and not run, and so is each Python that is not requested
+or not installed. The wheel index of torch is left out: pip keeps the settings of this machine. Environment
+variables pass through, so that PYTEST_ADDOPTS may shorten a lane; the script prints it. For a release, the
+list of changes is dated in the copy. The exit status is 1 if a line failed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-LEFT_OUT = {"PIP_EXTRA_INDEX_URL"}
-"""Variables of the workflows that this machine sets in its own way."""
+IGNORED_VARIABLES = {"PIP_EXTRA_INDEX_URL"}
+"""Variables of the workflows that are replaced by the settings of this machine."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ def find_python(version: str) -> Path | None:
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files that git knows, as they are in the working tree."""
-    listed = subprocess.run(
+    """Copy the files that git lists, as they are in the working tree."""
+    listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,
     )
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in filter(None, listing.stdout.split("\0")):
         source = ROOT / name
         if source.is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -101,15 +101,17 @@ def date_release(tree: Path) -> None:
     path.write_text(text.replace("(unreleased)", f"({date.today()})"), encoding="utf-8")
 
 
-def make_environment(job: Job, interpreter: Path, place: Path) -> dict[str, str]:
+def make_environment(job: Job, interpreter: Path, folder: Path) -> dict[str, str]:
     """Return the environment of a job, whose `python3` is the interpreter without its packages."""
-    subprocess.run([str(interpreter), "-m", "venv", str(place)], check=True)
-    variables = {name: text for name, text in job.environment.items() if name not in LEFT_OUT}
+    subprocess.run([str(interpreter), "-m", "venv", str(folder)], check=True)
+    variables = {
+        name: text for name, text in job.environment.items() if name not in IGNORED_VARIABLES
+    }
     version = (ROOT / "spd" / "version.py").read_text(encoding="utf-8").split('"')[-2]
     return {
         **os.environ,
         **variables,
-        "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "GITHUB_REF_NAME": f"v{version}",
         "CI": "true",
     }

@@ -66,7 +66,7 @@ def drafters(model: str) -> dict[str, dict[str, Any]]:
 @contextmanager
 def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[Service, int]]:
     """A server in this process, and its port."""
-    settings = plan_settings(options.as_generate())
+    settings = plan_settings(options.to_generate_options())
     config = dataclasses.replace(settings.config, cache_pages=pages)
     thread = EngineThread(
         lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None
@@ -74,7 +74,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
     thread.start()
     service = Service(settings, [options.model], thread)
     listener = listen("127.0.0.1", 0)
-    server = Server(service, options.for_server(Path()))
+    server = Server(service, options.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
     try:

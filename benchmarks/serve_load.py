@@ -145,7 +145,7 @@ def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
         options = ServeOptions(
             model=model, spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
         )
-        engine = Engine(plan_settings(options.as_generate()).config)
+        engine = Engine(plan_settings(options.to_generate_options()).config)
         rows: list[dict[str, float]] = []
         with serving(home, options) as (process, port):
             for number in range(-1, ROUNDS):

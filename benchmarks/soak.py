@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
-from spd.cli.prompt_input import gather
-from spd.cli.run_settings import sampling_wishes
+from spd.cli.prompt_input import read_prompt
+from spd.cli.run_settings import requested_sampling
 from spd.cli.served import served_engine
 from spd.cli.terminal.console import Console
 from spd.errors import SpdError
@@ -169,8 +169,8 @@ class Soak:
             return "no server is found"
         with closing(engine):
             options = self._options
-            prompt = gather(options)
-            served = engine.prepare(prompt, sampling_wishes(options), None, options.think)
+            prompt = read_prompt(options)
+            served = engine.prepare(prompt, requested_sampling(options), None, options.think)
             engine.add(served.request)
             if draws.random() < 0.2:
                 return None

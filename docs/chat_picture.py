@@ -1,6 +1,6 @@
 """Draw the README's picture: `python docs/chat_picture.py > docs/chat.svg`.
 
-Runs a chat with the demo in a tmux terminal, accepted drafts coloured, and draws what the terminal shows.
+Runs a chat with the demo in a tmux terminal, with accepted drafts coloured, and draws its screen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FONT_FACE = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
 
 def tmux(*arguments: str) -> str:
-    """Run a command of a tmux server of our own and return what it prints."""
+    """Run a command of a private tmux server and return its output."""
     command = ["tmux", "-L", f"spd-picture-{os.getpid()}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -35,27 +35,27 @@ def wait_for(pattern: str, times: int, seconds: float = 60) -> None:
         if time.monotonic() > end:
             raise TimeoutError(tmux("capture-pane", "-p"))
         time.sleep(0.2)
-    time.sleep(1)  # the prompt that follows
+    time.sleep(1)  # until the prompt is drawn
 
 
-def chat() -> str:
-    """The terminal after all questions were answered, with its escape sequences."""
+def run_chat() -> str:
+    """Return the terminal's screen after all questions were answered, with its escape sequences."""
     with tempfile.TemporaryDirectory() as state:
         command = f"XDG_STATE_HOME={state} {sys.executable} -m spd chat --show-drafts --seed 7"
         tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), command)
         try:
             wait_for("demo · spec", 1)
-            for asked, question in enumerate(QUESTIONS):
+            for index, question in enumerate(QUESTIONS):
                 tmux("send-keys", question, "Enter")
-                wait_for("tok/round", asked + 1)
+                wait_for("tok/round", index + 1)
             return tmux("capture-pane", "-e", "-p")
         finally:
             tmux("kill-server")
 
 
-def svg(shown: str) -> str:
-    """The picture of a terminal's text; rows that are blank at its end are left out."""
-    lines = [line for line in shown.splitlines() if Text.from_ansi(line).plain.strip()]
+def render_svg(screen: str) -> str:
+    """Return the picture of a terminal's screen without its blank rows."""
+    lines = [line for line in screen.splitlines() if Text.from_ansi(line).plain.strip()]
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         console.print(Text.from_ansi("\n".join(lines)), end="")
@@ -65,4 +65,4 @@ def svg(shown: str) -> str:
 
 
 if __name__ == "__main__":
-    print(svg(chat()))
+    print(render_svg(run_chat()))

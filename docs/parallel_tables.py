@@ -1,4 +1,4 @@
-"""Writes the tables of parallel.md: `python docs/parallel_tables.py`. A model's figures, not measured."""
+"""Print the tables of parallel.md: `python docs/parallel_tables.py`. From a cost model, not measured."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ SIZES = (1, 2, 4, 8, 16)
 WIDTH = 2
 DRAFTS = 4
 READ_RATE = 0.8 * 3.35e12
-"""Bytes a rank reads a second: 0.8 of an H100 SXM's data sheet."""
+"""Bytes per second that a rank reads: 0.8 of an H100 SXM's data sheet."""
 Exchange = list[int]
-"""Of each all-gather the bytes of one rank's part: with N ranks each receives N - 1 times as many."""
+"""The bytes of one rank's part of each all-gather: of N ranks each receives N - 1 times as many."""
 
 
 def pass_exchange(layers: int, hidden: int, rows: int, width: int) -> Exchange:
-    """A forward pass over rows of `hidden` elements of `width` bytes: the embedding, two sums a layer."""
+    """Return the exchange of a forward pass: the embedding and two sums per layer.
+
+    rows: of `hidden` elements of `width` bytes.
+    """
     return [rows * hidden * width] * (2 * layers + 1)
 
 
 def logits_exchange(rows: int, vocab_size: int, ranks: int) -> Exchange:
-    """Float32 logits of rows: each rank's own ids."""
+    """Return the exchange of float32 logits of rows, of which each rank has its part of the ids."""
     return [rows * 4 * -(-vocab_size // ranks)]
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds before a collective's first byte, and its bytes a second."""
+    """The latency of a collective, seconds, and its rate, bytes per second."""
 
     latency: float
     rate: float
 
     def seconds(self, nbytes: float, group: int, exchange: Exchange) -> float:
-        """A pass of a model of `nbytes`, divided among each group of ranks."""
+        """Return the seconds of a pass of a model of `nbytes` that a group of ranks divides."""
         reading = nbytes / group / READ_RATE
         if group == 1:
             return reading
@@ -52,7 +55,7 @@ class Speeds:
 def draft_seconds(
     speeds: Speeds, config: ModelConfig, group: int, module: LayerLayout | None
 ) -> float:
-    """One draft token for one request; module: see `streamed_bytes`."""
+    """Return the seconds of one draft token for one request; module: see `streamed_bytes`."""
     layers = config.num_layers if module is None else 1
     exchange = pass_exchange(layers, config.hidden_size, 1, WIDTH)
     exchange += logits_exchange(1, config.vocab_size, group)
@@ -60,23 +63,24 @@ def draft_seconds(
 
 
 def streamed_bytes(config: ModelConfig, module: LayerLayout | None = None) -> float:
-    """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen.
+    """Return the bytes of weights that a pass over one row reads.
 
-    module: the one layer of an MTP head that drafts for this model; a projection stands before it.
+    These are all but the embedding's table and the experts that are not routed to.
+    module: the one layer of an MTP head of this model, which has a projection before it.
     """
     layout = family_layout(config)
     hidden = config.hidden_size
-    around = config.vocab_size * hidden + (0 if module is None else 2 * hidden * hidden)
+    outside_layers = config.vocab_size * hidden + (0 if module is None else 2 * hidden * hidden)
     total = 0.0
     for layer in layout.layers if module is None else (module,):
-        own = float(sum(destination.size for destination in layer.destinations()))
+        layer_size = float(sum(destination.size for destination in layer.destinations()))
         if isinstance(layer.mlp, MoeLayout):
             routed = layer.mlp.destinations()
             experts = layer.mlp.experts
-            every = routed["experts_gate_up"].size + routed["experts_down"].size
-            own -= every * (1 - experts.router.per_token / experts.num_experts)
-        total += own
-    return WIDTH * (around + total)
+            experts_size = routed["experts_gate_up"].size + routed["experts_down"].size
+            layer_size -= experts_size * (1 - experts.router.per_token / experts.num_experts)
+        total += layer_size
+    return WIDTH * (outside_layers + total)
 
 
 LINKS = {
@@ -84,13 +88,15 @@ LINKS = {
     "PCIe": Speeds(25e-6, 40e9),
     "two nodes": Speeds(40e-6, 40e9),
 }
-"""Latencies are assumed; rates are 0.8 of one direction of 450 GB/s (NVLink 4) and of 50 GB/s (PCIe 5.0 x16
-after its protocol; NDR InfiniBand, 400 Gb/s)."""
+"""Latencies are assumed. Rates are 0.8 of one direction of 450 GB/s (NVLink 4) and of 50 GB/s.
+
+The latter is PCIe 5.0 x16 without its protocol, and NDR InfiniBand, 400 Gb/s.
+"""
 
 
-def _config(architecture: str, **fields: Any) -> ModelConfig:
-    """A model of these shapes; names of fields as in config.json."""
-    whole = {
+def _make_config(architecture: str, **fields: Any) -> ModelConfig:
+    """Return the configuration of these fields, which have the names of config.json."""
+    config = {
         "architectures": [architecture],
         "torch_dtype": "bfloat16",
         "rms_norm_eps": 1e-5,
@@ -101,12 +107,12 @@ def _config(architecture: str, **fields: Any) -> ModelConfig:
         **fields,
     }
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(whole))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         return ModelFolder(Path(folder)).config
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
-    return _config(
+def _make_llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    return _make_config(
         "LlamaForCausalLM",
         model_type="llama",
         hidden_size=hidden,
@@ -118,7 +124,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> M
     )
 
 
-DEEPSEEK = _config(
+DEEPSEEK = _make_config(
     "DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     hidden_size=7168,
@@ -144,55 +150,59 @@ DEEPSEEK = _config(
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
 )
-TARGETS = {"70B": _llama(8192, 28672, 80, 64, 8), "DeepSeek-V3": DEEPSEEK}
+TARGETS = {"70B": _make_llama(8192, 28672, 80, 64, 8), "DeepSeek-V3": DEEPSEEK}
 MODELS = {
-    "68M": _llama(768, 3072, 2, 12, 12),
-    "160M": _llama(768, 3072, 12, 12, 12),
-    "1B": _llama(2048, 5632, 22, 32, 4),
-    "7B": _llama(4096, 11008, 32, 32, 32),
+    "68M": _make_llama(768, 3072, 2, 12, 12),
+    "160M": _make_llama(768, 3072, 12, 12, 12),
+    "1B": _make_llama(2048, 5632, 22, 32, 4),
+    "7B": _make_llama(4096, 11008, 32, 32, 32),
 }
 
 
-def _verification(config: ModelConfig, ranks: int) -> Exchange:
-    """What ranks exchange while the target verifies."""
+def _verification_exchange(config: ModelConfig, ranks: int) -> Exchange:
+    """Return the exchange of a verification by the target."""
     rows = DRAFTS + 1
     logits = logits_exchange(rows, config.vocab_size, ranks)
     return pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + logits
 
 
-def _row(*cells: str) -> str:
+def _format_row(*cells: str) -> str:
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _head(*cells: str) -> Iterator[str]:
-    yield _row(*cells)
-    yield _row(*("---" for _ in cells))
+def _header_rows(*cells: str) -> Iterator[str]:
+    """Yield the header of a Markdown table and the line below it."""
+    yield _format_row(*cells)
+    yield _format_row(*("---" for _ in cells))
 
 
 def exchange_table() -> Iterator[str]:
-    """What a rank takes part in and receives while the target verifies."""
-    yield from _head("target", *(f"TP {size}" for size in SIZES))
+    """Yield the table of collectives of a verification and the bytes that a rank receives."""
+    yield from _header_rows("target", *(f"TP {size}" for size in SIZES))
     for name, config in TARGETS.items():
         cells = []
         for size in SIZES:
-            found = _verification(config, size) if size > 1 else []
-            cells.append(f"{len(found)} · {sum(found) * (size - 1) / 2**20:.2f} MiB")
-        yield _row(name, *cells)
+            exchange = _verification_exchange(config, size) if size > 1 else []
+            cells.append(f"{len(exchange)} · {sum(exchange) * (size - 1) / 2**20:.2f} MiB")
+        yield _format_row(name, *cells)
 
 
 def verify_table() -> Iterator[str]:
-    """Milliseconds of a verification."""
-    yield from _head("target", "link", *(f"TP {size}" for size in SIZES))
+    """Yield the table of milliseconds of a verification."""
+    yield from _header_rows("target", "link", *(f"TP {size}" for size in SIZES))
     for name, config in TARGETS.items():
         nbytes = streamed_bytes(config)
         for link, speeds in LINKS.items():
-            times = [speeds.seconds(nbytes, size, _verification(config, size)) for size in SIZES]
-            yield _row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
+            times = [
+                speeds.seconds(nbytes, size, _verification_exchange(config, size)) for size in SIZES
+            ]
+            yield _format_row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
 
 
 def draft_table() -> Iterator[str]:
-    """Milliseconds a draft token, the least of a row in bold."""
-    yield from _head("drafter", "link", *(f"draft TP {size}" for size in SIZES))
+    """Yield the table of milliseconds per draft token, the least of a row in bold."""
+    yield from _header_rows("drafter", "link", *(f"draft TP {size}" for size in SIZES))
     drafters: dict[str, tuple[ModelConfig, LayerLayout | None]] = {
         name: (config, None) for name, config in MODELS.items()
     }
@@ -202,23 +212,19 @@ def draft_table() -> Iterator[str]:
         for link, speeds in LINKS.items():
             times = {size: 1000 * draft_seconds(speeds, config, size, module) for size in possible}
             least = min(times.values())
-            cells = [
-                ""
-                if size not in times
-                else f"**{times[size]:.2f}**"
-                if times[size] == least
-                else f"{times[size]:.2f}"
-                for size in SIZES
-            ]
-            yield _row(name, link, *cells)
+            cells = []
+            for size in SIZES:
+                text = f"{times[size]:.2f}" if size in times else ""
+                cells.append(f"**{text}**" if times.get(size) == least else text)
+            yield _format_row(name, link, *cells)
 
 
-def tables() -> dict[str, str]:
-    """Every table by its name."""
-    made = {"exchange": exchange_table(), "verify": verify_table(), "draft": draft_table()}
-    return {name: "\n".join(lines) for name, lines in made.items()}
+def make_tables() -> dict[str, str]:
+    """Return every table by its name."""
+    lines_by_name = {"exchange": exchange_table(), "verify": verify_table(), "draft": draft_table()}
+    return {name: "\n".join(lines) for name, lines in lines_by_name.items()}
 
 
 if __name__ == "__main__":
-    for name, table in tables().items():
+    for name, table in make_tables().items():
         print(f"<!-- {name} -->\n{table}\n")

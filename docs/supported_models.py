@@ -1,4 +1,4 @@
-"""Prints `docs/supported-models.md` from the program's own tables.
+"""Print `docs/supported-models.md` from the program's own tables.
 
 Usage, from the repository's root: python docs/supported_models.py > docs/supported-models.md
 """
@@ -77,17 +77,17 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 """
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Lines of a Markdown table."""
+def table_lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
     names = list(header)
     for row in (names, ["---"] * len(names), *rows):
         yield f"| {' | '.join(row)} |"
 
 
-def meaning(layout: Callable[..., object]) -> str:
-    """The first sentence of what a family's function says, which may take two lines."""
-    words = " ".join((layout.__doc__ or "").split("\n\n")[0].split())
-    return words.split(". ")[0].rstrip(".")
+def first_sentence(layout: Callable[..., object]) -> str:
+    """Return the first sentence of the docstring of a family's function."""
+    text = " ".join((layout.__doc__ or "").split("\n\n")[0].split())
+    return text.split(". ")[0].rstrip(".")
 
 
 GGUF = """\
@@ -104,18 +104,24 @@ say, such as the windows of Mistral's first models, which llama.cpp drops.
 
 
 def gguf_section() -> list[str]:
-    """The architectures of GGUF files, and the classes of Hugging Face that they are."""
+    """Return the lines about GGUF files, with their architectures and classes of Hugging Face."""
     rows = []
     for name, row in ARCHITECTURES.items():
         classes = dict.fromkeys((row.model, *row.variants.values()))
         heads = "read" if row.mtp else ""
-        rows.append((f"`{name}`", ", ".join(f"`{each}ForCausalLM`" for each in classes), heads))
+        rows.append(
+            (
+                f"`{name}`",
+                ", ".join(f"`{model_class}ForCausalLM`" for model_class in classes),
+                heads,
+            )
+        )
     header = ("`general.architecture`", "read as", "MTP layers")
-    return [*GGUF.format(types=", ".join(READABLE_TYPES)).split("\n"), *table(header, rows)]
+    return [*GGUF.format(types=", ".join(READABLE_TYPES)).split("\n"), *table_lines(header, rows)]
 
 
-def document() -> str:
-    """The whole page."""
+def make_document() -> str:
+    """Return the page."""
     heads: dict[str, list[str]] = {}
     for family in mtp_layout.FAMILIES:
         for architecture in family.architectures:
@@ -123,10 +129,12 @@ def document() -> str:
     families = []
     for name in SUPPORTED_ARCHITECTURES:
         text = WRAPPERS[name][1] if name in WRAPPERS else name
-        what = (
-            f"the text of {text}, without images" if name in WRAPPERS else meaning(FAMILIES[name])
+        description = (
+            f"the text of {text}, without images"
+            if name in WRAPPERS
+            else first_sentence(FAMILIES[name])
         )
-        families.append((f"`{name}`", what, ", ".join(heads.get(text, []))))
+        families.append((f"`{name}`", description, ", ".join(heads.get(text, []))))
     others = [name for name in heads if name not in FAMILIES]
     notes = NOTES.format(
         dtypes=", ".join(FLOAT_DTYPES),
@@ -140,7 +148,7 @@ def document() -> str:
         "",
         "Written by `docs/supported_models.py`; a test compares it with the program.",
         "",
-        *table(("architecture", "family", "MTP heads"), families),
+        *table_lines(("architecture", "family", "MTP heads"), families),
         "",
         notes,
         "## MTP heads",
@@ -161,4 +169,4 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    print(document())
+    print(make_document())

@@ -1,70 +1,99 @@
-"""The text of `spd bench` and `spd compare`: a table of rows, what was measured, and what is best."""
+"""The text of `spd bench` and `spd compare`: tables, bars and a summary of results."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
-from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
-from spd.cli.terminal.plain_text import cells
+from spd.cli.terminal.bars import NARROW_COLUMNS, Bar, BarGlyphs, bar_lines
+from spd.cli.terminal.plain_text import cell_width
 from spd.cli.terminal.tables import fact_lines, table_lines
 from spd.runtime.lab import models_of, verdict
 
 SCHEMA = "spd.bench/1"
-SLOWER = "▼"
+SLOWER_MARK = "▼"
 Row = Mapping[str, Any]
+"""A row of `make_rows` in `spd/runtime/lab/rows.py`."""
 
 
-def bench_text(result: Mapping[str, Any], glyphs: BarGlyphs | None = None) -> list[str]:
-    """Return a table, bars of `glyphs` where there are some, and what stands below it."""
+class Equality(TypedDict):
+    """The comparison of texts with plain decoding: tokens compared, and each first difference."""
+
+    tokens: int
+    differences: Sequence[Mapping[str, Any]]
+
+
+class BenchResult(TypedDict):
+    """The object of `spd bench --json`, whose schema is in `spd/runtime/lab/schemas`."""
+
+    schema: str
+    model: str
+    versions: Mapping[str, str]
+    machine: Mapping[str, object]
+    settings: Mapping[str, object]
+    prompts: Mapping[str, str]
+    plans: Sequence[Mapping[str, object]]
+    rows: Sequence[Row]
+    same_tokens: bool
+    equality: Equality
+    samples: Sequence[Mapping[str, object]]
+    interrupted: bool
+
+
+def bench_text(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str]:
+    """Return a table, bars if there are `glyphs`, and the summary below."""
     rows = result["rows"]
     if not rows:
         return ["nothing was measured"]
     columns = shutil.get_terminal_size((120, 0)).columns
     bars = [] if glyphs is None else speed_bars(rows, columns, glyphs)
-    # Bars say what a narrow table does, and are not broken.
-    are_enough = bars and columns < NARROW and chief_rows(rows) == rows
-    table = [] if are_enough else _fitting_table(rows, columns)
-    return [*table, *bars, *fact_lines(_facts(result)), LEGEND]
+    # On a narrow terminal bars show as much as the table, and are not wrapped.
+    are_enough = bars and columns < NARROW_COLUMNS and summary_rows(rows) == rows
+    table = [] if are_enough else _table_for_width(rows, columns)
+    return [*table, *bars, *fact_lines(_summary_facts(result)), LEGEND]
 
 
-def _fitting_table(rows: Sequence[Row], columns: int) -> list[str]:
-    """Return a table with as many figures as fit beside each other, two at least."""
-    over_first = OVER_FIRST if any(row["over_first_model"] for row in rows) else ()
-    for figures in ((*FIGURES, *WIDE), FIGURES, FIGURES[:SPEEDS]):
-        table = row_table(rows, (*figures, *over_first))
-        if max(map(cells, table)) < columns:
+def _table_for_width(rows: Sequence[Row], columns: int) -> list[str]:
+    """Return the table with the most figures that fit the width, at least two."""
+    over_first = OVER_FIRST_COLUMNS if any(row["over_first_model"] for row in rows) else ()
+    for figure_columns in (
+        (*FIGURE_COLUMNS, *WIDE_COLUMNS),
+        FIGURE_COLUMNS,
+        FIGURE_COLUMNS[:NUM_SPEED_COLUMNS],
+    ):
+        table = row_table(rows, (*figure_columns, *over_first))
+        if max(map(cell_width, table)) < columns:
             return table
-    return row_table(rows, NARROW_FIGURES, always=("method",))
+    return row_table(rows, NARROW_FIGURE_COLUMNS, always_shown=("method",))
 
 
-MOST_BARS = 40  # of more a table says more
+MAX_BARS = 40  # beyond which the table alone is shown
 
 
 def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str]:
-    """Return bars of tokens a second with their intervals, for each work a heading and a bar a method."""
+    """Return bars of tokens a second with intervals: per workload a heading and a bar per method."""
     groups: dict[str, list[Row]] = {}
-    for row in chief_rows(rows):
-        groups.setdefault(work_name(row), []).append(row)
-    if sum(map(len, groups.values())) > MOST_BARS:
+    for row in summary_rows(rows):
+        groups.setdefault(workload_name(row), []).append(row)
+    if sum(map(len, groups.values())) > MAX_BARS:
         return []
-    labels = bar_labels(rows)
+    label_of = bar_labels(rows)
     lines = []
-    for work, members in groups.items():
+    for workload, workload_rows in groups.items():
         bars = []
-        for row in members:
+        for row in workload_rows:
             speed = row["tokens_per_second"]
             ratio = row["speed_up"]
-            words = f"{speed['median']:.1f}" + (f" {ratio['median']:.2f}×" if ratio else "")
-            bars.append(Bar(labels(row), speed["median"], words, speed["low"], speed["high"]))
-        lines += ["", f"tok/s, {work}", *bar_lines(bars, columns, glyphs)]
+            text = f"{speed['median']:.1f}" + (f" {ratio['median']:.2f}×" if ratio else "")
+            bars.append(Bar(label_of(row), speed["median"], text, speed["low"], speed["high"]))
+        lines += ["", f"tok/s, {workload}", *bar_lines(bars, columns, glyphs)]
     return [*lines, ""]
 
 
-def work_name(row: Row) -> str:
-    """Return what a row's requests were: `code, T 0`, with what else is not usual."""
+def workload_name(row: Row) -> str:
+    """Return the workload of a row: `code, T 0`, with settings that are not the default."""
     parts = ["all prompts" if row["category"] == "all" else row["category"]]
     parts.append(f"T {row['temperature']:g}")
     if row["prompt_tokens_asked"]:
@@ -77,80 +106,89 @@ def work_name(row: Row) -> str:
 
 
 def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """Return what names a row among rows of the same work: its method, and what else differs in `rows`."""
-    among = ("model", "lag", "graphs", "tp", "draft-tp")
-    differing = [
-        (name, cell) for name, cell in NAMES if name in among and len(set(map(cell, rows))) > 1
+    """Return the function that labels a row among rows of a workload: method, and what varies in `rows`."""
+    candidates = ("model", "lag", "graphs", "tp", "draft-tp")
+    varying_columns = [
+        (name, cell)
+        for name, cell in KEY_COLUMNS
+        if name in candidates and len(set(map(cell, rows))) > 1
     ]
 
     def label(row: Row) -> str:
-        words = [
-            cell(row) if name == "model" else f"{name} {cell(row)}" for name, cell in differing
+        parts = [
+            cell(row) if name == "model" else f"{name} {cell(row)}"
+            for name, cell in varying_columns
         ]
-        return " ".join([*words[:1], method_name(row), *words[1:]] if words else [method_name(row)])
+        return " ".join([*parts[:1], method_name(row), *parts[1:]] if parts else [method_name(row)])
 
     return label
 
 
-def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was measured with what, whether texts are equal, and what was fastest."""
-    plan, versions, rows, equality = (result[n] for n in ("plans", "versions", "rows", "equality"))
-    plan = plan[0]
-    differences = equality["differences"]
+def _summary_facts(result: BenchResult) -> dict[str, str]:
+    """Return the summary by title: models, run, equality of texts, and the best rows."""
+    plan = result["plans"][0]
+    rows = result["rows"]
+    versions = result["versions"]
+    compared_tokens = result["equality"]["tokens"]
+    differences = result["equality"]["differences"]
     machine = (
         f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
     )
-    asked = {(each["config"], json.dumps(each["work"])) for each in result["samples"]}
-    lost = len(asked) - sum(row["category"] != "all" for row in rows)
-    texts = (
-        f"equal to plain decoding ({equality['tokens']:,} tokens compared)"
-        if equality["tokens"]
-        else ""
-    )
+    measured_works = {
+        (sample["config"], json.dumps(sample["work"])) for sample in result["samples"]
+    }
+    num_left_out = len(measured_works) - sum(row["category"] != "all" for row in rows)
+    equality_text = ""
+    if compared_tokens:
+        equality_text = f"equal to plain decoding ({compared_tokens:,} tokens compared)"
     if any(row["acceptance"] == "imposed" for row in rows):
-        texts = "without meaning: acceptance is imposed, and drafts are taken unread"
+        equality_text = "without meaning: acceptance is imposed, and drafts are taken unread"
     if differences:
-        first = "prompt {prompt}, T {temperature:g}, token {position}".format(**differences[0])
-        texts = f"{len(differences)} DIFFER from plain decoding; the first: {first}"
+        first_difference = "prompt {prompt}, T {temperature:g}, token {position}".format(
+            **differences[0]
+        )
+        equality_text = (
+            f"{len(differences)} DIFFER from plain decoding; the first: {first_difference}"
+        )
     models = models_of(result)
-    tokens = "the models cut text into other tokens: their tok/s do not count the same"
+    token_warning = "the models cut text into other tokens: their tok/s do not count the same"
+    best_rows = {}
+    for model in models:
+        title = "best" if len(models) == 1 else f"best of {model}"
+        best_rows[title] = _best_row_text([row for row in rows if row["model"] == model])
+    left_out = f"{num_left_out}, where replies ended at the first token" if num_left_out else ""
+    interrupted = "whole repetitions count, and of a first one what was done"
     return {
-        "model": _models(result),
-        "tokens": "" if result["same_tokens"] else tokens,
+        "model": _model_list(result),
+        "tokens": "" if result["same_tokens"] else token_warning,
         "run": f"{machine} · torch {versions.get('torch', '?')} · spd {versions['spd']} · "
         f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
-        "texts": texts,
-        "rows left out": f"{lost}, where replies ended at the first token" if lost else "",
-        "interrupted": "whole repetitions count, and of a first one what was done"
-        * result["interrupted"],
-        **{
-            "best" if len(models) == 1 else f"best of {model}": _best(
-                [row for row in rows if row["model"] == model]
-            )
-            for model in models
-        },
-        f"over {models[0]}": "; ".join(_over_first(model, rows) for model in models[1:]),
+        "texts": equality_text,
+        "rows left out": left_out,
+        "interrupted": interrupted if result["interrupted"] else "",
+        **best_rows,
+        f"over {models[0]}": "; ".join(_over_first_text(model, rows) for model in models[1:]),
     }
 
 
-def _models(result: Mapping[str, Any]) -> str:
-    """Return the models with the type of their weights."""
-    forms = dict.fromkeys(
+def _model_list(result: BenchResult) -> str:
+    """Return the names of the models with the types of their weights."""
+    models = dict.fromkeys(
         (plan["model"], plan["dtype"], plan["load"] == "dummy") for plan in result["plans"]
     )
     return ", ".join(
         f"{name} {dtype}" + ", random weights" * is_dummy
-        for name, (_, dtype, is_dummy) in zip(models_of(result), forms, strict=False)
+        for name, (_, dtype, is_dummy) in zip(models_of(result), models, strict=False)
     )
 
 
-def _best(rows: Sequence[Row]) -> str:
-    """Return the row that speculation makes fastest; plain decoding where none is faster beyond noise."""
-    paired = [row for row in rows if row["speed_up"]]
-    if not paired:
+def _best_row_text(rows: Sequence[Row]) -> str:
+    """Return the text of the row with the largest speed-up; plain decoding if none is faster beyond noise."""
+    compared_rows = [row for row in rows if row["speed_up"]]
+    if not compared_rows:
         return ""
-    faster = [row for row in paired if verdict(row["speed_up"]) == "faster"]
-    row = max(faster or paired, key=lambda row: row["speed_up"]["median"])
+    faster = [row for row in compared_rows if verdict(row["speed_up"]) == "faster"]
+    row = max(faster or compared_rows, key=lambda row: row["speed_up"]["median"])
     ratio = f"{row['speed_up']['median']:.2f} × plain"
     name = f"{method_name(row)} ({row['category']}, T {row['temperature']:g})"
     if row["speed_up"]["low"] is None:
@@ -160,25 +198,27 @@ def _best(rows: Sequence[Row]) -> str:
     return f"{name}, {ratio}, faster"
 
 
-def _over_first(model: str, rows: Sequence[Row]) -> str:
-    """Return how fast a model decodes plainly over the first one, with the intervals of the ratios."""
-    shown = [row for row in chief_rows(rows) if row["model"] == model and row["method"] == "plain"]
-    words = []
-    for row in shown:
+def _over_first_text(model: str, rows: Sequence[Row]) -> str:
+    """Return a model's plain decoding speed over the first model's, with the intervals of the ratios."""
+    plain_rows = [
+        row for row in summary_rows(rows) if row["model"] == model and row["method"] == "plain"
+    ]
+    parts = []
+    for row in plain_rows:
         ratio = row["over_first_model"]
         if ratio is not None:
             span = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            words.append(f"{ratio['median']:.2f} ×{span} at T {row['temperature']:g}")
-    return f"{model}, plain decoding, {', '.join(words)}" if words else ""
+            parts.append(f"{ratio['median']:.2f} ×{span} at T {row['temperature']:g}")
+    return f"{model}, plain decoding, {', '.join(parts)}" if parts else ""
 
 
-def chief_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows over all categories, or all rows where there is one category."""
+def summary_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows over all categories, or all rows if there is one category."""
     return [row for row in rows if row["category"] == "all"] or list(rows)
 
 
 def method_name(row: Row) -> str:
-    """Return `draft k≤4`, with the rule of verification if it is not the usual one."""
+    """Return for example `draft k≤4`, with the rule of verification unless it is `coupled`."""
     if row["method"] == "plain":
         return "plain"
     rule = "" if row["verify"] == "coupled" else f" {row['verify']}"
@@ -186,7 +226,7 @@ def method_name(row: Row) -> str:
 
 
 Columns = Sequence[tuple[str, Callable[[Row], str]]]
-NAMES: Columns = (
+KEY_COLUMNS: Columns = (
     ("model", lambda row: str(row.get("model", ""))),
     ("category", lambda row: str(row["category"])),
     ("T", lambda row: f"{row['temperature']:g}"),
@@ -199,68 +239,78 @@ NAMES: Columns = (
     ("tp", lambda row: str(row["tp"])),
     ("draft-tp", lambda row: str(row["draft_tp"])),
 )
-"""What tells rows apart."""
-ALWAYS = ("category", "T", "method")
-SPEEDS = 4  # of `FIGURES`, the first ones
+"""The columns that identify a row."""
+ALWAYS_SHOWN = ("category", "T", "method")
+NUM_SPEED_COLUMNS = 4  # the first columns of `FIGURE_COLUMNS`
 LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
 
 
-def row_table(rows: Sequence[Row], figures: Columns, always: Sequence[str] = ALWAYS) -> list[str]:
-    """What tells rows apart, but for what is the same everywhere, and figures of each."""
-    named = [
-        (name, cell) for name, cell in NAMES if name in always or len(set(map(cell, rows))) > 1
+def row_table(
+    rows: Sequence[Row], figure_columns: Columns, always_shown: Sequence[str] = ALWAYS_SHOWN
+) -> list[str]:
+    """Return a table of the key columns that vary or are in `always_shown`, and of figures."""
+    key_columns = [
+        (name, cell)
+        for name, cell in KEY_COLUMNS
+        if name in always_shown or len(set(map(cell, rows))) > 1
     ]
-    columns = (*named, *figures)
+    columns = (*key_columns, *figure_columns)
     return table_lines(
         [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
     )
 
 
-def _median(name: str, form: str = ".1f") -> Callable[[Row], str]:
-    return lambda row: "" if row[name] is None else format(row[name]["median"], form)
+def _median_cell(name: str, format_spec: str = ".1f") -> Callable[[Row], str]:
+    """Return the cell of a median; empty if the row has none."""
+    return lambda row: "" if row[name] is None else format(row[name]["median"], format_spec)
 
 
-def _share(name: str) -> Callable[[Row], str]:
-    """Half of an interval as a share of its median; a single repetition has none."""
+def _interval_cell(name: str) -> Callable[[Row], str]:
+    """Return the cell of half an interval as a share of its median; empty for a single repetition."""
 
-    def shown(row: Row) -> str:
+    def format_cell(row: Row) -> str:
         share = (row[name] or {}).get("half_width")
         return "" if share is None else ">99%" if share >= 0.995 else f"{share:.1%}"
 
-    return shown
+    return format_cell
 
 
-def _ratio(name: str) -> Callable[[Row], str]:
-    """Return the cell of a ratio, marked where the row is slower beyond noise."""
-    return lambda row: _median(name, ".2f")(row) + SLOWER * (verdict(row[name]) == "slower")
+def _ratio_cell(name: str) -> Callable[[Row], str]:
+    """Return the cell of a ratio, marked if the row is slower beyond noise."""
+    return lambda row: (
+        _median_cell(name, ".2f")(row) + SLOWER_MARK * (verdict(row[name]) == "slower")
+    )
 
 
-NARROW_FIGURES: Columns = (
-    ("tok/s", _median("tokens_per_second")),
-    ("×plain", _ratio("speed_up")),
+NARROW_FIGURE_COLUMNS: Columns = (
+    ("tok/s", _median_cell("tokens_per_second")),
+    ("×plain", _ratio_cell("speed_up")),
 )
 """Figures for narrow terminals."""
-OVER_FIRST: Columns = (("×first", _ratio("over_first_model")), ("±", _share("over_first_model")))
+OVER_FIRST_COLUMNS: Columns = (
+    ("×first", _ratio_cell("over_first_model")),
+    ("±", _interval_cell("over_first_model")),
+)
 """Figures where several models are compared."""
-FIGURES: Columns = (
-    ("tok/s", _median("tokens_per_second")),
-    ("±", _share("tokens_per_second")),
-    ("×plain", _ratio("speed_up")),
-    ("±", _share("speed_up")),
+FIGURE_COLUMNS: Columns = (
+    ("tok/s", _median_cell("tokens_per_second")),
+    ("±", _interval_cell("tokens_per_second")),
+    ("×plain", _ratio_cell("speed_up")),
+    ("±", _interval_cell("speed_up")),
     ("len", lambda row: f"{row['acceptance_length']:.2f}"),
     ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
-    ("TTFT", _median("ttft_ms")),
-    ("TPOT", _median("tpot_ms")),
+    ("TTFT", _median_cell("ttft_ms")),
+    ("TPOT", _median_cell("tpot_ms")),
 )
 
 
-def _positions(row: Row) -> str:
-    """Per cent of the first, second, … drafts that were accepted, of four at most."""
+def _acceptance_cell(row: Row) -> str:
+    """Return per cent of first, second, … drafts that were accepted, of four positions at most."""
     pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
     return "/".join(
         f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted
     )
 
 
-WIDE: Columns = (("ITL", _median("itl_ms")), ("by position", _positions))
+WIDE_COLUMNS: Columns = (("ITL", _median_cell("itl_ms")), ("by position", _acceptance_cell))
 """Figures for wide terminals, and for files."""

@@ -1,4 +1,7 @@
-"""Options from a file: defaults, for all commands or one, of what is neither typed nor in the environment."""
+"""Defaults of options from a TOML file, for all commands or for one.
+
+They apply to options that are neither typed nor in the environment.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
+from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
@@ -19,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TYPED = frozenset(
+COMMAND_LINE_ONLY = frozenset(
     {
         "continue",
         "dry-run",
@@ -34,68 +37,82 @@ TYPED = frozenset(
     }
     | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
-"""What a single run is about, and every consent: no file may set it."""
-LIMIT = 65_536  # bytes: a system message or two
+"""Options of a single run, and every consent: no file may set them."""
+FILE_LIMIT = 65_536  # bytes: a system message or two
+
+OptionValue = list[str] | bool | str
+"""A value of an option as Typer takes it from a map of defaults."""
 
 
-def read_defaults(command: str, path: Path) -> dict[str, Any]:
-    """What a file holds for a command, its table before the rest. Raises UsageError naming file and key."""
+def read_defaults(command: str, path: Path) -> dict[str, OptionValue]:
+    """Return the defaults of a file for a command, by parameter name.
+
+    The command's own table takes precedence over the top level. Raises UsageError naming file and key.
+    """
     params = _options_of(command)
     loaded = _load(path)
-    found = loaded.get(command)
-    own = found if isinstance(found, dict) else {}  # `verify` is a command and an option
-    values: dict[str, Any] = {}
+    table = loaded.get(command)
+    command_table = table if isinstance(table, dict) else {}  # `verify` is a command and an option
+    values: dict[str, object] = {}
     for key, value in loaded.items():
         if isinstance(value, dict):
             if key not in COMMANDS:
-                raise _fault(path, f"[{key}] is not a command")
-        elif key in params.keys() | TYPED:
+                raise _config_error(path, f"[{key}] is not a command")
+        elif key in params.keys() | COMMAND_LINE_ONLY:
             values[key] = value
         elif not any(key in _options_of(name) for name in COMMANDS):
-            known = {option for name in COMMANDS for option in _options_of(name)}
-            raise _unknown(path, f"no command has an option --{key}", key, known)
-    for key in own:
+            all_options = {option for name in COMMANDS for option in _options_of(name)}
+            raise _unknown_key_error(path, f"no command has an option --{key}", key, all_options)
+    for key in command_table:
         if key not in params:
-            raise _unknown(path, f"spd {command} has no option --{key}", key, params)
-    values |= own
-    if typed := sorted(values.keys() & TYPED):
-        raise _fault(path, f"--{typed[0]} has to be typed")
-    found = {}
-    for param, value in (
-        (params[key], value) for key, value in values.items()
-    ):  # as if it had been typed
-        listed = isinstance(value, list) and param.multiple
-        switch = param.is_flag and isinstance(value, bool)
-        found[param.name] = list(map(str, value)) if listed else value if switch else str(value)
-    return found
+            raise _unknown_key_error(path, f"spd {command} has no option --{key}", key, params)
+    values |= command_table
+    typed_only = sorted(values.keys() & COMMAND_LINE_ONLY)
+    if typed_only:
+        raise _config_error(path, f"--{typed_only[0]} has to be typed")
+    return {str(params[key].name): _as_typed(params[key], value) for key, value in values.items()}
 
 
-def _options_of(name: str) -> dict[str, Any]:
-    """A command's options by their long names."""
-    command: Any = get_command(build_app((name,)))
-    params = command.commands[name].params
+def _as_typed(param: TyperOption, value: object) -> OptionValue:
+    """Return a TOML value as if it had been typed for an option."""
+    if isinstance(value, list) and param.multiple:
+        return list(map(str, value))
+    if isinstance(value, bool) and param.is_flag:
+        return value
+    return str(value)
+
+
+def _options_of(name: str) -> dict[str, TyperOption]:
+    """Return the options of a command by their long names without dashes."""
+    group = get_command(build_app((name,)))
+    assert isinstance(group, TyperGroup)
+    params = [param for param in group.commands[name].params if isinstance(param, TyperOption)]
     return {
         option[2:]: param for param in params for option in param.opts if option.startswith("--")
     }
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, object]:
+    """Return the tables and keys of a TOML file. Raises UsageError."""
     try:
-        data = read_input(path, "SPD_CONFIG=FILE that is there", LIMIT)
+        data = read_input(path, "SPD_CONFIG=FILE that is there", FILE_LIMIT)
         return dict(tomllib.loads(data.decode("utf-8-sig")))
     except UnicodeDecodeError:
-        raise _fault(path, "is not TOML: it is not UTF-8 text") from None
+        raise _config_error(path, "is not TOML: it is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        raise _fault(path, f"cannot be read: {error}") from None
+        raise _config_error(path, f"cannot be read: {error}") from None
 
 
-def _unknown(path: Path, words: str, key: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a key that is no option; the fix names the nearest of `known`."""
-    near = get_close_matches(key, sorted(known), n=1)
-    fix = f"edit {path}: {near[0]} in the place of {key}" if near else ""
-    return _fault(path, words, fix)
+def _unknown_key_error(
+    path: Path, message: str, key: str, option_names: Iterable[str]
+) -> UsageError:
+    """Return the error for a key that is no option; the fix names the closest of `option_names`."""
+    close_matches = get_close_matches(key, sorted(option_names), n=1)
+    fix = f"edit {path}: {close_matches[0]} in the place of {key}" if close_matches else ""
+    return _config_error(path, message, fix)
 
 
-def _fault(path: Path, words: str, fix: str = "") -> UsageError:
-    words = words if len(words) <= 300 else f"{words[:297]}..."
-    return UsageError(f"{path}: {words}", fix=[fix or f"edit {path}"], code="config")
+def _config_error(path: Path, message: str, fix: str = "") -> UsageError:
+    """Return the error for a file of options; long messages are cut."""
+    message = message if len(message) <= 300 else f"{message[:297]}..."
+    return UsageError(f"{path}: {message}", fix=[fix or f"edit {path}"], code="config")

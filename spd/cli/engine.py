@@ -1,11 +1,11 @@
-"""The engine of a command: loaded with words, and what is said before it runs."""
+"""Loading the engine of a command, and the notes before it runs."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spd.cli.terminal.console import Console
 from spd.cli.terminal.progress import loading
@@ -17,47 +17,47 @@ if TYPE_CHECKING:
     from spd.runtime import Engine, EngineClient, EngineConfig, Request
 
 LONG_LOAD = 3.0
-"""Seconds of loading from which on a running server is recommended."""
+"""Seconds of loading from which on a note recommends a running server."""
 
 
 def load(console: Console, name: str, config: EngineConfig) -> Engine:
-    """Return an engine, with words on a terminal while it loads."""
+    """Return an engine; show progress on a terminal while it loads."""
     with loading(f"loading {name}", console) as progress:
         from spd.runtime import Engine
 
         return Engine(config, progress=progress)
 
 
-def say_before(
+def print_run_notes(
     console: Console, settings: Settings, engine: EngineClient, request: Request | None
 ) -> None:
     """Print notes about what the user may not expect, and the plan of a verbose run.
 
-    request: the only one of the run; None where there are many.
+    request: the only request of the run; None if there are many.
     """
     from spd.conversation.notes import notes_before
 
     notes = notes_before(engine.info, settings.think, settings.vocabulary, request)
-    say_notes(console, notes, engine, settings.sampling.describe())
+    print_notes(console, notes, engine, settings.sampling.describe())
 
 
-def say_load(console: Console, name: str, engine: Engine) -> None:
-    """Print a note on a terminal after a long load, which names what would have spared it."""
+def print_load_note(console: Console, name: str, engine: Engine) -> None:
+    """Print a note after a long load if stderr is a terminal; it names the command that avoids it."""
     if engine.load_ms >= 1000 * LONG_LOAD and is_terminal(sys.stderr):
         command = f"spd serve --detach -m {shlex.quote(name)}"
         seconds = engine.load_ms / 1000
         console.note(f"loading took {seconds:.1f} s; {command} keeps the model loaded")
 
 
-def say_notes(
-    console: Console, notes: Sequence[str], engine: EngineClient, parameters: Mapping[str, Any]
+def print_notes(
+    console: Console, notes: Sequence[str], engine: EngineClient, parameters: Mapping[str, object]
 ) -> None:
     """Print notes, and the plan and the parameters of a verbose run."""
     for note in notes:
         console.note(note)
     if console.verbose:
         load = f"{engine.load_ms / 1000:.2f} s"
-        facts = {"plan": engine.info.plan, "params": parameters, "load": load}
+        run_facts = {"plan": engine.info.plan, "params": parameters, "load": load}
         columns = None if is_terminal(sys.stderr) else PIPE_COLUMNS
-        for line in fact_lines(facts, columns=columns):
+        for line in fact_lines(run_facts, columns=columns):
             console.detail(line)

@@ -1,8 +1,8 @@
-"""Options of more than one command: names, help, panels, defaults. Those of one stand beside its body.
+"""Options of several commands: names, help, panels, defaults. Those of one command are in its module.
 
-Commands receive one frozen object. A default of None means "not given", which the table of
-conflicts and the model's own defaults rely on. Nothing heavy is imported here, and no method is
-generated that is never called: that is a fifth of the time until `--help`.
+Commands receive one frozen object. A default of None means that the option is not set, which the
+table of conflicts and the model's defaults rely on. Nothing heavy is imported here, and no unused
+dataclass method is generated: that is a fifth of the time until `--help`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,34 +19,45 @@ from typing import Any, Literal
 
 import typer
 
-from spd.cli.parser import FIRST, IN, LAST, OTHER, in_order, parse_as, parse_size
+from spd.cli.parser import (
+    ADVANCED_PANEL,
+    INPUT_PANEL,
+    MAIN_PANEL,
+    OUTPUT_PANEL,
+    normalize_spec,
+    parse_size,
+    parse_value,
+)
 from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED, METHODS
 
-MODEL = "Model and drafts"
-THINK = "on|off|hide|N"
-MOST_PATHS = 200  # that TAB offers
+MODEL_PANEL = "Model and drafts"
+THINK_METAVAR = "on|off|hide|N"
+MAX_PATHS = 200  # in a completion
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Return what TAB offers for a model: the demos, what is stored here, GGUF files; never an error."""
+    """Return completions for a model: demos, stored models and GGUF files; never raise."""
     from spd.formats.demo import DEMOS
 
     try:
         from spd.formats.hub import list_models
 
-        return [*sorted({*DEMOS, *(model.name for model in list_models())}), *_paths(incomplete)]
+        return [
+            *sorted({*DEMOS, *(model.name for model in list_models())}),
+            *_complete_paths(incomplete),
+        ]
     except Exception:
         return list(DEMOS)
 
 
-def _paths(incomplete: str) -> list[str]:
-    """Return GGUF files that begin so, and folders where something is typed."""
+def _complete_paths(incomplete: str) -> list[str]:
+    """Return GGUF files that begin with `incomplete`, and folders unless it is empty."""
     folder, name = incomplete.rpartition("/")[::2]
     folder = folder + "/" if "/" in incomplete else ""
     paths = []
-    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as entries:
-        for entry in entries:
+    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as folder_entries:
+        for entry in folder_entries:
             is_hidden = entry.name.startswith(".") and not name.startswith(".")
             if is_hidden or not entry.name.startswith(name):
                 continue
@@ -54,65 +65,83 @@ def _paths(incomplete: str) -> list[str]:
                 paths.append(f"{folder}{entry.name}")
             elif incomplete and entry.is_dir():
                 paths.append(f"{folder}{entry.name}/")
-    return sorted(paths)[:MOST_PATHS]
+    return sorted(paths)[:MAX_PATHS]
 
 
 def spec_names(incomplete: str) -> list[str]:
-    """What TAB offers for a method."""
+    """Return completions for a method."""
     return [*METHODS, *ARBITRATED]
 
 
-COMPLETED: dict[str | None, Any] = {
+COMPLETERS: dict[str | None, Callable[[str], list[str]] | Callable[[], list[str]]] = {
     "METHOD": spec_names,
     "METHODS": spec_names,
-    THINK: lambda: ["on", "off", "hide"],
+    THINK_METAVAR: lambda: ["on", "off", "hide"],
 }
-COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…", "HEAD"), model_names)
-"""What TAB offers for values that are called so."""
+COMPLETERS |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…", "HEAD"), model_names)
+"""Completion functions by the metavar of an option or argument."""
 
 
-def _shown(metavar: str | None, help: str, more: dict[str, Any]) -> dict[str, Any]:
-    """What Typer is told of a parameter."""
-    completed = {"autocompletion": COMPLETED[metavar]} if metavar in COMPLETED else {}
-    return {**completed, **more, "metavar": metavar, "help": help, "show_default": False}
+def _typer_settings(
+    metavar: str | None, help: str, typer_settings: dict[str, object]
+) -> dict[str, object]:
+    """Return the keywords for `typer.Option` or `typer.Argument`."""
+    completer = {"autocompletion": COMPLETERS[metavar]} if metavar in COMPLETERS else {}
+    return {**completer, **typer_settings, "metavar": metavar, "help": help, "show_default": False}
 
 
 def option(
-    panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any
+    panel: str,
+    default: object,
+    metavar: str | None,
+    help: str,
+    *names: str,
+    **typer_settings: object,
 ) -> Any:
-    """A field that is an option, called as its field unless `names` hold a long one; no metavar: a flag."""
-    shown = {**_shown(metavar, help, more), "rich_help_panel": panel}
-    return dataclasses.field(default=default, metadata={"names": names, "option": shown})
+    """Return a dataclass field that is an option; without a metavar it is a flag.
+
+    names: short names, and a long name if it is not that of the field.
+    """
+    settings = {**_typer_settings(metavar, help, typer_settings), "rich_help_panel": panel}
+    return dataclasses.field(default=default, metadata={"names": names, "option": settings})
 
 
-def argument(metavar: str, help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """A field that is an argument; without a default it has to be given."""
+def argument(
+    metavar: str, help: str, default: object = dataclasses.MISSING, **typer_settings: object
+) -> Any:
+    """Return a dataclass field that is an argument; without a default it is required."""
     return dataclasses.field(
-        default=default, metadata={"names": None, "option": _shown(metavar, help, more)}
+        default=default,
+        metadata={"names": None, "option": _typer_settings(metavar, help, typer_settings)},
     )
 
 
-first, inputs, printed, advanced = (partial(option, panel) for panel in (FIRST, IN, OTHER, LAST))
-_model = partial(option, MODEL)
+main_option = partial(option, MAIN_PANEL)
+input_option = partial(option, INPUT_PANEL)
+output_option = partial(option, OUTPUT_PANEL)
+advanced_option = partial(option, ADVANCED_PANEL)
+_model_option = partial(option, MODEL_PANEL)
 
 
 def parse_spec(text: str) -> str:
-    """Return `mtp` or `mtp+ngram`, also written `ngram,mtp`, as the engine calls it. Raises BadParameter."""
-    known = spec_names("")
-    method = in_order(text)
-    if method not in known:
-        alone = ", ".join(repr(name) for name in known if "+" not in name)
-        words = f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp+ngram'"
-        raise typer.BadParameter(words)
+    """Return the engine's name of a method: `mtp`, or `mtp+ngram` for `ngram,mtp`. Raises BadParameter."""
+    methods = spec_names("")
+    method = normalize_spec(text)
+    if method not in methods:
+        single_methods = ", ".join(repr(name) for name in methods if "+" not in name)
+        message = (
+            f"{text!r} is not one of {single_methods}, nor one of these beside lookup: 'mtp+ngram'"
+        )
+        raise typer.BadParameter(message)
     return method
 
 
 def parse_think(text: str, name: str = "--think") -> str:
-    """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
+    """Return the value of --think or /think: a word or a number of tokens. Raises UsageError."""
     if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
-        said = f"{name} {text}".rstrip()
+        typed = f"{name} {text}".rstrip()
         raise UsageError(
-            f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"]
+            f"{typed}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"]
         )
     return text
 
@@ -121,58 +150,64 @@ def parse_think(text: str, name: str = "--think") -> str:
 class CommonOptions:
     """Flags that every command takes, before or after its name."""
 
-    color: Literal["auto", "always", "never"] = printed("auto", "WHEN", "auto, always or never.")
-    quiet: bool = printed(False, None, "No notes on stderr.", "-q")
-    verbose: int = printed(
+    color: Literal["auto", "always", "never"] = output_option(
+        "auto", "WHEN", "auto, always or never."
+    )
+    quiet: bool = output_option(False, None, "No notes on stderr.", "-q")
+    verbose: int = output_option(
         0, None, "Plan, seed and parameters on stderr; -vv: tracebacks.", "-v", count=True
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JsonOptions(CommonOptions):
-    """What commands with one result share."""
+    """Options of commands with one result."""
 
-    json: bool = printed(False, None, "One JSON object.")
+    json: bool = output_option(False, None, "One JSON object.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ModelArgument:
-    """The model in the place of --model: every command but `generate` takes both."""
+    """The model as an argument instead of --model: every command but `generate` takes both."""
 
     model_argument: str | None = argument("MODEL", "A folder, GGUF file, org/name or demo.", None)
     typed: frozenset[str] = frozenset()
-    """Names of these fields that stood on the command line, not in a file or the environment."""
+    """Names of the fields that were on the command line, not in a file or the environment."""
 
 
 def same_as_argument(default: str = "", envvar: str | None = None) -> Any:
-    """Return the field `model` of a command that runs nothing; without a default a model must be typed."""
-    return printed(default, "MODEL", "The same as the argument.", "-m", envvar=envvar)
+    """Return the field `model` of a command that runs no model; without a default it is required."""
+    return output_option(default, "MODEL", "The same as the argument.", "-m", envvar=envvar)
 
 
-def take_model(values: dict[str, Any], typed: Collection[str]) -> None:
-    """Let the MODEL argument stand for --model in the `values` of a command.
+def merge_model_argument(values: dict[str, Any], typed: Collection[str]) -> None:
+    """Store the MODEL argument as --model in the `values` of a command, in place.
 
-    typed: names of the values that stood on the command line. Where a folder to write is the second
-    argument, --model leaves the first for it. Raises UsageError for two models, and for none.
+    typed: names of the values that were on the command line. If the second argument is a folder to
+    write and --model is typed, the first argument is that folder. Raises UsageError for two models
+    and for none.
     """
     if "model_argument" not in values:
         return
-    argument = values["model_argument"]
+    model_argument = values["model_argument"]
     model = values["model"] if "model" in typed else None
-    if None not in (argument, model) and argument != model:
-        if values.get("destination", argument) is not None:
-            words = "the model is given twice: as an argument and with --model"
-            raise UsageError(words, fix=["use one of them"], code="conflict")
-        values["destination"] = Path(argument)
-        argument = model
-    if argument is None and model is None and not values["model"]:
+    if None not in (model_argument, model) and model_argument != model:
+        if values.get("destination", model_argument) is not None:
+            message = "the model is given twice: as an argument and with --model"
+            raise UsageError(message, fix=["use one of them"], code="conflict")
+        values["destination"] = Path(model_argument)
+        model_argument = model
+    if model_argument is None and model is None and not values["model"]:
         raise UsageError("missing argument 'MODEL'")
-    if argument is not None:
-        values["model"] = argument
+    if model_argument is not None:
+        values["model"] = model_argument
 
 
-def take_models(arguments: Sequence[str] | None, model: str) -> list[str]:
-    """Return the models of a command that takes many: arguments and --model. Raises UsageError for none."""
+def merge_model_arguments(arguments: Sequence[str] | None, model: str) -> list[str]:
+    """Return the models of a command that takes several: arguments and --model.
+
+    Raises UsageError for none.
+    """
     models = [*(arguments or ()), *([model] if model else [])]
     if not models:
         raise UsageError("missing argument 'MODEL…'")
@@ -181,75 +216,83 @@ def take_models(arguments: Sequence[str] | None, model: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ModelOptions(CommonOptions):
-    """Which model, and where it runs."""
+    """The model and the device."""
 
-    model: str = first(
+    model: str = main_option(
         "demo", "MODEL", "A folder, GGUF file, org/name or demo.", "-m", envvar="SPD_MODEL"
     )
-    device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
+    device: str = _model_option("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model_option(
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
     )
-    quantize: Literal["none", "int8", "int4"] = _model(
+    quantize: Literal["none", "int8", "int4"] = _model_option(
         "none", "FORM", "int8, int4: round the layers' weights at load. Changes the text."
     )
-    kernels: Literal["auto", "torch", "native", "triton"] = advanced(
+    kernels: Literal["auto", "torch", "native", "triton"] = advanced_option(
         "auto", "SET", "auto, torch, native or triton."
     )
-    threads: int | None = advanced(None, "N", "CPU threads.")
+    threads: int | None = advanced_option(None, "N", "CPU threads.")
     rendezvous: int | None = None
-    """How many ranks torchrun has started: found, not typed."""
+    """The number of ranks that torchrun has started; no option."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class EngineOptions(ModelOptions):
-    """What proposes tokens, and how the machine is used. Of these only --verify touches the text."""
+    """The proposer and the use of the machine. Of these options only --verify affects the text."""
 
-    spec: str = first(
+    spec: str = main_option(
         "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp+ngram.", parser=parse_spec
     )
-    draft_model: str | None = first(
+    draft_model: str | None = main_option(
         None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
     )
-    draft_max: int | None = first(None, "K", "Most draft tokens in a round.")
-    mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _model(
+    draft_max: int | None = main_option(None, "K", "Most draft tokens in a round.")
+    mtp: str | None = _model_option(None, "HEAD", "A folder with an MTP head.")
+    adaptive: bool | None = _model_option(
         None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive"
     )
-    verify: Literal["coupled", "rejection", "block"] = _model(
+    verify: Literal["coupled", "rejection", "block"] = _model_option(
         "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
-    graphs: Literal["auto", "on", "off"] = advanced("auto", "MODE", "CUDA graphs: auto, on or off.")
-    lag: Literal["auto", "0", "1", "2"] = advanced(
+    graphs: Literal["auto", "on", "off"] = advanced_option(
+        "auto", "MODE", "CUDA graphs: auto, on or off."
+    )
+    lag: Literal["auto", "0", "1", "2"] = advanced_option(
         "auto", "N", "Rounds the host may lag: auto, 0, 1 or 2."
     )
-    tp: int = advanced(1, "N", "Tensor parallel ranks. Default: 1.")
-    draft_tp: int | None = advanced(None, "N", "Ranks that share the drafter.")
+    tp: int = advanced_option(1, "N", "Tensor parallel ranks. Default: 1.")
+    draft_tp: int | None = advanced_option(None, "N", "Ranks that share the drafter.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class RunOptions(EngineOptions):
-    """What `generate`, `chat` and `serve` share."""
+    """Options of `generate`, `chat` and `serve`."""
 
-    ctx: int | None = _model(
+    ctx: int | None = _model_option(
         None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size
     )
-    pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
-    memory_fraction: float = advanced(
+    pull: bool = _model_option(False, None, "Download org/name if it is not in the cache.")
+    memory_fraction: float = advanced_option(
         0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SamplingOptions:
-    """How tokens are drawn: by flags, --set and /set, else by the model's generation_config.json."""
+    """Sampling: set by flags, --set and /set, else by the model's generation_config.json."""
 
-    temperature: float | None = first(None, "T", "0 is greedy. Default: the model's, else 0.7.")
-    max_tokens: int | None = first(None, "N", "Stop after N tokens. Default: the context.", "-n")
-    seed: int | None = inputs(None, "N", "Repeats a reply. Default: random; -v shows it.")
-    top_p: float | None = inputs(None, "P", "Default: the model's, else 1.")
-    stop: list[str] | None = inputs(None, "TEXT", "Stop before TEXT; \\n is a newline. Repeatable.")
-    set: list[str] | None = inputs(
+    temperature: float | None = main_option(
+        None, "T", "0 is greedy. Default: the model's, else 0.7."
+    )
+    max_tokens: int | None = main_option(
+        None, "N", "Stop after N tokens. Default: the context.", "-n"
+    )
+    seed: int | None = input_option(None, "N", "Repeats a reply. Default: random; -v shows it.")
+    top_p: float | None = input_option(None, "P", "Default: the model's, else 1.")
+    stop: list[str] | None = input_option(
+        None, "TEXT", "Stop before TEXT; \\n is a newline. Repeatable."
+    )
+    set: list[str] | None = input_option(
         None, "NAME=VALUE", "top_k, min_p, min_tokens, logit_bias or a penalty. Repeatable."
     )
     top_k: int | None = None
@@ -265,72 +308,88 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ReplyOptions(SamplingOptions, RunOptions):
-    """What `generate` and `chat` share."""
+    """Options of `generate` and `chat`."""
 
-    template_arg: list[str] | None = inputs(
+    template_arg: list[str] | None = input_option(
         None, "K=V", "A variable for the chat template. Repeatable."
     )
-    think: str = first(
-        "auto", THINK, "Think or not; hide: unseen; N: at most N tokens.", parser=parse_think
+    think: str = main_option(
+        "auto",
+        THINK_METAVAR,
+        "Think or not; hide: unseen; N: at most N tokens.",
+        parser=parse_think,
     )
-    system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
-    no_server: bool = printed(False, None, "Do not use a running spd serve.")
+    system: str | None = main_option(None, "TEXT|@FILE", "System message.", "-s")
+    no_server: bool = output_option(False, None, "Do not use a running spd serve.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerateOptions(ReplyOptions):
-    """Everything `spd generate` takes."""
+    """The options of `spd generate`."""
 
     prompt: str | None = argument("PROMPT", "The prompt. Stdin and files come before it.", None)
-    file: list[str] | None = first(None, "FILE", "Text from a file, - is stdin. Repeatable.", "-f")
-    messages: str | None = inputs(None, "FILE", "A chat as JSON: a list of role and content.")
-    raw: bool = inputs(False, None, "No chat template: continue the text.")
-    prompt_ids: str | None = inputs(None, "1,2,3", "Token ids instead of text.")
-    dry_run: bool = inputs(False, None, "Show the prompt and its tokens; load no weights.")
-    ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
-    jsonl: bool = inputs(
+    file: list[str] | None = main_option(
+        None, "FILE", "Text from a file, - is stdin. Repeatable.", "-f"
+    )
+    messages: str | None = input_option(None, "FILE", "A chat as JSON: a list of role and content.")
+    raw: bool = input_option(False, None, "No chat template: continue the text.")
+    prompt_ids: str | None = input_option(None, "1,2,3", "Token ids instead of text.")
+    dry_run: bool = input_option(False, None, "Show the prompt and its tokens; load no weights.")
+    ignore_eos: bool = input_option(False, None, "Do not stop at the end of text.")
+    jsonl: bool = input_option(
         False, None, "One prompt a line on stdin or in -f FILE, one JSON line out for each."
     )
-    json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
-    stats: bool = first(
+    json: bool = main_option(False, None, "One JSON object: text, tokens, timings, acceptance.")
+    stats: bool = main_option(
         False, None, "Speed and acceptance on stderr at the end; of --jsonl, the speed."
     )
-    output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
-    schema: str | None = printed(
+    output: Path | None = output_option(None, "FILE", "Write there, not to stdout.", "-o")
+    schema: str | None = output_option(
         None, "FILE|JSON", "The reply is JSON that follows this JSON schema."
     )
-    grammar: str | None = printed(
+    grammar: str | None = output_option(
         None, "LARK|/REGEX/", "The reply follows a Lark grammar (or its file), or matches REGEX."
     )
-    logprobs: int | None = printed(
+    logprobs: int | None = output_option(
         None, "N", "With --json: log-probabilities, the N likeliest tokens."
     )
-    trace: Path | None = printed(None, "FILE", "One JSON line for each round, for spd explain.")
-    resume: bool = printed(False, None, "With --jsonl -o FILE: continue after the answers in FILE.")
-    concurrency: int | None = advanced(
+    trace: Path | None = output_option(
+        None, "FILE", "One JSON line for each round, for spd explain."
+    )
+    resume: bool = output_option(
+        False, None, "With --jsonl -o FILE: continue after the answers in FILE."
+    )
+    concurrency: int | None = advanced_option(
         None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024
     )
 
 
-def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
-    """`name=value` words as fields of SamplingOptions, by their types; lists grow. Raises UsageError."""
-    kinds = {
-        each.name: str(each.type)
-        for each in dataclasses.fields(SamplingOptions)
-        if each.name != "set"
+def parse_settings(assignments: Sequence[str], flag: str = "--set") -> dict[str, Any]:
+    """Return fields of SamplingOptions from `name=value` texts, by their types; lists grow.
+
+    flag: the option for messages. Raises UsageError.
+    """
+    annotations = {
+        field.name: str(field.type)
+        for field in dataclasses.fields(SamplingOptions)
+        if field.name != "set"
     }
     changes: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
         name = name.strip().replace("-", "_")
         if not equals:
-            raise UsageError(f"{flag} {word} is not NAME=VALUE", fix=[f"{flag} temperature=0.5"])
-        if name not in kinds:
-            fix = [f"one of {', '.join(sorted(kinds))}"]
+            raise UsageError(
+                f"{flag} {assignment} is not NAME=VALUE", fix=[f"{flag} temperature=0.5"]
+            )
+        if name not in annotations:
+            fix = [f"one of {', '.join(sorted(annotations))}"]
             raise UsageError(f"{flag} {name}: there is no such parameter", fix=fix)
         if value in ("", "auto", "default"):
             changes[name] = getattr(SamplingOptions, name)
             continue
-        found = parse_as(f"{flag} {name}", kinds[name], value)
-        changes[name] = [*(changes.get(name) or ()), found] if "list" in kinds[name] else found
+        parsed = parse_value(f"{flag} {name}", annotations[name], value)
+        changes[name] = (
+            [*(changes.get(name) or ()), parsed] if "list" in annotations[name] else parsed
+        )
     return changes

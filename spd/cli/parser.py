@@ -1,4 +1,4 @@
-"""Commands as Typer reads them, with other tools' names of options, and help in panels, most used first."""
+"""The command class for Typer: option names of other tools, help in panels, and parsers of values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typer.core import TyperCommand
 
 from spd.errors import IncompatibleError, UsageError
 
-FIRST = "Most used"
-IN = "Prompt and sampling"
-OTHER = "Output"
-LAST = "Advanced"
-"""Panels: the first one, that of all that goes in, that of what names none, the last one."""
-ARGUMENTS = "Arguments"
+MAIN_PANEL = "Most used"
+INPUT_PANEL = "Prompt and sampling"
+OUTPUT_PANEL = "Output"
+ADVANCED_PANEL = "Advanced"
+"""Panels of the help in order; OUTPUT_PANEL is that of options without a panel."""
+ARGUMENTS_PANEL = "Arguments"
 
-FOREIGN: Mapping[str, str] = MappingProxyType(
+FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "--system-prompt": "--system",
         "--n-predict": "--max-tokens",
@@ -32,7 +32,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(
         "--json-schema": "--schema",
     }
 )
-"""What other tools call our options."""
+"""Options of other tools, and the option of spd that means the same."""
 
 SET_NAMES = (
     "frequency_penalty",
@@ -46,15 +46,15 @@ SET_NAMES = (
 )
 """Sampling parameters that other tools have as options and spd has under --set."""
 PROMPT_FIX = 'spd generate "your prompt"'
-FIXES: Mapping[str, str] = MappingProxyType(
+OPTION_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "-p": PROMPT_FIX,
         "--prompt": PROMPT_FIX,
         **{f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in SET_NAMES},
     }
 )
-"""What to type for an option of other tools for which spd has another way."""
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
+"""Options of other tools that spd lacks, and what to type instead."""
+COMMAND_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "config": "write options into ~/.config/spd/config.toml: docs/guide.md",
         "download": "spd pull",
@@ -63,19 +63,19 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "show": "spd inspect",
     }
 )
-"""What to type for a command that other tools have; of `help`, the help is offered anyway."""
-BEAM = frozenset(
+"""Commands of other tools, and what to type instead; `help` is missing, as help is offered anyway."""
+BEAM_OPTIONS = frozenset(
     {"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"}
 )
 
 
-NEAR = 0.75
-"""Of the letters of two names, the share in common from which one may be meant by the other."""
+MIN_SIMILARITY = 0.75
+"""The least similarity of two names, 0 to 1, at which one is suggested for the other."""
 
 
-def refuse_by_name(name: str) -> None:
-    """Say why a command lacks an option that people look for. Raises IncompatibleError and UsageError."""
-    if name in BEAM:
+def refuse_foreign_option(name: str) -> None:
+    """Raise the error for a well-known option that spd lacks: IncompatibleError or UsageError."""
+    if name in BEAM_OPTIONS:
         raise IncompatibleError(
             f"{name}: spd has no beam search",
             reason=[
@@ -90,20 +90,20 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; `spd inspect MODEL` says whether the architecture is built in"],
             code="remote_code",
         )
-    if name in FIXES:
-        raise UsageError(f"no such option: {name}", fix=[FIXES[name]])
+    if name in OPTION_FIXES:
+        raise UsageError(f"no such option: {name}", fix=[OPTION_FIXES[name]])
 
 
-def near(name: str, options: Sequence[str]) -> list[str]:
-    """Return those of `options` that may be meant by `name`: the beginning of one, or a slip in it."""
+def similar_options(name: str, options: Sequence[str]) -> list[str]:
+    """Return the options that `name` may mean: those that begin with it or are similar to it."""
     from difflib import SequenceMatcher
 
-    word = name.strip("-")  # dashes are alike in all
+    bare_name = name.strip("-")  # all names begin with dashes
     return [
         option
         for option in options
-        if option.strip("-").startswith(word)
-        or SequenceMatcher(None, word, option.strip("-")).ratio() >= NEAR
+        if option.strip("-").startswith(bare_name)
+        or SequenceMatcher(None, bare_name, option.strip("-")).ratio() >= MIN_SIMILARITY
     ]
 
 
@@ -111,42 +111,53 @@ class Command(TyperCommand):
     """A command of spd."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """Let the names of other tools stand for ours, where the command has these."""
+        """Add the names of other tools as aliases of the command's options."""
         parser = super().make_parser(ctx)
-        known = parser._long_opt
-        known |= {foreign: known[ours] for foreign, ours in FOREIGN.items() if ours in known}
+        long_options = parser._long_opt
+        long_options |= {
+            foreign: long_options[ours]
+            for foreign, ours in FOREIGN_OPTIONS.items()
+            if ours in long_options
+        }
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Let an option with a [VALUE] stand alone. Raises what `refuse_by_name` raises."""
-        valued = [
+        """Parse arguments; an option with an optional [VALUE] may stand alone.
+
+        Raises what `refuse_foreign_option` raises.
+        """
+        optional_value_params = [
             p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["
         ]
-        alone = {name for param in valued for name in param.opts}
-        words: list[str] = []
-        for word, after in zip(args, [*args[1:], "-"], strict=False):
-            words.append(word)
-            if word in alone and (
-                after.startswith("-") or "/" in after
-            ):  # a model follows, or an option
-                words.append("")
+        optional_value_names = {name for param in optional_value_params for name in param.opts}
+        expanded_args: list[str] = []
+        for argument, next_argument in zip(args, [*args[1:], "-"], strict=False):
+            expanded_args.append(argument)
+            is_value = not next_argument.startswith("-") and "/" not in next_argument
+            if argument in optional_value_names and not is_value:  # a model follows, or an option
+                expanded_args.append("")
         try:
-            return super().parse_args(ctx, words)
+            return super().parse_args(ctx, expanded_args)
         except Exception as error:
             if type(error).__name__ == "NoSuchOption":
                 name = getattr(error, "option_name", "")
-                refuse_by_name(name)
-                vars(error)["possibilities"] = near(name, getattr(error, "possibilities", ()) or ())
+                refuse_foreign_option(name)
+                options = getattr(error, "possibilities", ()) or ()
+                vars(error)["possibilities"] = similar_options(name, options)
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each panel."""
-        panels: dict[str, list[Any]] = {ARGUMENTS: [], FIRST: [], IN: []}
+        """Write one section per panel."""
+        panels: dict[str, list[tuple[str, str] | None]] = {
+            ARGUMENTS_PANEL: [],
+            MAIN_PANEL: [],
+            INPUT_PANEL: [],
+        }
         for param in self.get_params(ctx):
-            usual = ARGUMENTS if param.param_type_name == "argument" else OTHER
-            panel = getattr(param, "rich_help_panel", None) or usual
+            default_panel = ARGUMENTS_PANEL if param.param_type_name == "argument" else OUTPUT_PANEL
+            panel = getattr(param, "rich_help_panel", None) or default_panel
             panels.setdefault(panel, []).append(param.get_help_record(ctx))
-        for panel in (OTHER, LAST):
+        for panel in (OUTPUT_PANEL, ADVANCED_PANEL):
             panels[panel] = panels.pop(panel, [])
         for panel, records in panels.items():
             if records:
@@ -154,32 +165,36 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def in_order(text: str) -> str:
-    """Two methods with lookup as the second, joined by a plus; whether there are such is not asked."""
+def normalize_spec(text: str) -> str:
+    """Return methods joined by a plus with lookup last; they are not checked."""
     return "+".join(sorted((part.strip() for part in re.split("[,+]", text)), key="ngram".__eq__))
 
 
 def parse_size(text: str) -> int:
-    """A count such as 4096, 8k or 32K (k = 1024)."""
+    """Return a count such as 4096, 8k or 32K (k = 1024). Raises BadParameter."""
     match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def parse_as(what: str, kind: str, text: str) -> Any:
-    """Text as a field whose annotation is `kind`; `auto` is None where that may be. Raises UsageError."""
-    match = re.search(r"\b(bool|float|int)\b", kind)
-    if "None" in kind and text == "auto":
+def parse_value(name: str, annotation: str, text: str) -> Any:
+    """Return text as a value of a field with this annotation; `auto` is None if the field allows it.
+
+    name: the option for messages. Raises UsageError.
+    """
+    match = re.search(r"\b(bool|float|int)\b", annotation)
+    if "None" in annotation and text == "auto":
         return None
     if match is None:
         return text
     if match[1] == "bool":
-        if text not in (known := {"on": True, "off": False, "true": True, "false": False}):
-            words = f"{text} is not on or off" if text else "on or off?"
-            raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
-        return known[text]
+        switch_values = {"on": True, "off": False, "true": True, "false": False}
+        if text not in switch_values:
+            message = f"{text} is not on or off" if text else "on or off?"
+            raise UsageError(f"{name}: {message}", fix=[f"{name} on|off"])
+        return switch_values[text]
     try:
         return float(text) if match[1] == "float" else int(text)
     except ValueError:
-        raise UsageError(f"{what}: {text} is not a number", fix=[f"{what} 1"]) from None
+        raise UsageError(f"{name}: {text} is not a number", fix=[f"{name} 1"]) from None

@@ -1,16 +1,23 @@
-"""Pictures of `spd bench` and `spd explain` as SVG or PNG, by matplotlib, imported only to draw one."""
+"""Plots of `spd bench` and `spd explain` as SVG or PNG; matplotlib is imported only to draw one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spd.cli.bench_table import Row, bar_labels, chief_rows, method_name, work_name
-from spd.cli.terminal.sink import cannot_write, check_writable
+from spd.cli.bench_table import (
+    BenchResult,
+    Row,
+    bar_labels,
+    method_name,
+    summary_rows,
+    workload_name,
+)
+from spd.cli.terminal.sink import check_writable, output_error
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,31 +29,36 @@ FORMATS = (".svg", ".png")
 INSTALL = "pip install 'spd[plot]'"
 PLOT_HELP = f"Draw it as .svg or .png, after {INSTALL}."
 WIDTH = 7.0  # inches of a panel
-FEWEST = 10  # drafts at a position of which a share is drawn
-LINES = ("-", "--", ":", "-.")
+MIN_DRAFTS = 10  # drafts at a position from which on its acceptance is drawn
+LINE_STYLES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "x")
-"""Of acceptance: a line's style says the model, its marker the work, its colour the method."""
+"""In plots of acceptance the line style stands for the model, the marker for the workload.
+
+The colour stands for the method.
+"""
 Panel = Callable[["Axes"], None]
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse early what could not be drawn after minutes of work. Raises UsageError."""
+    """Raise UsageError early for a plot that could not be drawn after minutes of work."""
     if path is None:
         return
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"--plot {path}: a picture is .svg or .png", fix=["--plot speed.svg"])
     if find_spec("matplotlib") is None:
-        words = "--plot needs matplotlib, which is not installed"
-        raise UsageError(words, fix=[INSTALL], code="no_matplotlib")
+        message = "--plot needs matplotlib, which is not installed"
+        raise UsageError(message, fix=[INSTALL], code="no_matplotlib")
     check_writable(path)
 
 
-def plot_bench(result: Mapping[str, Any], path: Path) -> None:
-    """Draw tokens a second with their intervals, and acceptance by position, of a result of `spd bench`."""
-    rows = chief_rows(result["rows"])
+def plot_bench(result: BenchResult, path: Path) -> None:
+    """Draw tokens a second with intervals, and acceptance by position, of a result of `spd bench`."""
+    rows = summary_rows(result["rows"])
     labels = bar_labels(result["rows"])
-    works = len({work_name(row) for row in rows})
-    names = [f"{work_name(row)}: {labels(row)}" if works > 1 else labels(row) for row in rows]
+    num_workloads = len({workload_name(row) for row in rows})
+    names = [
+        f"{workload_name(row)}: {labels(row)}" if num_workloads > 1 else labels(row) for row in rows
+    ]
     panels: list[Panel] = [partial(_draw_speeds, result, rows, names)]
     if any(any(row["drafted_per_position"]) for row in rows):
         panels.append(partial(_draw_acceptance, rows, names))
@@ -54,95 +66,111 @@ def plot_bench(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_speeds(
-    result: Mapping[str, Any], rows: Sequence[Row], names: Sequence[str], axes: Axes
+    result: BenchResult, rows: Sequence[Row], names: Sequence[str], axes: Axes
 ) -> None:
-    """Draw a bar a row, the first on top, in its model's colour; figures stand to the right."""
+    """Draw one bar per row, the first on top, coloured by model, with figures to the right."""
     speeds = [row["tokens_per_second"] for row in rows]
     medians = [speed["median"] for speed in speeds]
-    models = _places([row["model"] for row in rows])
-    axes.barh(range(len(rows)), medians, color=[f"C{place % 10}" for place in models], alpha=0.75)
-    for place, (row, speed) in enumerate(zip(rows, speeds, strict=True)):
+    model_indices = _category_indices([row["model"] for row in rows])
+    axes.barh(
+        range(len(rows)), medians, color=[f"C{index % 10}" for index in model_indices], alpha=0.75
+    )
+    for index, (row, speed) in enumerate(zip(rows, speeds, strict=True)):
         if speed["low"] is not None:
-            reach = [[speed["median"] - speed["low"]], [speed["high"] - speed["median"]]]
-            axes.errorbar(speed["median"], place, xerr=reach, color="black", capsize=3)
+            error_bar = [[speed["median"] - speed["low"]], [speed["high"] - speed["median"]]]
+            axes.errorbar(speed["median"], index, xerr=error_bar, color="black", capsize=3)
         ratio = row["speed_up"]
-        words = f"{speed['median']:.1f}" + (f"  {ratio['median']:.2f} × plain" if ratio else "")
-        beside = axes.get_yaxis_transform()
-        axes.text(1.01, place, words, va="center", fontsize="small", transform=beside)
-    # An interval of a few repetitions may be many times as wide as what was measured.
+        text = f"{speed['median']:.1f}" + (f"  {ratio['median']:.2f} × plain" if ratio else "")
+        right_margin = axes.get_yaxis_transform()
+        axes.text(1.01, index, text, va="center", fontsize="small", transform=right_margin)
+    # The interval of a few repetitions may be many times as wide as the median.
     highest = max(speed["high"] or 0.0 for speed in speeds)
-    axes.set_xlim(0, 1.05 * max(*medians, min(highest, 1.5 * max(medians))))
+    axes.set_xlim(0, 1.05 * max(max(medians), min(highest, 1.5 * max(medians))))
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("tokens a second, with the 95 % interval for a second run's median")
-    works = {work_name(row) for row in rows}
-    axes.set_title(": ".join([result["model"], *works]) if len(works) == 1 else result["model"])
+    workloads = {workload_name(row) for row in rows}
+    axes.set_title(
+        ": ".join([result["model"], *workloads]) if len(workloads) == 1 else result["model"]
+    )
 
 
 def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
-    """Draw a line for each row that drafted."""
-    models = _places([row["model"] for row in rows])
-    works = _places([work_name(row) for row in rows])
-    methods = _places([method_name(row) for row in rows])
-    for row, name, model, work, method in zip(rows, names, models, works, methods, strict=True):
+    """Draw the acceptance by position of each row that drafted."""
+    model_indices = _category_indices([row["model"] for row in rows])
+    workload_indices = _category_indices([workload_name(row) for row in rows])
+    method_indices = _category_indices([method_name(row) for row in rows])
+    for row, name, model, workload, method in zip(
+        rows, names, model_indices, workload_indices, method_indices, strict=True
+    ):
         pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
-        shares = [100 * accepted / drafted for accepted, drafted in pairs if drafted >= FEWEST]
+        shares = [100 * accepted / drafted for accepted, drafted in pairs if drafted >= MIN_DRAFTS]
         if shares:
             axes.plot(
                 range(1, len(shares) + 1),
                 shares,
                 color=f"C{method % 10}",
-                linestyle=LINES[model % len(LINES)],
-                marker=MARKERS[work % len(MARKERS)],
+                linestyle=LINE_STYLES[model % len(LINE_STYLES)],
+                marker=MARKERS[workload % len(MARKERS)],
                 label=name,
             )
     _style_acceptance(axes)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _places(names: Sequence[str]) -> list[int]:
-    """Return for each name its place among the different ones."""
-    different = list(dict.fromkeys(names))
-    return [different.index(name) for name in names]
+def _category_indices(names: Sequence[str]) -> list[int]:
+    """Return the index of each name among the distinct names."""
+    categories = list(dict.fromkeys(names))
+    return [categories.index(name) for name in names]
 
 
-def plot_explanation(found: Explanation, path: Path) -> None:
-    """Draw what other numbers of drafts would give, acceptance by position, and a round's parts."""
+def plot_explanation(explanation: Explanation, path: Path) -> None:
+    """Draw the predicted speed by number of drafts, acceptance by position, and the parts of a round."""
 
-    def prospects(axes: Axes) -> None:
-        """Draw tokens a second over the number of drafts, beside the run's own."""
-        counts = [prospect.k for prospect in found.prospects]
-        speeds = [prospect.tokens_per_second for prospect in found.prospects]
+    def draw_draft_counts(axes: Axes) -> None:
+        """Draw predicted tokens a second by number of drafts, with the speed of the run."""
+        counts = [prospect.k for prospect in explanation.prospects]
+        speeds = [prospect.tokens_per_second for prospect in explanation.prospects]
         axes.plot(counts, speeds, "-o", label="by the trace")
-        axes.plot([found.best.k], [found.best.tokens_per_second], "*", markersize=16, label="best")
-        axes.axhline(found.tokens_per_second, color="C1", linestyle="--", label="this run")
+        axes.plot(
+            [explanation.best.k],
+            [explanation.best.tokens_per_second],
+            "*",
+            markersize=16,
+            label="best",
+        )
+        axes.axhline(explanation.tokens_per_second, color="C1", linestyle="--", label="this run")
         axes.set_ylim(bottom=0)
         axes.set_xticks(counts)
         axes.set_xlabel("drafts a round; 0 is plain decoding")
         axes.set_ylabel("tokens a second")
-        axes.set_title(f"{found.method}: what other K would give")
+        axes.set_title(f"{explanation.method}: what other K would give")
         axes.legend(fontsize="small")
 
-    def acceptance(axes: Axes) -> None:
-        """Draw the share of rounds that accepted so many drafts."""
-        positions = range(1, len(found.survival) + 1)
-        bars = axes.bar(positions, [100 * share for share in found.survival], alpha=0.75)
+    def draw_acceptance(axes: Axes) -> None:
+        """Draw the share of rounds that accepted the draft at each position."""
+        positions = range(1, len(explanation.survival) + 1)
+        bars = axes.bar(positions, [100 * share for share in explanation.survival], alpha=0.75)
         axes.bar_label(bars, fmt="%.0f")
         _style_acceptance(axes)
 
-    def parts(axes: Axes) -> None:
-        """Draw what a round of the run spent on what."""
-        bars = axes.barh(list(found.parts), list(found.parts.values()), alpha=0.75)
+    def draw_round_parts(axes: Axes) -> None:
+        """Draw the time of each part of a round of the run."""
+        bars = axes.barh(list(explanation.parts), list(explanation.parts.values()), alpha=0.75)
         axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.set_title(f"a round of this run: {found.now.round_ms:.2f} ms")
+        axes.set_title(f"a round of this run: {explanation.now.round_ms:.2f} ms")
 
-    _save([prospects, *([acceptance] if found.survival else []), parts], 4.0, path)
+    _save(
+        [draw_draft_counts, *([draw_acceptance] if explanation.survival else []), draw_round_parts],
+        4.0,
+        path,
+    )
 
 
 def _style_acceptance(axes: Axes) -> None:
-    """Name the axes of acceptance by position."""
+    """Set the limits, labels and title of a plot of acceptance by position."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylim(0, 105)
@@ -153,7 +181,7 @@ def _style_acceptance(axes: Axes) -> None:
 
 
 def _save(panels: Sequence[Panel], height: float, path: Path) -> None:
-    """Draw panels side by side into a file. Raises ResourceError if it cannot be written."""
+    """Draw panels side by side and write the file. Raises ResourceError if it cannot be written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -178,4 +206,4 @@ def _save(panels: Sequence[Panel], height: float, path: Path) -> None:
     try:
         path.write_bytes(data.getvalue())
     except OSError as error:
-        raise cannot_write(path, error, opened=True) from None
+        raise output_error(path, error, opened=True) from None

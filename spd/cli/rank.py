@@ -1,6 +1,6 @@
-"""The process of a rank other than rank 0: no terminal, no arguments; it ends with its parent.
+"""The process of a rank other than rank 0, without terminal and arguments; it ends with its parent.
 
-Under torchrun a rank other than 0 starts such a process for each engine of rank 0.
+Under torchrun a rank other than 0 starts one such process for each engine of rank 0.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from spd.errors import EngineError
 from spd.runtime.ranks.follower import EXIT_LEADER_LOST, NO_ANSWER, follow
 from spd.runtime.ranks.rendezvous import END, RankSpec, connect_store, next_engine
 
-COMMANDS = ("generate", "chat", "serve", "bench", "verify")
-"""What runs engines."""
-LOST = f"error: rank 0: {NO_ANSWER}\n"
+ENGINE_COMMANDS = ("generate", "chat", "serve", "bench", "verify")
+"""Commands that run engines."""
+LOST_MESSAGE = f"error: rank 0: {NO_ANSWER}\n"
 
 
 def main() -> None:
-    """Serve as the rank that the line on standard input describes."""
+    """Serve as the rank that the JSON line on standard input describes."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 decides what they mean
     spec: RankSpec = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
-        status = follow(spec, lambda status: _leave(spec, status))
+        status = follow(spec, lambda status: _exit_rank(spec, status))
     finally:
         os._exit(status)  # threads inside a library would keep the process alive
 
 
 def _watch_parent() -> None:
-    """End with the parent: its end of the pipe closes when it dies, however it dies."""
+    """Exit when the parent has died: its end of the pipe is closed then."""
     while sys.stdin.buffer.read(4096):
         pass
     os._exit(1)
 
 
-def _leave(spec: RankSpec, status: int) -> None:
-    """End this process, and before it a rank 0 that is its parent and hangs: with its error."""
+def _exit_rank(spec: RankSpec, status: int) -> None:
+    """End this process; before that, kill a rank 0 that is its parent and hangs, and print its error."""
     if status == EXIT_LEADER_LOST and os.getppid() == spec.get("leader"):
         with suppress(OSError):
             os.kill(spec["leader"], signal.SIGKILL)
             if spec["rank"] == 1:
-                os.write(spec["stderr"], LOST.encode())
+                os.write(spec["stderr"], LOST_MESSAGE.encode())
     os._exit(status)
 
 
-def stand_by(rank: int, argv: list[str], local: str) -> int:
-    """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
-    from spd.runtime import start_rank_process  # which imports torch
+def run_rank(rank: int, argv: list[str], local: str) -> int:
+    """Serve rank 0's engines under torchrun until it has ended; return the exit status."""
+    from spd.runtime import start_rank_process  # imports torch
 
-    if not any(word in COMMANDS for word in argv):
+    if not any(word in ENGINE_COMMANDS for word in argv):
         return 0
     store = connect_store()
-    number = 1
+    crew_number = 1
     processes: list[subprocess.Popen[bytes]] = []
     try:
         while not store.check([END]):
             if any(process.poll() == EXIT_LEADER_LOST for process in processes):
-                write_stderr(LOST)
+                write_stderr(LOST_MESSAGE)
                 return EngineError.exit_code
-            told = next_engine(store, number)
-            if told is not None:
-                number += 1
-                if rank < told["tp"]:
-                    device = "cpu" if told["device"] == "cpu" else f"cuda:{local}"
-                    processes.append(start_rank_process({**told, "rank": rank, "device": device}))
-    except RuntimeError:  # the store has gone, and rank 0 with it
+            crew_spec = next_engine(store, crew_number)
+            if crew_spec is not None:
+                crew_number += 1
+                if rank < crew_spec["tp"]:
+                    device = "cpu" if crew_spec["device"] == "cpu" else f"cuda:{local}"
+                    processes.append(
+                        start_rank_process({**crew_spec, "rank": rank, "device": device})
+                    )
+    except RuntimeError:  # the store has ended, and rank 0 with it
         pass
     finally:
         for process in processes:
@@ -83,7 +85,7 @@ def stand_by(rank: int, argv: list[str], local: str) -> int:
     return 0
 
 
-def dismiss() -> None:
-    """Let the other ranks go, once rank 0 is done."""
+def release_ranks() -> None:
+    """Tell the other ranks through the store that rank 0 has ended."""
     with suppress(EngineError, RuntimeError):
         connect_store().set(END, "")

@@ -1,4 +1,4 @@
-"""The reply while it grows: thinking apart, the answer drawn or plain, and what a signal leaves of it."""
+"""Output of a reply while it streams: thinking, plain or Markdown text, JSON and statistics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from spd.cli.signals import Interrupted
-from spd.cli.terminal.console import Console, Session, tell, write_error, write_stderr
-from spd.cli.terminal.plain_text import CONTROL, printable
+from spd.cli.terminal.console import Console, Session, write_error, write_stderr, write_stderr_line
+from spd.cli.terminal.plain_text import CONTROL, escape_controls
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, to_json
 from spd.cli.terminal.streams import is_terminal, paint
@@ -37,36 +37,46 @@ DIM = "2"
 GREEN = "32"
 UNDERLINE = "4"
 Facts = dict[str, int | str | list[int]]
-"""What was counted, by its name in words."""
+"""Counts of a reply by their names in text."""
 
 
-class DraftedText:
-    """Which characters of a reply came from accepted drafts: those whose last byte did."""
+class DraftedTextSplitter:
+    """Splits a reply into drafted and other text.
+
+    A character is drafted if its last byte came from an accepted draft.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._known: list[bool] = []
-        """Of each character that is still to come."""
+        self._pending_flags: list[bool] = []
+        """For each character of decoded tokens whose text has not come yet: True if it is drafted."""
 
-    def take(self, event: Event) -> Iterator[tuple[str, bool]]:
-        """The event's text in stretches, and whether each was drafted; text may come later than tokens."""
+    def split_event(self, event: Event) -> Iterator[tuple[str, bool]]:
+        """Yield stretches of the event's text, and True if drafted; text may come later than its tokens."""
         for token_id, drafted in zip(event.token_ids, event.drafted, strict=False):
-            self._known += [drafted] * len(self._decoder.decode(self._token_bytes(token_id)))
-        marked = itertools.zip_longest(event.text, self._known[: len(event.text)], fillvalue=False)
-        for drafted, stretch in itertools.groupby(marked, key=lambda pair: bool(pair[1])):
-            yield "".join(str(character) for character, _ in stretch), drafted
-        del self._known[: len(event.text)]
+            self._pending_flags += [drafted] * len(
+                self._decoder.decode(self._token_bytes(token_id))
+            )
+        flagged_characters = itertools.zip_longest(
+            event.text, self._pending_flags[: len(event.text)], fillvalue=False
+        )
+        for drafted, characters in itertools.groupby(
+            flagged_characters, key=lambda pair: bool(pair[1])
+        ):
+            yield "".join(str(character) for character, _ in characters), drafted
+        del self._pending_flags[: len(event.text)]
 
 
 class ReplyView:
-    """Writes one reply, of which `splitter` may have taken a beginning that was shown before.
+    """Writes one reply; `splitter` may have been fed a beginning that was shown before.
 
-    Thinking goes to a terminal's standard error, dimmed, unless `hidden`; nowhere else. `drafted` colours
-    drafts on a terminal, `markdown` draws the answer there; without both it stays plain.
+    Thinking is written dimmed to standard error if that is a terminal, unless `hidden`; nowhere
+    else. `drafted` colours drafts on a terminal, `markdown` renders the answer there; without both
+    the answer is plain text.
     """
 
-    drafted: DraftedText | None = None
+    drafted: DraftedTextSplitter | None = None
     markdown: MarkdownStream | None = None
 
     def __init__(
@@ -75,156 +85,165 @@ class ReplyView:
         self._sink = sink
         self._splitter = splitter
         self._color = console.color
-        self._hidden = hidden
-        self._shows = is_terminal(sys.stderr) and not console.quiet
+        self._hides_thinking = hidden
+        self._shows_thinking = is_terminal(sys.stderr) and not console.quiet
         self._ticker = Ticker(console)
-        self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
-        """What hears how far a prompt is read, of how many tokens."""
-        self._thought = ""
-        """The last letter of thinking that was shown."""
+        self.report_prefill = partial(
+            self._ticker.count, "reading the prompt", amount="{:,} tok".format
+        )
+        """Takes how many tokens of the prompt are prefilled, and how many there are."""
+        self._last_thinking_letter = ""
+        """The last letter of thinking that was written; empty before any."""
         self.at_row_start = True
 
-    def take(self, event: Event) -> None:
-        """Show what a round brought."""
-        for text, drafted in self.drafted.take(event) if self.drafted else [(event.text, False)]:
-            self.show(text, drafted)
+    def write_event(self, event: Event) -> None:
+        """Write the text of one round."""
+        for text, drafted in (
+            self.drafted.split_event(event) if self.drafted else [(event.text, False)]
+        ):
+            self.write_text(text, drafted)
 
     def finish(self) -> None:
-        """Show what is still held back, and leave the cursor at the beginning of a row."""
-        self.show("", final=True)
+        """Write text that is still buffered, and leave the cursor at the beginning of a row."""
+        self.write_text("", final=True)
         self._end_thinking()
         if self.markdown is not None:
             self._sink.write_styled(self.markdown.finish())
         elif not self.at_row_start:
             self._sink.write("\n")
 
-    def show(self, text: str, drafted: bool = False, *, final: bool = False) -> None:
-        """Show what comes next, thinking apart."""
+    def write_text(self, text: str, drafted: bool = False, *, final: bool = False) -> None:
+        """Write the next text, thinking and answer apart."""
         for thinking, part in self._splitter.feed(text, final=final):
-            if thinking and self._hidden:
+            if thinking and self._hides_thinking:
                 self._ticker.write("thinking…")
-            elif thinking and self._shows and part:
+            elif thinking and self._shows_thinking and part:
                 self._ticker.write("")
                 write_stderr(
-                    _styled_lines(printable(part), DIM if self._color else ""), styled=True
+                    _styled_lines(escape_controls(part), DIM if self._color else ""), styled=True
                 )
-                self._thought = part[-1]
+                self._last_thinking_letter = part[-1]
             elif part and not thinking:
                 self._end_thinking()
                 self.at_row_start = part.endswith("\n")
                 self._write(part, drafted)
 
     def _end_thinking(self) -> None:
-        """Leave a blank line before the answer, once."""
+        """Write a blank line between thinking and the answer, once."""
         self._ticker.write("")
-        write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
-        self._thought = ""
+        if self._last_thinking_letter:
+            write_stderr("\n" if self._last_thinking_letter == "\n" else "\n\n")
+        self._last_thinking_letter = ""
 
     def _write(self, text: str, drafted: bool) -> None:
         if self.markdown is not None:
-            shown = printable(text.replace("\r\n", "\n"), CONTROL)
-            self._sink.write_styled(self.markdown.feed(shown))
+            safe_text = escape_controls(text.replace("\r\n", "\n"), CONTROL)
+            self._sink.write_styled(self.markdown.feed(safe_text))
         elif drafted:
             style = GREEN if self._color else UNDERLINE
-            self._sink.write_styled(_styled_lines(printable(text, CONTROL), style))
+            self._sink.write_styled(_styled_lines(escape_controls(text, CONTROL), style))
         else:
             self._sink.write(text)
 
 
 def _styled_lines(text: str, style: str) -> str:
-    """Text in a style that never crosses the end of a line."""
+    """Return text in an ANSI style that is closed at the end of each line."""
     return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
 @dataclass
-class Delivery:
-    """Runs the request of `spd generate`; writes its text, or its token ids where there is no tokenizer."""
+class GenerateRun:
+    """Runs the request of `spd generate`; writes its text, or its token ids if there is no tokenizer.
+
+    inside_thinking: as in `ThinkingSplitter`.
+    """
 
     session: Session
     options: GenerateOptions
     sink: Sink
     engine: EngineClient
     request: Request
-    inside: bool | None
+    inside_thinking: bool | None
     marks: ThinkingMarks = KNOWN_MARKS
     reply: RequestOutput = field(default_factory=RequestOutput)
 
     def __post_init__(self) -> None:
-        splitter = ThinkingSplitter(self.inside, self.marks)
+        splitter = ThinkingSplitter(self.inside_thinking, self.marks)
         hidden = self.options.think == "hide"
         self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)
-        self.engine.prefilling = self._view.reading
-        self._view.at_row_start = False  # an empty reply is a line, too
+        self.engine.prefilling = self._view.report_prefill
+        self._view.at_row_start = False  # an empty reply is one line, too
         self._streaming = self.engine.has_tokenizer and not self.options.json
 
     def run(self) -> int:
-        """Decode and deliver; returns the exit status. Raises Interrupted between writes only."""
+        """Decode and write the reply; return the exit status. Raises Interrupted between writes only."""
         with closing(self.sink):
             try:
                 self.engine.add(self.request)
                 for events in drive(self.engine.step, lambda: self.engine.has_work):
                     for event in events:
-                        with self.session.guard.hold():
+                        with self.session.guard.defer():
                             self._take(event)
                     self.session.guard.check()
             except Interrupted:
-                self._give_up()
-                self._finish()
+                self._abort()
+                self._write_reply_end()
                 raise
             except Exception:
                 if not self.options.json and (self.reply.text or self.reply.token_ids):
-                    self._finish_text()
+                    self._write_text_end()
                 raise
-            with self.session.guard.hold():
-                self._finish()
+            with self.session.guard.defer():
+                self._write_reply_end()
         self.engine.close()
-        return self._outcome()
+        return self._exit_status()
 
     def _take(self, event: Event) -> None:
         self.reply.add(event)
         if self._streaming:
-            self._view.take(event)
+            self._view.write_event(event)
         self.sink.check_reader()
 
-    def _give_up(self) -> None:
-        """Stop early; text that the engine still held back is taken if it can be had."""
+    def _abort(self) -> None:
+        """Abort the request and collect the text that the engine still buffers, if it can."""
         with suppress(Exception):  # the signal may have come anywhere inside the engine
             self.engine.abort(self.request.id)
             for event in self.engine.step():
                 self._take(event)
         self.reply.finish_reason = "abort"
 
-    def _finish_text(self) -> None:
-        """Write what streaming has not, and end the text with one newline."""
+    def _write_text_end(self) -> None:
+        """Write text that was not streamed, and end the text with one newline."""
         if not self.engine.has_tokenizer:
-            self._view.show(",".join(map(str, self.reply.token_ids)))
+            self._view.write_text(",".join(map(str, self.reply.token_ids)))
         elif not self._streaming:
-            self._view.show(self.reply.text)
+            self._view.write_text(self.reply.text)
         self._view.finish()
 
-    def _finish(self) -> None:
-        """Print what remains to be printed: the end of the text or the object, and what is said about it."""
+    def _write_reply_end(self) -> None:
+        """Write the end of the text or the JSON object, then notes and statistics."""
         metrics = RequestMetrics()
         options = self.options
         request = self.request
         with suppress(KeyError):  # it never began
             metrics = self.engine.metrics(request.id)
-        fields = reply_fields(self.reply, metrics, self.engine, request, self.inside, self.marks)
+        fields = reply_fields(
+            self.reply, metrics, self.engine, request, self.inside_thinking, self.marks
+        )
         if options.json:
-            shown = {"schema": "spd.generate/1", "model": options.model, **fields}
-            shown |= {"params": vars(request.params), "plan": self.engine.info.plan}
-            self.sink.write(to_json({**shown, "versions": versions()}) + "\n")
+            result = {"schema": "spd.generate/1", "model": options.model, **fields}
+            result |= {"params": vars(request.params), "plan": self.engine.info.plan}
+            self.sink.write(to_json({**result, "versions": versions()}) + "\n")
         else:
-            self._finish_text()
-        if note := unanswered(fields, self.reply, request):
-            self.session.console.note(note)
-        if note := loop_note(self.reply):
-            self.session.console.note(note)
+            self._write_text_end()
+        for note in (unanswered_note(fields, self.reply, request), loop_note(self.reply)):
+            if note:
+                self.session.console.note(note)
         if options.stats:
-            tell(stats_line(metrics))
+            write_stderr_line(stats_line(metrics))
 
-    def _outcome(self) -> int:
-        """Return the exit status of a reply that has ended. Raises EngineError and IncompleteError."""
+    def _exit_status(self) -> int:
+        """Return the exit status of a finished reply. Raises EngineError and IncompleteError."""
         failure = reply_failure(self.reply, self.request)
         if failure is None:
             return 0
@@ -235,7 +254,7 @@ class Delivery:
 
 
 def reply_failure(reply: RequestOutput, request: Request) -> SpdError | None:
-    """Return the error of a reply that failed, or ended before its grammar was complete; else None."""
+    """Return the error of a reply that failed or ended before its grammar was complete, else None."""
     if reply.finish_reason == "error":
         fix = "--dtype float32, or run it again with -vv and report what it prints"
         if request.grammar is not None:
@@ -244,9 +263,28 @@ def reply_failure(reply: RequestOutput, request: Request) -> SpdError | None:
         reason = ["What came before the fault was printed."]
         return EngineError(message, reason=reason, fix=[fix])
     if reply.error is not None and reply.finish_reason in ("stop", "length"):
-        why, fix = _early_end(reply, request)
-        return IncompleteError(f"{reply.error}: {why}", fix=[fix])
+        explanation, fix = _early_end(reply, request)
+        return IncompleteError(f"{reply.error}: {explanation}", fix=[fix])
     return None
+
+
+class FinishedFields(TypedDict):
+    """JSON fields of every reply."""
+
+    text: str
+    reasoning: str | None
+    token_ids: list[int]
+    finish_reason: str | None
+    usage: Mapping[str, object]
+    timings: Mapping[str, object]
+    metrics: Mapping[str, object]
+    seed: int | None
+
+
+class ReplyFields(FinishedFields, total=False):
+    """JSON fields of a reply; `logprobs` only if they were requested."""
+
+    logprobs: list[Mapping[str, object]]
 
 
 def reply_fields(
@@ -256,8 +294,8 @@ def reply_fields(
     request: Request,
     inside: bool | None,
     marks: ThinkingMarks = KNOWN_MARKS,
-) -> dict[str, Any]:
-    """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
+) -> ReplyFields:
+    """Return the JSON fields of a reply; `inside_thinking` as in `ThinkingSplitter`."""
     reasoning, text = split_thinking(reply.text, inside, marks)
     params = request.params
     speculation = engine_speculation(engine.info, metrics)
@@ -266,7 +304,7 @@ def reply_fields(
         count = ThinkingCounter(inside, engine.tokenizer.token_bytes, marks)
         count.add(reply.token_ids)
         details["reasoning_tokens"] = count.tokens
-    shown: dict[str, Any] = {
+    fields: ReplyFields = {
         "text": text,
         "reasoning": reasoning,
         "token_ids": list(reply.token_ids),
@@ -277,28 +315,28 @@ def reply_fields(
         "seed": params.seed,
     }
     if params.logprobs is not None:
-        shown["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
-    return shown
+        fields["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
+    return fields
 
 
-def engine_speculation(info: EngineInfo, metrics: RequestMetrics) -> dict[str, Any]:
-    """Return what JSON says of speculation for a request."""
-    imposed = info.imposes_acceptance
-    return metrics.speculative_decoding(info.spec, info.draft_max, imposed=imposed)
+def engine_speculation(info: EngineInfo, metrics: RequestMetrics) -> Mapping[str, object]:
+    """Return the JSON object of a request's speculation metrics."""
+    imposes_acceptance = info.imposes_acceptance
+    return metrics.speculative_decoding(info.spec, info.draft_max, imposed=imposes_acceptance)
 
 
-def unanswered(fields: Mapping[str, Any], reply: RequestOutput, request: Request) -> str | None:
-    """Return the note for a reply that ended while it was thinking; None for any other."""
+def unanswered_note(fields: ReplyFields, reply: RequestOutput, request: Request) -> str | None:
+    """Return the note for a reply that ended in its thinking; None for any other."""
     if reply.error is not None or reply.finish_reason not in ("stop", "length"):
         return None
     if fields["reasoning"] is None or fields["text"]:
         return None
-    why, _ = _early_end(reply, request)
-    return f"{UNANSWERED}: {why}"
+    reason, _ = _early_end(reply, request)
+    return f"{UNANSWERED}: {reason}"
 
 
 def _early_end(reply: RequestOutput, request: Request) -> tuple[str, str]:
-    """Return what ended a reply early, and what to type instead."""
+    """Return the cause of an early end of a reply, and what to type instead."""
     if reply.finish_reason == "stop":
         return "a stop text or token came", "leave --stop out, or name another text"
     limit = request.params.max_tokens
@@ -309,19 +347,22 @@ def _early_end(reply: RequestOutput, request: Request) -> tuple[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what takes part, here or in a server."""
-    import importlib.metadata  # here, for it takes a tenth of a start
+    """Return the versions of spd, Python and the libraries that take part."""
+    import importlib.metadata  # imported here, as it takes a tenth of the start time
 
-    found = {"spd": __version__, "python": sys.version.partition(" ")[0]}
+    package_versions = {"spd": __version__, "python": sys.version.partition(" ")[0]}
     for name in ("torch", "tokenizers", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            package_versions[name] = importlib.metadata.version(name)
+    return package_versions
 
 
 def stats_line(metrics: RequestMetrics) -> str:
-    """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`."""
-    facts = (
+    """Return statistics of a reply on one line.
+
+    `318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
+    """
+    figures = (
         (metrics.decode_tokens_per_second, "{:.1f} tok/s"),
         (metrics.load_ms / 1000, "load {:.2f} s"),
         (
@@ -333,7 +374,7 @@ def stats_line(metrics: RequestMetrics) -> str:
     )
     parts = [
         f"{metrics.completion_tokens} tok",
-        *(form.format(fact) for fact, form in facts if fact),
+        *(format_string.format(value) for value, format_string in figures if value),
     ]
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
@@ -342,7 +383,7 @@ def stats_line(metrics: RequestMetrics) -> str:
 
 
 def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts]:
-    """Return everything that was counted for a reply, in words."""
+    """Return all counts of a reply by group and name."""
     prompt: Facts = {
         "new tokens": metrics.prompt_tokens - metrics.cached_tokens,
         "cached tokens": metrics.cached_tokens,

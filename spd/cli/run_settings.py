@@ -1,4 +1,4 @@
-"""Everything about a run but its prompts, checked, and prompts as token ids that fit. No torch here."""
+"""Checked settings of a run, without its prompts: engine, sampling, vocabulary and grammar. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
-    """`ID=VALUE` as a token id and a bias. Raises UsageError."""
+    """Return a token id and a bias from `ID=VALUE`. Raises UsageError."""
     left, _, right = text.partition("=")
     try:
         return int(left), float(right)
@@ -36,20 +36,20 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 def unescape(text: str) -> str:
-    r"""Text with \n, \t, \r, \0 and \\ read as in Python; other backslashes stay."""
+    r"""Return text with \n, \t, \r, \0 and \\ replaced as in Python; other backslashes stay."""
     return re.sub(r"\\([ntr0\\])", lambda match: ESCAPES[match[1]], text)
 
 
-def sampling_wishes(options: ReplyOptions) -> SamplingOptions:
-    """Return what the options ask of sampling. Raises UsageError for a bias that is none."""
+def requested_sampling(options: ReplyOptions) -> SamplingOptions:
+    """Return the sampling parameters of the options. Raises UsageError for an invalid bias."""
     names = {field.name for field in dataclasses.fields(SamplingOptions)}
-    same = {name: getattr(options, name) for name in names if hasattr(options, name)}
-    parsed = {
+    same_fields = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    parsed_fields = {
         "stop": tuple(unescape(text) for text in options.stop or ()),
         "stop_token_ids": tuple(options.stop_token_id or ()),
         "logit_bias": tuple(parse_logit_bias(text) for text in options.logit_bias or ()),
     }
-    return SamplingOptions(**{**same, **parsed})
+    return SamplingOptions(**{**same_fields, **parsed_fields})
 
 
 ENGINE_OPTIONS = (
@@ -68,11 +68,11 @@ ENGINE_OPTIONS = (
     "draft_tp",
     "rendezvous",
 )
-"""Options that are the engine's own, by the same names."""
+"""Options that are fields of EngineConfig under the same names."""
 
 
 def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> Settings:
-    """Read the small files of the model, and check everything that concerns no prompt."""
+    """Return the settings of a run from the model's small files; check all that needs no prompt."""
     from spd.formats.folder import ModelFolder
 
     folder = folder or ModelFolder.resolve(options.model)
@@ -80,14 +80,14 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     vocabulary = open_vocabulary(options.model, folder)
     grammar = None
     model = vocabulary.config
-    usable = vocabulary.config.vocab_size
+    usable_vocab_size = vocabulary.config.vocab_size
     if vocabulary.tokenizer is not None:
-        usable = min(usable, vocabulary.tokenizer.vocab_size)
+        usable_vocab_size = min(usable_vocab_size, vocabulary.tokenizer.vocab_size)
     if isinstance(options, GenerateOptions):
         grammar = read_grammar(options)
         if options.jsonl:
             config = dataclasses.replace(config, slots=options.concurrency or 8)
-    sampling = resolve_sampling(sampling_wishes(options), folder.generation, usable)
+    sampling = resolve_sampling(requested_sampling(options), folder.generation, usable_vocab_size)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     if grammar is not None:
         tokenizer = vocabulary.need_tokenizer()
@@ -95,16 +95,18 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
 
         GrammarCompiler(tokenizer, model.vocab_size).compile(grammar, ())
     thinking_budget(options.think, vocabulary, False)
-    return Settings(config, sampling, vocabulary, usable, context, grammar, options.think)
+    return Settings(
+        config, sampling, vocabulary, usable_vocab_size, context, grammar, options.think
+    )
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
-    """Return the options as an engine's configuration. Raises what EngineConfig refuses."""
+    """Return the engine configuration of the options. Raises what EngineConfig raises."""
     heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    if heads := {name: given for name, given in heads.items() if given is not None}:
+    if heads := {name: reference for name, reference in heads.items() if reference is not None}:
         from spd.formats.folder import ModelFolder
 
-        heads = {name: ModelFolder.resolve(given) for name, given in heads.items()}
+        heads = {name: ModelFolder.resolve(reference) for name, reference in heads.items()}
     return EngineConfig(
         model=folder,
         **heads,
@@ -124,8 +126,8 @@ CONFLICTS = (
     ("jsonl", ["prompt", "prompt_ids"], "--jsonl reads its prompts from lines"),
     ("jsonl", ["json", "dry_run", "trace"], "--jsonl prints an object for each of many prompts"),
 )
-"""An option, others, and why it does not go with any of them."""
-NEEDS = (
+"""An option, other options that it excludes, and the reason."""
+REQUIREMENTS = (
     ("logprobs", ["json", "jsonl"], "--logprobs are printed in JSON only", "--json --logprobs N"),
     ("concurrency", ["jsonl"], "--concurrency is for many prompts", "--jsonl --concurrency N"),
     (
@@ -141,60 +143,71 @@ NEEDS = (
         "--jsonl -o FILE --resume",
     ),
 )
-"""An option, others of which it needs one, why, and what to type."""
+"""An option, other options of which it needs one, the reason, and the fix."""
 
 
 def check_conflicts(options: GenerateOptions) -> None:
-    """Raise UsageError for the first combination that is refused."""
-    for name, others, why in CONFLICTS:
-        for other in others:
-            if _is_given(options, name) and _is_given(options, other):
-                raise _refusal(f"{_shown(name)} and {_shown(other)}: {why}")
-    for name, others, why, fix in NEEDS:
-        if _is_given(options, name) and not any(_is_given(options, other) for other in others):
-            raise _refusal(why, fix)
-    check_shared(options)
+    """Raise UsageError for the first combination of options that is refused."""
+    for name, other_names, reason in CONFLICTS:
+        for other_name in other_names:
+            if _is_set(options, name) and _is_set(options, other_name):
+                raise _conflict_error(
+                    f"{_option_name(name)} and {_option_name(other_name)}: {reason}"
+                )
+    for name, other_names, reason, fix in REQUIREMENTS:
+        if _is_set(options, name) and not any(
+            _is_set(options, other_name) for other_name in other_names
+        ):
+            raise _conflict_error(reason, fix)
+    check_reply_options(options)
     if (
         options.messages is not None
         and not options.jsonl
         and (options.prompt is not None or options.file)
     ):
         fix = "put the prompt into the file as its last user message"
-        raise _refusal("--messages is the whole chat; it cannot be joined with a prompt", fix)
+        raise _conflict_error(
+            "--messages is the whole chat; it cannot be joined with a prompt", fix
+        )
     if options.jsonl and len(options.file or ()) > 1:
         fix = "cat FILE FILE | spd generate --jsonl"
-        raise _refusal("--jsonl reads one file of lines, and several are named", fix)
+        raise _conflict_error("--jsonl reads one file of lines, and several are named", fix)
     grammars = [(options.schema or "").removeprefix("@"), options.grammar]
     files = options.file or ["-"] * options.jsonl
-    read = [*files, "-" if options.system == "@-" else "", options.messages, *grammars]
-    if read.count("-") > 1:
+    stdin_candidates = [*files, "-" if options.system == "@-" else "", options.messages, *grammars]
+    if stdin_candidates.count("-") > 1:
         fix = "leave one - out; with --jsonl, -f FILE for the lines"
-        raise _refusal("stdin (-) is named twice and can be read once", fix)
+        raise _conflict_error("stdin (-) is named twice and can be read once", fix)
     if options.jsonl and options.output is not None and options.output.is_file():
         with suppress(OSError, ValueError):
             if os.path.samefile(0 if files[0] == "-" else files[0], options.output):
-                words = "-o names the file of the lines, and its answers would take their place"
-                raise _refusal(words, "another -o FILE")
+                message = "-o names the file of the lines, and its answers would take their place"
+                raise _conflict_error(message, "another -o FILE")
 
 
-def check_shared(options: ReplyOptions) -> None:
-    """What all commands that generate refuse."""
+def check_reply_options(options: ReplyOptions) -> None:
+    """Raise UsageError for combinations that all generating commands refuse."""
     if options.adaptive and options.draft_max == 0:
-        raise _refusal("--adaptive fits the number of drafts, and --draft-max 0 asks for none")
-    thinking = any(words.startswith("enable_thinking=") for words in options.template_arg or ())
-    if thinking and _is_given(options, "think"):
-        raise _refusal("--think and --template-arg enable_thinking say the same thing twice")
+        raise _conflict_error(
+            "--adaptive fits the number of drafts, and --draft-max 0 asks for none"
+        )
+    sets_thinking = any(
+        assignment.startswith("enable_thinking=") for assignment in options.template_arg or ()
+    )
+    if sets_thinking and _is_set(options, "think"):
+        raise _conflict_error("--think and --template-arg enable_thinking say the same thing twice")
 
 
-def _is_given(options: Any, name: str) -> bool:
-    """Whether it differs from its default: typed, in a file, or by --set."""
+def _is_set(options: ReplyOptions, name: str) -> bool:
+    """True if an option differs from its default: typed, in a file, or by --set."""
     value = getattr(options, name)
     return bool(value != getattr(type(options), name) and value != [])
 
 
-def _shown(name: str) -> str:
+def _option_name(name: str) -> str:
+    """Return a field's name as it is typed."""
     return "PROMPT" if name == "prompt" else f"--{name.replace('_', '-')}"
 
 
-def _refusal(words: str, fix: str = "leave one of them out") -> UsageError:
-    return UsageError(words, fix=[fix], code="conflict")
+def _conflict_error(message: str, fix: str = "leave one of them out") -> UsageError:
+    return UsageError(message, fix=[fix], code="conflict")

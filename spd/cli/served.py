@@ -1,4 +1,4 @@
-"""Servers of this machine's user, as commands use, list, start and stop them."""
+"""Use, list, start and stop the running servers of this user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.terminal.console import tell, write_stderr
-from spd.cli.terminal.progress import clock, loading
+from spd.cli.terminal.console import write_stderr, write_stderr_line
+from spd.cli.terminal.progress import format_clock, loading
 from spd.cli.terminal.sink import Sink, to_json
 from spd.errors import NotFoundError
 from spd.formats.hub import resolve_model
@@ -27,60 +27,73 @@ if TYPE_CHECKING:
 STATUS_SCHEMA = "spd.serve.status/1"
 
 
-def control(session: Session, model: str | None, *, stop: bool, as_json: bool) -> int:
-    """Carry out --status, or --stop until servers have ended. Raises NotFoundError where none runs.
+def control_servers(session: Session, model: str | None, *, stop: bool, as_json: bool) -> int:
+    """Print the status of servers, or stop them and wait. Raises NotFoundError if none runs.
 
-    model: whose servers are meant; None: all.
+    model: only the servers of this model; None means all.
     """
-    found = list(find_servers(session.runtime_folder, session.console.note))
+    server_infos = []
+    for connection, server_info in list(find_servers(session.runtime_folder, session.console.note)):
+        connection.close()
+        server_infos.append(server_info)
     if model is not None:
         folder = os.path.realpath(resolve_model(model))
-        found = [one for one in found if one[1]["made_of"]["model"][0] == folder]
-    if not found:
+        server_infos = [info for info in server_infos if info["made_of"]["model"][0] == folder]
+    if not server_infos:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
-    for line, _ in found:
-        line.close()
     if stop:
-        for _, said in found:
-            _stop(said)
+        for server_info in server_infos:
+            _stop(server_info)
     elif as_json:
-        shown = {"schema": STATUS_SCHEMA, "servers": [_status(said) for _, said in found]}
-        Sink.stdout().write(to_json(shown) + "\n")
+        result = {"schema": STATUS_SCHEMA, "servers": [_status(info) for info in server_infos]}
+        Sink.stdout().write(to_json(result) + "\n")
     else:
-        for _, said in found:
-            Sink.stdout().write(_status_line(said) + "\n")
+        for server_info in server_infos:
+            Sink.stdout().write(_status_line(server_info) + "\n")
     return 0
 
 
-def _status(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what --status --json shows of a server, of what it says of itself."""
+def _status(server_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON object of --status for one server."""
     names = ("model", "url", "pid", "slots", "running", "requests", "memory_bytes", "idle_seconds")
-    plan = said["plan"]
-    return {**{name: said[name] for name in names}, "spec": plan["spec"], "ctx": plan["ctx"]}
+    plan = server_info["plan"]
+    return {**{name: server_info[name] for name in names}, "spec": plan["spec"], "ctx": plan["ctx"]}
 
 
-def _status_line(said: Mapping[str, Any]) -> str:
-    """Return what --status shows of a server."""
-    state = f"idle {clock(said['idle_seconds'])}"
-    if said["running"]:
-        state = f"{said['running']} running"
-    parts = [said["model"], said["url"], f"pid {said['pid']}", format_size(said["memory_bytes"])]
-    parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
+def _status_line(server_info: Mapping[str, Any]) -> str:
+    """Return the line of --status for one server."""
+    state = f"idle {format_clock(server_info['idle_seconds'])}"
+    if server_info["running"]:
+        state = f"{server_info['running']} running"
+    parts = [
+        server_info["model"],
+        server_info["url"],
+        f"pid {server_info['pid']}",
+        format_size(server_info["memory_bytes"]),
+    ]
+    parts += [
+        f"{server_info['requests']:,} requests",
+        state,
+        f"drafts {server_info['plan']['spec']}",
+    ]
     return " · ".join(parts)
 
 
-def _stop(said: Mapping[str, Any]) -> None:
-    """Stop a server, and wait until it has ended."""
-    tell(f"stopping {said['model']} at {said['url']}")
-    command_line = Path(f"/proc/{said['pid']}/cmdline")
+def _stop(server_info: Mapping[str, Any]) -> None:
+    """Stop a server and wait until it has ended."""
+    write_stderr_line(f"stopping {server_info['model']} at {server_info['url']}")
+    command_line = Path(f"/proc/{server_info['pid']}/cmdline")
     with suppress(FileNotFoundError, ProcessLookupError):
-        os.kill(said["pid"], signal.SIGTERM)
+        os.kill(server_info["pid"], signal.SIGTERM)
         while command_line.read_bytes():  # empty once it is a zombie
             time.sleep(0.05)
 
 
-def detach(session: Session, model: str) -> int:
-    """Start a server in the background, and return when it is ready; where it ends, with what it said."""
+def start_detached(session: Session, model: str) -> int:
+    """Start a server in the background and return when it is ready.
+
+    Return 0, or the exit status of a server that ended, after printing its log.
+    """
     import subprocess
 
     folder = runtime_folder(session.runtime_folder)
@@ -96,35 +109,45 @@ def detach(session: Session, model: str) -> int:
         except BaseException:
             child.terminate()
             raise
-    said = path.read_text(encoding="utf-8", errors="replace")
-    if (status := child.poll()) is not None:
+    log_text = path.read_text(encoding="utf-8", errors="replace")
+    status = child.poll()
+    if status is not None:
         path.unlink()
-        write_stderr(said or f"the server ended at once, with status {status}\n")
+        write_stderr(log_text or f"the server ended at once, with status {status}\n")
         return status if status > 0 else 128 - status
     if not session.console.quiet:
-        write_stderr(f"{said}pid {child.pid}, log {path}; spd serve --stop ends it\n")
+        write_stderr(f"{log_text}pid {child.pid}, log {path}; spd serve --stop ends it\n")
     return 0
 
 
 def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> ServedEngine | None:
-    """The engine of a server that has the one which these options ask for; None where none runs."""
+    """Return the engine of a running server that fits the options, with `slots`; None if none does."""
     if options.no_server:
         return None
     from spd.cli.run_settings import engine_config
 
-    named = options.model, options.draft_model, options.mtp
-    for line, said in find_servers(session.runtime_folder, session.console.note):
+    model_names = options.model, options.draft_model, options.mtp
+    for connection, server_info in find_servers(session.runtime_folder, session.console.note):
         try:
-            model, *_ = [resolve_model(name) for name in named if name is not None]
+            model, *_ = [resolve_model(name) for name in model_names if name is not None]
         except NotFoundError:
-            return None  # and none serves it
-        made_of = identity(engine_config(options, model))
-        other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
-        why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
-        if slots > said["slots"]:
-            why = why or f"it decodes {said['slots']} together"
-        session.console.detail(f"server  {said['url']}" + (f": not used: {why}" if why else ""))
-        if why is None:
-            return ServedEngine(line, model, {**said["plan"], "slots": slots})
-        line.close()
+            return None  # no server has a model that is not there
+        requested_identity = identity(engine_config(options, model))
+        differing_fields = [
+            name
+            for name, value in server_info["made_of"].items()
+            if requested_identity.get(name) != value
+        ]
+        refusal_reason = server_info["refuses"] or (
+            f"another {', '.join(differing_fields)}" if differing_fields else None
+        )
+        if slots > server_info["slots"]:
+            refusal_reason = refusal_reason or f"it decodes {server_info['slots']} together"
+        session.console.detail(
+            f"server  {server_info['url']}"
+            + (f": not used: {refusal_reason}" if refusal_reason else "")
+        )
+        if refusal_reason is None:
+            return ServedEngine(connection, model, {**server_info["plan"], "slots": slots})
+        connection.close()
     return None

@@ -1,4 +1,4 @@
-"""`python -I -m spd.cli.unpickle FOLDER` writes what pickles in it hold as safetensors; needs no NumPy."""
+"""`python -I -m spd.cli.unpickle FOLDER` converts its pickled weights to safetensors without NumPy."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from spd.formats.names import WEIGHTS_FILE
 from spd.formats.writer import OutputTensor, write_tensors
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def main(folder: Path) -> None:
-    """Read pytorch_model*.bin without running code of theirs, and write model.safetensors beside them."""
+    """Read pytorch_model*.bin without running their code, and write model.safetensors next to them."""
     from torch import load
 
     paths = sorted(folder.glob("pytorch_model*.bin"))
-    found = [load(path, weights_only=True, map_location="cpu") for path in paths]
-    outputs = [_output(name, tensor) for tensors in found for name, tensor in tensors.items()]
+    checkpoints = [load(path, weights_only=True, map_location="cpu") for path in paths]
+    outputs = [_output(name, tensor) for tensors in checkpoints for name, tensor in tensors.items()]
     with tempfile.TemporaryDirectory(dir=folder) as partial:
-        new = Path(partial) / WEIGHTS_FILE
-        write_tensors(new, outputs)
-        new.rename(folder / WEIGHTS_FILE)
+        weights_path = Path(partial) / WEIGHTS_FILE
+        write_tensors(weights_path, outputs)
+        weights_path.rename(folder / WEIGHTS_FILE)
 
 
-def _output(name: str, tensor: Any) -> OutputTensor:
-    code = re.sub(
-        "loat|(?<=u)int|nt", "", str(tensor.dtype)[6:]
-    ).upper()  # float32 is F32, uint8 is U8
-    whole = tensor.contiguous()
+def _output(name: str, tensor: Tensor) -> OutputTensor:
+    """Return the description of a tensor for the writer of safetensors."""
+    # float32 becomes F32, uint8 becomes U8.
+    dtype_code = re.sub("loat|(?<=u)int|nt", "", str(tensor.dtype)[6:]).upper()
+    contiguous = tensor.contiguous()
     bytes_of = ctypes.string_at
     return OutputTensor(
-        name, code, tensor.shape, lambda: iter([bytes_of(whole.data_ptr(), whole.nbytes)])
+        name,
+        dtype_code,
+        tensor.shape,
+        lambda: iter([bytes_of(contiguous.data_ptr(), contiguous.nbytes)]),
     )
 
 

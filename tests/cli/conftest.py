@@ -1,4 +1,4 @@
-"""A model folder without weights, an engine without a model, and the command line run in this process."""
+"""A model folder without weights, a fake engine, and the command line run in this process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CONFIG |= {
 
 
 def write_tokenizer(folder: Path, specials: Sequence[str] = SPECIALS) -> None:
-    """A byte-level vocabulary: ids 0 to 255 are bytes, then the special tokens."""
+    """Write a byte-level tokenizer: ids 0 to 255 are bytes, then come the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
@@ -73,7 +73,7 @@ def write_tokenizer(folder: Path, specials: Sequence[str] = SPECIALS) -> None:
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """The small files of a model folder; `changes` are keys of config.json."""
+    """Write the small files of a model folder; `changes` are keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "top_k": 20}))
@@ -83,20 +83,20 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def edit(file: Path, **changes: Any) -> None:
+def edit_json(file: Path, **changes: Any) -> None:
     """Change keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model folder with tokenizer and template, and no weights."""
+    """Return a model folder with tokenizer and template, and no weights."""
     return write_model(tmp_path / "model")
 
 
 @dataclass(frozen=True)
 class FakePlan:
-    """As much of a plan as the command line reads."""
+    """The part of a plan that the command line reads."""
 
     ctx: int
     config: Any
@@ -110,31 +110,31 @@ class FakePlan:
 
     @property
     def shape(self) -> Any:
-        """What the plan's sizes are."""
+        """The sizes of the plan."""
         return SimpleNamespace(ctx=self.ctx, dtype="bfloat16", draft_max=4, slots=1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
-        said = {
+        """Return the plan as JSON values."""
+        values = {
             "model": self.model,
             "spec": self.spec,
             "spec_reason": "asked for",
             "adaptive": self.adaptive,
         }
-        said |= {
+        values |= {
             "weight_bytes": 2**20,
             "draft_weight_bytes": 0,
             "cache_bytes": 2**19,
             "weights": "bfloat16",
         }
-        said |= {"verify": self.config.verify, "device": self.device}
-        said |= {"kernels_reason": self.kernels_reason, "synthetic_acceptance": None}
-        return {**said, **vars(self.shape)}
+        values |= {"verify": self.config.verify, "device": self.device}
+        values |= {"kernels_reason": self.kernels_reason, "synthetic_acceptance": None}
+        return {**values, **vars(self.shape)}
 
 
 @dataclass
 class Script:
-    """What the fake engine says, one string an event (None: a step without one), and what it was asked."""
+    """The text of the fake engine, one string per event (None: a step without one), and its engines."""
 
     pieces: Sequence[str | None] = ("Hello", " wörld", "!")
     finish: str = "stop"
@@ -163,7 +163,7 @@ class Script:
 
 
 class FakeEngine:
-    """Says its script, one piece a step, and counts as if each piece were one accepted draft and one more."""
+    """Emits its script, one piece per step, each counted as one accepted draft and one more token."""
 
     def __init__(self, config: Any, script: Script, progress: Any = None) -> None:
         self.config = config
@@ -178,7 +178,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None
         self.closed = self.aborted = False
-        self._left: list[str | None] = []
+        self._remaining_pieces: list[str | None] = []
         self._steps = 0
         self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)
         self.captured: list[tuple[list[Any], dict[str, Any]]] = []
@@ -193,27 +193,27 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
-        self._left = list(self.script.pieces)
+        self._remaining_pieces = list(self.script.pieces)
         self.aborted = False
         self._metrics.prompt_tokens = len(request.prompt_ids)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._left)
+        return bool(self._remaining_pieces)
 
     def step(self) -> list[Event]:
         if not self.requests:
             return []
         name = self.requests[-1].id
         if self.aborted:
-            self._left = []
+            self._remaining_pieces = []
             return [Event(name, (), "", "abort")]
         if self.script.on_step:
             self.script.on_step(self._steps)
         if self.script.fail is not None and self._steps == 1:
             raise self.script.fail
         self._steps += 1
-        piece = self._left.pop(0)
+        piece = self._remaining_pieces.pop(0)
         if piece is None:
             return []
         ids = self.script.ids or (self._steps, self._steps + 1)
@@ -225,9 +225,9 @@ class FakeEngine:
         if self.trace is not None:
             ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
             self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4, 1))
-        found = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
-        logprobs = () if self.requests[-1].params.logprobs is None else found
-        reason = None if self._left else self.script.finish
+        entries = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
+        logprobs = () if self.requests[-1].params.logprobs is None else entries
+        reason = None if self._remaining_pieces else self.script.finish
         return [Event(name, ids, piece, reason, drafted=(True, False), logprobs=logprobs)]
 
     def abort(self, request_id: str) -> None:
@@ -240,8 +240,8 @@ class FakeEngine:
         self.closed = True
 
 
-def program(script: str, *, setup: str = "") -> str:
-    """Code of a process of its own that runs spd over a fake engine of `Script(script)`, after `setup`."""
+def make_program(script: str, *, setup: str = "") -> str:
+    """Return the code of a process that runs spd over a fake engine of `Script(script)`, after `setup`."""
     return f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -254,32 +254,32 @@ sys.exit(main())
 """
 
 
-def saved_chat(place: Path, name: str = "*") -> list[dict[str, Any]]:
-    """The lines of the one saved chat of such a name; the first is its head."""
-    (path,) = (place / "state" / "spd" / "sessions").glob(f"{name}.jsonl")
+def read_saved_chat(folder: Path, name: str = "*") -> list[dict[str, Any]]:
+    """Return the lines of the one saved chat of such a name; the first is its header."""
+    (path,) = (folder / "state" / "spd" / "sessions").glob(f"{name}.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Puts the fake engine in the place of the real one, which is then never imported."""
-    said = Script()
-    engine = lambda config, progress=None: FakeEngine(config, said, progress)  # noqa: E731
+    """Replace the real engine, which is then never imported, by a fake one; return its script."""
+    fake_script = Script()
+    engine = lambda config, progress=None: FakeEngine(config, fake_script, progress)  # noqa: E731
     monkeypatch.setitem(vars(spd.runtime), "Engine", engine)
-    return said
+    return fake_script
 
 
-def until(true: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for another thread or process."""
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until a condition of another thread or process holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What one run of the command line left."""
+class RunResult:
+    """The exit code and output of one run of the command line."""
 
     code: int
     out: bytes
@@ -292,12 +292,12 @@ class Ran:
 
     @property
     def facts(self) -> str:
-        """Standard output as text, each line of facts whole that was broken for a pipe."""
+        """Standard output as text, with the broken lines of facts joined."""
         return re.sub(r" ·\n +", " · ", self.text)
 
     @property
     def json(self) -> dict[str, Any]:
-        """Standard output as one JSON object, which follows the schema that it names."""
+        """Standard output as one JSON object, checked against the schema that it names."""
         loaded: dict[str, Any] = json.loads(self.out)
         assert faults_by_name(loaded) == []
         return loaded
@@ -314,12 +314,15 @@ class Stdin(io.TextIOWrapper):
         return self._data is None
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., RunResult]
 
 
 @pytest.fixture
 def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
-    """`spd_run("generate", "Hi", stdin=b"...")` runs the command line here; no stdin is a terminal."""
+    """Return a function that runs the command line in this process; without `stdin` it is a terminal.
+
+    For example `spd_run("generate", "Hi", stdin=b"...")`.
+    """
     from spd.cli.app import main
 
     for name in ("SPD_MODEL", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
@@ -328,12 +331,12 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where logs of unexpected errors go
     saved = dict(os.environ)
 
-    def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> Ran:
+    def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> RunResult:
         capfdbinary.readouterr()
         monkeypatch.setattr(sys, "stdin", None if closed else Stdin(stdin))
-        code = main([str(word) for word in argv])
+        code = main([str(argument) for argument in argv])
         out, err = capfdbinary.readouterr()
-        return Ran(code, out, err.decode())
+        return RunResult(code, out, err.decode())
 
     yield run
     for name in set(os.environ) - set(saved):
@@ -342,24 +345,24 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
 
 @pytest.fixture
 def ask(spd_run: Run, model: Path, script: Script) -> Run:
-    """`ask("--stats")` runs `generate` with the prompt Hi over the fake engine."""
+    """Return a function that runs `generate` with the prompt Hi over the fake engine."""
     return lambda *argv, **how: spd_run("generate", "-m", model, "Hi", *argv, **how)
 
 
-def refused(ran: Ran, code: int, *words: str) -> None:
-    """Assert one well-formed refusal: its status, nothing on stdout, an error line, a fix, these words."""
+def assert_refused(ran: RunResult, code: int, *expected_texts: str) -> None:
+    """Assert one well-formed refusal: status, empty stdout, an error line, a fix, and expected texts."""
     assert ran.code == code, ran
     assert ran.out == b""
     lines = ran.err.splitlines()
     assert lines[0].startswith("error: ") or lines[0].startswith("note: ")
     assert "Traceback" not in ran.err and "\x1b" not in ran.err
     assert any(line.startswith("  fix: ") for line in lines), ran.err
-    for word in words:
-        assert word in ran.err, (word, ran.err)
+    for expected in expected_texts:
+        assert expected in ran.err, (expected, ran.err)
 
 
-def failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
-    """A function that takes anything and fails with this error: always, or at its call of this number."""
+def make_failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
+    """Return a function that takes any arguments and raises the error: always, or at call number `at`."""
     calls = itertools.count()
 
     def fail(*_: object, **__: object) -> None:
@@ -371,10 +374,12 @@ def failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
 
 @pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
+    """Make engines of `generate` and `verify` take random weights, so that config.json is a model."""
     from spd.cli import run_settings
 
-    real = run_settings.engine_config
+    real_engine_config = run_settings.engine_config
     monkeypatch.setattr(
-        run_settings, "engine_config", lambda *given: replace(real(*given), load="dummy")
+        run_settings,
+        "engine_config",
+        lambda *arguments: replace(real_engine_config(*arguments), load="dummy"),
     )

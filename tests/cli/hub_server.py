@@ -1,4 +1,4 @@
-"""A Hugging Face hub in miniature on loopback: one repository, ranges, and faults on request."""
+"""A small Hugging Face hub on loopback: one repository, ranges, and faults on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "org/Tiny"
 
 @dataclass
 class Hub:
-    """What the server offers and how it misbehaves; `log` is every request as (method, path, range)."""
+    """The files and faults of the server; `log` holds each request as (method, path, range)."""
 
     files: dict[str, bytes]
     extra: list[str] = field(default_factory=list)  # names that are listed without being offered
@@ -32,16 +32,16 @@ class Hub:
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
 
-    def fetched(self) -> list[str]:
-        """Names of the files whose bytes were asked for."""
+    def fetched_files(self) -> list[str]:
+        """Return the names of the files whose bytes were requested."""
         return [
             path.rpartition("/")[2]
-            for how, path, _ in self.log
-            if how == "GET" and "resolve" in path
+            for method, path, _ in self.log
+            if method == "GET" and "resolve" in path
         ]
 
     def listing(self) -> dict[str, Any]:
-        """The answer about the repository."""
+        """Return the answer about the repository."""
         siblings: list[dict[str, Any]] = [{"rfilename": name} for name in self.extra]
         for name, data in self.files.items():
             entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_sha1(data)}
@@ -53,38 +53,38 @@ class Hub:
 
 
 def git_sha1(data: bytes) -> str:
-    """The name of a blob in git."""
+    """Return the name of a blob in git."""
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Answers from the server's `hub`."""
+    """Answers requests from the server's `hub`."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Write no log."""
 
     def do_GET(self) -> None:
-        """Headers, and for GET the body."""
+        """Send headers, and for GET the body."""
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
-        body = self.command == "GET"
+        has_body = self.command == "GET"
         hub.log.append((self.command, path, self.headers.get("Range")))
         if hub.status != 200:
             headers = {"X-Error-Code": hub.error_code} if hub.error_code else {}
-            self._send(hub.status, b"no", headers, body)
+            self._send(hub.status, b"no", headers, has_body)
         elif path.startswith(f"/api/models/{NAME}"):
             data = json.dumps(hub.listing()).encode() if hub.answer is None else hub.answer
-            self._send(200, data, {"Content-Type": "application/json"}, body)
+            self._send(200, data, {"Content-Type": "application/json"}, has_body)
         elif (file := unquote(path).removeprefix(f"/{NAME}/resolve/{COMMIT}/")) in hub.files:
-            self._send_file(hub, file, body)
+            self._send_file(hub, file, has_body)
         else:
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, has_body)
 
     do_HEAD = do_GET
 
-    def _send_file(self, hub: Hub, name: str, body: bool) -> None:
+    def _send_file(self, hub: Hub, name: str, has_body: bool) -> None:
         data = hub.sent.get(name, hub.files[name])
         etag = hashlib.sha256(hub.files[name]).hexdigest()
         headers = {
@@ -93,20 +93,28 @@ class HubHandler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
             **hub.headers,
         }
-        wanted = self.headers.get("Range")
-        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
-        headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if wanted else {}
+        range_header = self.headers.get("Range")
+        start = int(range_header.removeprefix("bytes=").partition("-")[0]) if range_header else 0
+        headers |= (
+            {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if range_header else {}
+        )
         self._send(
-            206 if wanted else 200, data[start:], headers, body, hub.break_after.get(name, [])
+            206 if range_header else 200,
+            data[start:],
+            headers,
+            has_body,
+            hub.break_after.get(name, []),
         )
 
-    def _send(self, status: int, data: bytes, headers: Any, body: bool, breaks: Any = ()) -> None:
+    def _send(
+        self, status: int, data: bytes, headers: Any, has_body: bool, breaks: Any = ()
+    ) -> None:
         self.send_response(status)
         for header, value in headers.items():
             self.send_header(header, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if not body:
+        if not has_body:
             return
         if breaks:
             self.wfile.write(data[: breaks.pop(0)])
@@ -118,7 +126,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 def serve(hub: Hub) -> ThreadingHTTPServer:
-    """Start the server; `shutdown` ends it."""
+    """Start the server and return it; `shutdown` ends it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     server.hub = hub  # type: ignore[attr-defined]
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spd.cli.terminal.bars import ASCII, UNICODE, Bar, bar_lines
-from spd.cli.terminal.plain_text import cells
-from tests.cli.test_cli_terminal import PLAIN, on_terminal
+from spd.cli.terminal.plain_text import cell_width
+from tests.cli.test_cli_terminal import PLAIN, run_on_terminal
 from tests.runtime.measuring.test_measuring_explain import make_trace
 
 BARS = [
@@ -24,11 +24,13 @@ def test_a_bar_is_as_long_as_its_value_and_its_interval_lies_over_its_end() -> N
     plain, drafts, none = bar_lines(BARS, 80, UNICODE, axis=100.0)
     width = len(plain) - len("mtp k=3  ") - len(" 50.0")
     start = len("mtp k=3  ")
-    drawn = plain[start : start + width]
-    assert [drawn.index(mark) for mark in "├┼┤"] == [
+    drawn_bar = plain[start : start + width]
+    assert [drawn_bar.index(mark) for mark in "├┼┤"] == [
         round(share * width) - 1 for share in (0.4, 0.5, 0.6)
     ]
-    assert set(drawn[: drawn.index("├")]) == {"█"} and set(drawn[drawn.index("┤") + 1 :]) == {" "}
+    assert set(drawn_bar[: drawn_bar.index("├")]) == {"█"} and set(
+        drawn_bar[drawn_bar.index("┤") + 1 :]
+    ) == {" "}
     assert drafts[start + width - 1] == "▸", "its interval goes on beyond the axis"
     assert none == f"{'none':<{start + width}} 0.0"
     full = bar_lines(BARS[:2], 80, UNICODE)[1]
@@ -61,24 +63,24 @@ def test_no_line_is_wider_than_the_terminal(columns: int, glyphs) -> None:
     ]
     lines = bar_lines(bars, columns, glyphs)
     assert len(lines) == len(bars) * (2 if columns < 60 else 1)
-    assert all(cells(line) < columns for line in lines)
+    assert all(cell_width(line) < columns for line in lines)
     if glyphs is ASCII:
         assert "".join(lines).replace("×", "").replace("…", "").isascii()
 
 
-def test_explain_on_terminals(tmp_path: Path) -> None:
-    """In 40 columns, without colours, and where the encoding has no blocks."""
+def test_explain_draws_bars_that_fit_the_terminal(tmp_path: Path) -> None:
+    """Cover 40 columns, no colours, and an encoding without blocks."""
     trace = make_trace(3, 0.6, rounds=60)
     path = tmp_path / "trace"
     lines = [dataclasses.asdict(trace.header), *map(dataclasses.asdict, trace.rounds)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     for columns, environment, block in ((40, PLAIN, "█"), (90, {}, "█"), (40, ascii_only, "#")):
-        status, text = on_terminal("explain", path, columns=columns, **environment)
+        status, text = run_on_terminal("explain", path, columns=columns, **environment)
         assert status == 0 and "\x1b" not in text
         rows = text.splitlines()
-        at = rows.index("accepted by position")
-        drawn = "".join(rows[at + 1 : at + 7])
-        assert all(f"draft {n}" in drawn for n in (1, 2, 3)) and block * 5 in drawn
-        assert max(map(cells, rows)) < columns or columns == 40, text
-        assert max(map(cells, rows)) <= columns
+        index = rows.index("accepted by position")
+        drawn_bar = "".join(rows[index + 1 : index + 7])
+        assert all(f"draft {n}" in drawn_bar for n in (1, 2, 3)) and block * 5 in drawn_bar
+        assert max(map(cell_width, rows)) < columns or columns == 40, text
+        assert max(map(cell_width, rows)) <= columns

@@ -1,4 +1,4 @@
-"""`spd bench`, `verify` and `explain`: what is compared, certificates, planted faults, what is read back."""
+"""`spd bench`, `compare`, `verify` and `explain`: tables, certificates and planted faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Workload
 from spd.runtime.lab.rows import compare_results, make_rows
 from spd.runtime.lab.sweep import Sweep
-from tests.cli.conftest import refused, write_model
+from tests.cli.bench_results import make_bench_result
+from tests.cli.conftest import assert_refused, write_model
 from tests.json_schema import faults
 from tests.runtime import seeded_faults as planted
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
@@ -32,42 +33,37 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
         spec="mtp,ngram+mtp,ngram", tp="1,2", draft_tp="1,2", draft_max="2,3", lag="1"
     )
     configs = sweep_configs(options)
-    assert [(each.spec, each.tp) for each in configs[:2]] == [("off", 1), ("off", 2)]
-    assert {each.lag for each in configs} == {1} and not any(each.adaptive for each in configs)
-    found = [(each.spec, each.tp, each.draft_tp, each.draft_max) for each in configs[2:]]
+    assert [(config.spec, config.tp) for config in configs[:2]] == [("off", 1), ("off", 2)]
+    assert {config.lag for config in configs} == {1} and not any(
+        config.adaptive for config in configs
+    )
+    combinations = [
+        (config.spec, config.tp, config.draft_tp, config.draft_max) for config in configs[2:]
+    ]
     both: list[tuple[int, int | None]] = [(1, 1), (2, 1), (2, 2)]
     alone: list[tuple[int, int | None]] = [(1, None), (2, None)]
     ranks = {"mtp": both, "mtp+ngram": both, "ngram": alone}
     expected = {(spec, *size, k) for spec, sizes in ranks.items() for size in sizes for k in (2, 3)}
-    assert len(found) == len(expected) and set(found) == expected
+    assert len(combinations) == len(expected) and set(combinations) == expected
     rules = sweep_configs(BenchOptions(verify="coupled,block"))[1:]
-    assert [each.adaptive for each in rules] == [True, False]
+    assert [config.adaptive for config in rules] == [True, False]
 
 
-def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
     ended = make_sample(
         1, 0, 0.0, work=Workload(category="code", temperature=0.8), tokens_after_first=0
     )
-    result: dict[str, Any] = {
-        "model": "demo",
-        "versions": {"spd": "1"},
-        "machine": {},
-        "interrupted": False,
-    }
     plan = {"model": "/m", "dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
-    result |= {"rows": make_rows([*samples, ended], [PLAIN, DRAFT], ["demo"] * 2), "plans": [plan]}
-    result |= {
-        "samples": [asdict(sample) for sample in (*samples, ended)],
-        "settings": {"max_tokens": 8},
-    }
-    result |= {"equality": {"tokens": 11, "differences": []}, "same_tokens": True}
+    rows = make_rows([*samples, ended], [PLAIN, DRAFT], ["demo"] * 2)
+    sample_fields = [asdict(sample) for sample in (*samples, ended)]
+    result = make_bench_result("demo", rows, [plan], sample_fields, compared_tokens=11)
     header = "category T method tok/s ± ×plain ± len acc TTFT TPOT"
-    for columns, more in (("80", ""), ("100", "ITL by position")):
+    for columns, wide_columns in (("80", ""), ("100", "ITL by position")):
         monkeypatch.setenv("COLUMNS", columns)
         lines = bench_text(result)
-        assert lines[0].split() == [*header.split(), *more.split()]
+        assert lines[0].split() == [*header.split(), *wide_columns.split()]
         assert max(map(len, lines[:3])) <= int(columns)
     assert lines[2].endswith("70/25")
     facts = {line[:16].strip(): line[18:] for line in lines[3:-1]}
@@ -77,17 +73,19 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["best"] == f"one repetition does not say: {best} in it; -r 3 or more"
     for median, verdict in ((0.8, "slower"), (1.0, "within noise"), (1.2, "faster")):
         speed_up = {"median": median, "low": median - 0.1, "high": median + 0.1}
-        result["rows"][1]["speed_up"] |= {**speed_up, "half_width": 0.85}
+        rows[1]["speed_up"] |= {**speed_up, "half_width": 0.85}
         text = "\n".join(bench_text(result))
         way = f"draft k=2 (code, T 0), {median:.2f} × plain, {verdict}\n"
         slow = f"best              plain decoding: no drafter is faster; {way}"
         assert (f"best              {way}" if median > 1.1 else slow) in text and ">99%" not in text
-    result["rows"][1]["speed_up"]["half_width"] = 70.0
+    rows[1]["speed_up"]["half_width"] = 70.0
     assert ">99%" in "\n".join(bench_text(result))
 
 
-def test_two_models_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row says whose it is, each model has its best way, and the second is held against the first."""
+def test_two_models_are_compared_in_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row names its model, each model has its best row, and the second is compared with the first."""
     (comma := tmp_path / "a,b").mkdir()
     assert model_list(str(comma)) == [str(comma)] and model_list("a, b,a") == ["a", "b"]
     monkeypatch.setenv("COLUMNS", "120")
@@ -98,19 +96,19 @@ def test_two_models_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
     plan = {"dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
     plans = [PLAIN | plan | {"model": "/a"}, DRAFT | plan | {"model": "/a"}]
-    plans += [each | plan | {"model": "/b", "dtype": "bfloat16"} for each in (PLAIN, DRAFT)]
+    plans += [
+        config_plan | plan | {"model": "/b", "dtype": "bfloat16"} for config_plan in (PLAIN, DRAFT)
+    ]
     rows = make_rows(samples, plans, ["a", "a", "b", "b"])
     ratios = [(row["speed_up"], row["over_first_model"]) for row in rows]
-    medians = [tuple(each and round(each["median"], 3) for each in pair) for pair in ratios]
+    medians = [tuple(ratio and round(ratio["median"], 3) for ratio in pair) for pair in ratios]
     assert medians == [(None, None), (2.0, None), (None, 4.0), (1.5, 3.0)]
-    result: dict[str, Any] = {"model": "a,b", "versions": {"spd": "1"}, "machine": {}}
-    result |= {"rows": rows, "plans": plans, "interrupted": False, "settings": {"max_tokens": 8}}
-    result |= {"samples": [], "equality": {"tokens": 1, "differences": []}, "same_tokens": False}
+    result = make_bench_result("a,b", rows, plans, same_tokens=False)
     lines = bench_text(result)
     assert [line.split()[0] for line in lines[:5]] == ["model", "a", "a", "b", "b"]
     assert lines[0].split()[-2:] == ["×first", "±"] and lines[3].split()[-2] == "4.00"
-    named = "model category T method tok/s ± ×plain ± ×first ±"
-    for columns, header in (("80", named), ("40", "model method tok/s ×plain")):
+    wide_header = "model category T method tok/s ± ×plain ± ×first ±"
+    for columns, header in (("80", wide_header), ("40", "model method tok/s ×plain")):
         monkeypatch.setenv("COLUMNS", columns)
         narrow = bench_text(result)[:5]
         assert narrow[0].split() == header.split() and max(map(len, narrow)) < int(columns)
@@ -122,15 +120,13 @@ def test_two_models_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "other tokens" in facts["tokens"]
 
 
-def test_bars_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heading for each work and a bar a method; of one category a narrow terminal shows bars alone."""
+def test_a_terminal_gets_bars_for_each_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each workload has a heading and a bar per method; a narrow terminal may show bars alone."""
     speeds = ((0, 1.0), (1, 0.5), (0, 1.1), (1, 0.6))
     samples = [make_sample(config, n // 2, seconds) for n, (config, seconds) in enumerate(speeds)]
     plan = {"model": "/m", "dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
-    result: dict[str, Any] = {"model": "m", "versions": {"spd": "1"}, "machine": {}}
     rows = make_rows(samples, [PLAIN, DRAFT], ["m", "m"])
-    result |= {"rows": rows, "plans": [plan], "interrupted": False, "settings": {"max_tokens": 8}}
-    result |= {"samples": [], "equality": {"tokens": 1, "differences": []}, "same_tokens": True}
+    result = make_bench_result("m", rows, [plan])
     monkeypatch.setenv("COLUMNS", "80")
     assert not any("█" in line or "tok/s," in line for line in bench_text(result))
     text = bench_text(result, UNICODE)
@@ -142,7 +138,7 @@ def test_bars_of_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = bench_text(result, ASCII)
     assert lines[:3] == ["", "tok/s, code, T 0", "plain"] and lines[3].startswith("  #")
     assert max(map(len, lines[:6])) < 40 and "".join(lines[:6]).isascii() is False
-    monkeypatch.setattr("spd.cli.bench_table.MOST_BARS", 1)
+    monkeypatch.setattr("spd.cli.bench_table.MAX_BARS", 1)
     assert bench_text(result, ASCII)[0].split() == ["method", "tok/s", "×plain"]
 
 
@@ -158,25 +154,32 @@ def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:
     assert ran.json["same_tokens"] is True and ran.json["rows"][2]["over_first_model"]["median"] > 0
 
 
-def test_results_of_different_models(spd_run: Callable[..., Any], tmp_path: Path) -> None:
-    """One of each is compared, and that is said; of more it is said what to do."""
+def test_results_of_different_models_are_compared_with_a_remark(
+    spd_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One model each is compared with a remark; results of several are refused with a fix."""
     first, other = (write_result(tmp_path / name, "model", value=name) for name in ("m", "n"))
     ran = spd_run("compare", first, other)
     assert ran.code == 0 and "not under the same conditions: model m → n" in ran.text
     assert "spd bench -m m,n measures both in turn" in ran.text and "within noise" in ran.text
-    shown = spd_run("compare", first, other, "--json").json
-    assert faults(shown, "compare") == [] and shown["comparisons"][0]["models"] == ["m", "n"]
+    comparison = spd_run("compare", first, other, "--json").json
+    assert faults(comparison, "compare") == [] and comparison["comparisons"][0]["models"] == [
+        "m",
+        "n",
+    ]
     both = json.loads(other.read_text())
     both["rows"] += [{**row, "model": "o"} for row in both["rows"]]
     other.write_text(json.dumps(both))
     ran = spd_run("compare", first, other)
-    refused(ran, 2, "of different models: m and n, o", "spd bench -m m,n,o measures them in turn")
+    assert_refused(
+        ran, 2, "of different models: m and n, o", "spd bench -m m,n,o measures them in turn"
+    )
 
 
 def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: None)
-    for words in (("demo",), ("-m", "demo")):
-        ran = spd_run("bench", *words)
+    for arguments in (("demo",), ("-m", "demo")):
+        ran = spd_run("bench", *arguments)
         assert (
             ran.code == 6
             and ran.text == "nothing was measured\n"
@@ -185,7 +188,7 @@ def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
 
 
 def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
-    """A small whole result, with something in it taken away or replaced."""
+    """Write a small complete result with one value removed or replaced."""
     samples = [make_sample(config, r, 1.0 + 0.1 * r) for config in (0, 1) for r in range(3)]
     result: Any = {"schema": "spd.bench/1", "model": "m", "prompts": {"code/1": "0"}}
     result |= {"settings": {"max_tokens": 8, "ignore_eos": True}, "plans": [{"load": "auto"}]}
@@ -205,9 +208,9 @@ def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
     "name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"]
 )
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
-    kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
-    changes = compare_results(kept, kept, 0.03)["changes"]
-    assert len(changes) == len(kept["rows"]) > 0 and "samples" not in kept
+    result = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
+    changes = compare_results(result, result, 0.03)["changes"]
+    assert len(changes) == len(result["rows"]) > 0 and "samples" not in result
 
 
 LACKING = [
@@ -224,7 +227,7 @@ ODD: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize(("removed", "value"), [*((each, None) for each in LACKING), *ODD])
+@pytest.mark.parametrize(("removed", "value"), [*((keys, None) for keys in LACKING), *ODD])
 def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -> None:
     assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
     path = write_result(tmp_path / "a.json", *removed, value=value)
@@ -236,11 +239,14 @@ def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -
 
 @pytest.fixture
 def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Callable[..., Any]:
-    """Random weights, whose greedy text would repeat one token: only sampled ones are asked for."""
+    """Return a function that runs `verify` on random weights.
+
+    It samples, as their greedy text would repeat one token.
+    """
     target = write_model(tmp_path / "m")
     draft = write_model(tmp_path / "d", num_hidden_layers=1)
     (prompts := tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    words = (
+    arguments = (
         "verify",
         "-m",
         target,
@@ -251,11 +257,13 @@ def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Ca
         "--temperature",
         1.5,
     )
-    return lambda *more: spd_run(*words, "--threads", 1, "--dtype", "float32", "-n", 24, *more)
+    return lambda *extra_arguments: spd_run(
+        *arguments, "--threads", 1, "--dtype", "float32", "-n", 24, *extra_arguments
+    )
 
 
-def test_certificates(run) -> None:
-    """A rule that promises no text is compared at zero."""
+def test_a_certificate_holds_files_plans_and_counts(run) -> None:
+    """Rules that promise no equal text are compared at temperature 0."""
     ran = run("--lag", 1, "--json", "--tokens", 100)
     assert ran.code == 0 and faults(ran.json, "verify") == []
     assert ran.json["passed"] and ran.json["tokens"] >= 100 and ran.json["drafts_accepted"] > 0
@@ -266,14 +274,16 @@ def test_certificates(run) -> None:
     )
     ran = run("-n", 8, "--verify", "rejection", "--temperature", "0,0.5")
     assert ran.code == 0, ran
-    told = {line[:18].strip(): line[18:] for line in ran.text.splitlines()}
+    facts = {line[:18].strip(): line[18:] for line in ran.text.splitlines()}
     assert (
-        told.items()
+        facts.items()
         >= {"temperatures": "0", "untested": "0.5", "tokens": "16", "texts": "2"}.items()
     )
 
 
-def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_fails_the_check(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run()
     assert ran.code == 0 and ran.text.endswith("passed            yes\n") and ran.err == ""
     assert "tested little" not in ran.text and "no draft was accepted" in run("-n", 2).text
@@ -292,19 +302,19 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert ran.code == 6 and "other kernels may round otherwise" in ran.err
 
 
-def test_settings_held_against_each_other(tmp_path: Path) -> None:
+def test_settings_replace_fields_of_the_configuration(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
     plain = apply_settings(config, "spec=off")
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
-    busy = replace(config, tp=2, draft_tp=2, adaptive=True)
+    parallel = replace(config, tp=2, draft_tp=2, adaptive=True)
     assert (
-        apply_settings(busy, "spec=off").draft_tp
-        is apply_settings(busy, "spec=ngram").draft_tp
+        apply_settings(parallel, "spec=off").draft_tp
+        is apply_settings(parallel, "spec=ngram").draft_tp
         is None
     )
-    met = replace(busy, rendezvous=2)
-    assert apply_settings(met, "spec=ngram").draft_tp is None
-    assert apply_settings(met, "tp=1,draft-tp=auto").rendezvous is None
+    with_rendezvous = replace(parallel, rendezvous=2)
+    assert apply_settings(with_rendezvous, "spec=ngram").draft_tp is None
+    assert apply_settings(with_rendezvous, "tp=1,draft-tp=auto").rendezvous is None
     other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
     assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
     assert apply_settings(config, "lag=auto").lag is None
@@ -318,10 +328,10 @@ ASK = "What does os.path.join do?"
 
 
 def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> None:
-    """One alone; those of a plain run and of drafts share their costs; those of two methods are not mixed."""
+    """A trace alone; traces of a plain and a drafting run share costs; two methods are not mixed."""
 
-    def traced(name: str, *words: object) -> Path:
-        ran = spd_run("generate", *QUICK, *words, "--stats", "--trace", tmp_path / name, ASK)
+    def traced(name: str, *arguments: object) -> Path:
+        ran = spd_run("generate", *QUICK, *arguments, "--stats", "--trace", tmp_path / name, ASK)
         assert ran.code == 0 and ran.text.strip()
         speeds[name] = re.findall(r" · ([\d.]+) tok/s", ran.err)
         return tmp_path / name
@@ -329,20 +339,20 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     speeds: dict[str, list[str]] = {}
 
     mtp = traced("mtp", "--no-adaptive")
-    told = spd_run("explain", mtp)
-    assert told.code == 0 and "holds no plain rounds" in told.text.replace("\n", " ")
-    assert "What limits it is" in told.text.replace("\n", " ")
-    assert max(map(len, told.text.splitlines())) <= 80
-    assert "mtp k=3" in told.text and "← now" in told.text and "← best" in told.text
-    run_row = next(line for line in told.text.splitlines() if "← now" in line).split()
+    result = spd_run("explain", mtp)
+    assert result.code == 0 and "holds no plain rounds" in result.text.replace("\n", " ")
+    assert "What limits it is" in result.text.replace("\n", " ")
+    assert max(map(len, result.text.splitlines())) <= 80
+    assert "mtp k=3" in result.text and "← now" in result.text and "← best" in result.text
+    run_row = next(line for line in result.text.splitlines() if "← now" in line).split()
     assert run_row[:2] == ["this", "run"]
     assert float(run_row[5]) == pytest.approx(float(speeds["mtp"][0]), rel=0.2)
-    shown = spd_run("explain", mtp, "--json").json
-    assert shown["method"] == "mtp" and shown["k"] == 3 and shown["rounds"] > 5
+    explanation = spd_run("explain", mtp, "--json").json
+    assert explanation["method"] == "mtp" and explanation["k"] == 3 and explanation["rounds"] > 5
     plain = traced("plain", "--spec", "off")
     two = traced("two", "--draft-max", 2, "--no-adaptive")
-    shown = spd_run("explain", plain, two, "--json").json
-    assert set(shown["costs"]["verify"]) == {"0", "2"} and shown["k"] == 2
-    told = spd_run("explain", mtp, traced("lookup", "--spec", "ngram", "--no-adaptive"))
-    refused(told, 4, "different ways of drafting", "mtp, --verify coupled, T 0", "ngram")
+    explanation = spd_run("explain", plain, two, "--json").json
+    assert set(explanation["costs"]["verify"]) == {"0", "2"} and explanation["k"] == 2
+    result = spd_run("explain", mtp, traced("lookup", "--spec", "ngram", "--no-adaptive"))
+    assert_refused(result, 4, "different ways of drafting", "mtp, --verify coupled, T 0", "ngram")
     assert spd_run("explain", mtp, mtp).code == 0

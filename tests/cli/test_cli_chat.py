@@ -1,4 +1,4 @@
-"""`spd chat` with plain lines, around an engine that says a script; a chat's tokens, and its file."""
+"""`spd chat` with plain lines over a fake engine; the tokens and the file of a chat."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from spd.cli.chat.conversation import (
     ChatEncoder,
     Conversation,
-    Encoded,
+    EncodedPrompt,
     SessionStore,
     Turn,
     shared_spans,
 )
 from spd.cli.chat.slash import Commands
-from spd.cli.reply_view import DraftedText
+from spd.cli.reply_view import DraftedTextSplitter
 from spd.conversation.vocabulary import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
@@ -30,17 +30,17 @@ from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
 from tests.cli.conftest import (
     SPECIALS,
     TEMPLATE,
-    edit,
-    failing,
-    refused,
-    saved_chat,
+    assert_refused,
+    edit_json,
+    make_failing,
+    read_saved_chat,
     write_tokenizer,
 )
 
 
 @pytest.fixture
 def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
-    """`talk("line", "line", argv=[...])` runs a chat over these lines."""
+    """Return a function that runs a chat over lines: `talk("line", "line", argv=[...])`."""
 
     def run(*lines: str, argv: Sequence[object] = (), name: str | None = "t") -> Any:
         session = ["-c", name] if name else []
@@ -53,8 +53,8 @@ def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """The lines of a session file."""
-    return lambda name="t": saved_chat(tmp_path, name)
+    """Return a function that reads the lines of a session file."""
+    return lambda name="t": read_saved_chat(tmp_path, name)
 
 
 def test_lines_in_text_out_and_everything_saved(
@@ -73,7 +73,7 @@ def test_lines_in_text_out_and_everything_saved(
 
 
 def test_a_chat_goes_on_where_it_ended(spd_run, talk, saved, script) -> None:
-    """With its own model, system message and seed; one that is not to be saved stays as it was."""
+    """It keeps its model, system message and seed; with --no-save its file is unchanged."""
     talk("Hi", argv=["--seed", "5", "-s", "be terse"])
     first = script.request.prompt_ids
     assert talk("Never", argv=["--no-save"]).code == 0
@@ -84,20 +84,22 @@ def test_a_chat_goes_on_where_it_ended(spd_run, talk, saved, script) -> None:
 
 
 def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monkeypatch) -> None:
-    """A terminal that has gone takes no reply, and does not show the message coming back to be sent again."""
+    """A lost terminal takes no reply and cannot show the draft, so the message stays in the file."""
     script.fail = ResourceError("out of it", fix=["less"])
     script.pieces = ["a", "b", "c"]
     ran = talk("Hi")
     assert ran.code == 5 and "out of it" in ran.err and ran.text == "a\n"
     assert len(saved()) == 1  # taken back: a person would find it in the editor
     script.fail = None
-    monkeypatch.setattr("spd.cli.terminal.sink._write_all", failing(OSError(errno.EIO, "gone")))
+    monkeypatch.setattr(
+        "spd.cli.terminal.sink._write_all", make_failing(OSError(errno.EIO, "gone"))
+    )
     assert talk("Hi", name="gone").code == 5
     assert [turn["user"] for turn in saved("gone")[1:]] == ["Hi"]
 
 
 @pytest.mark.parametrize(
-    ("lines", "argv", "messages", "said"),
+    ("lines", "argv", "messages", "expected"),
     [
         (["Hi", "/undo", "//slash", "/exit", "never said"], [], ["/slash"], "took back: Hi"),
         (["Hi", "/edit", "Better"], [], ["Better"], ""),
@@ -114,12 +116,14 @@ def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monk
         (["/help"], [], [], "\n".join(Commands.names())),
     ],
 )
-def test_a_transcript(lines, argv, messages, said, talk, saved, tmp_path, monkeypatch) -> None:
+def test_a_transcript_gives_these_messages(
+    lines, argv, messages, expected, talk, saved, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "a b.txt"):
         Path(name).write_text("text")
     ran = talk(*lines, argv=argv)
-    assert ran.code == 0 and all(words in ran.err for words in said.split("\n")), ran
+    assert ran.code == 0 and all(line in ran.err for line in expected.split("\n")), ran
     assert not messages or [turn["user"] for turn in saved()[1:]] == messages
 
 
@@ -139,8 +143,8 @@ def test_regen_draws_with_another_seed_and_more_with_the_same(talk, saved, scrip
 def test_parameters_and_the_system_message_change(
     talk: Callable, saved: Callable, script: Any
 ) -> None:
-    given = "/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9"
-    ran = talk("/system be kind", given, "Hi", "/set", "/set top_k=auto")
+    set_command = "/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9"
+    ran = talk("/system be kind", set_command, "Hi", "/set", "/set top_k=auto")
     params = script.request.params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (
         0.5,
@@ -153,24 +157,26 @@ def test_parameters_and_the_system_message_change(
 
 
 def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
-    """Tokens of thinking that came before /more have been spent; the budget changes and goes."""
+    """Thinking before /more counts towards the budget; /think changes and removes it."""
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     script.finish = "length"
     script.pieces = ["<think>", "hm"]
     talk("Hi", "/more", "/think 9", "Again", "/think on", "Free", argv=["--think", 10])
-    first, more, again, free = (request.thinking for request in script.engine.requests)
+    first, continued, again, free = (request.thinking for request in script.engine.requests)
     begin = 259
     end = 260
     assert first == ThinkingBudget(10, end, begin) and again == ThinkingBudget(9, end, begin)
-    assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
+    assert continued == ThinkingBudget(6, end, begin, inside=True) and free is None
 
 
-def test_what_fails_goes_back(talk: Callable, saved: Callable, script: Any) -> None:
-    """A reply that was to be said again stays; an engine that does not load leaves the one before it."""
-    script.on_step = failing(ResourceError("out of it", fix=["less"]), at=3)
+def test_a_failed_reply_or_load_restores_the_state_before_it(
+    talk: Callable, saved: Callable, script: Any
+) -> None:
+    """A reply stays when /regen fails; the previous engine stays when another does not load."""
+    script.on_step = make_failing(ResourceError("out of it", fix=["less"]), at=3)
     assert talk("Hi", "/regen").code == 5
     assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
-    script.on_load = failing(ResourceError("no room", fix=["less"]), at=1)
+    script.on_load = make_failing(ResourceError("no room", fix=["less"]), at=1)
     script.on_step = None
     ran = talk("Hi", "/spec ngram", "never")
     assert ran.code == 5 and "no room" in ran.err
@@ -206,11 +212,11 @@ def test_another_speculation_or_model_leaves_the_drafter_behind(
     )
     ran = talk(*lines, argv=["--draft-model", model])
     assert ran.code == 0, ran
-    taken = [
+    drafters = [
         (engine.config.spec, engine.config.draft_model is not None) for engine in script.engines
     ]
     specs = ("auto", "ngram", "draft", "off", "off", "auto", "auto")
-    assert taken == list(zip(specs, (True, False, True, False, False, False, True), strict=True))
+    assert drafters == list(zip(specs, (True, False, True, False, False, False, True), strict=True))
     assert script.engines[1].config.draft_max == 3 and all(
         engine.closed for engine in script.engines
     )
@@ -221,20 +227,22 @@ def test_a_damaged_session_and_a_model_without_a_template_are_refused(
 ) -> None:
     talk("Hi")
     (tmp_path / "state" / "spd" / "sessions" / "t.jsonl").write_text("{")
-    refused(talk("Again"), 4, "t.jsonl: line 1")
+    assert_refused(talk("Again"), 4, "t.jsonl: line 1")
     (model / "tokenizer_config.json").write_text("{}")
-    refused(talk("Hi", name=None), 4, "no chat template", "spd generate --raw")
+    assert_refused(talk("Hi", name=None), 4, "no chat template", "spd generate --raw")
 
 
 def test_drafted_characters_are_those_whose_last_byte_was() -> None:
     spelled = {1: "ä".encode()[:1], 2: "ä".encode()[1:], 3: b"xy", 4: b""}
-    drafted = DraftedText(spelled.__getitem__)
-    assert list(drafted.take(Event("0", (1,), "", None, (False,)))) == []
-    assert list(drafted.take(Event("0", (2, 3), "äx", None, (True, False)))) == [
+    drafted = DraftedTextSplitter(spelled.__getitem__)
+    assert list(drafted.split_event(Event("0", (1,), "", None, (False,)))) == []
+    assert list(drafted.split_event(Event("0", (2, 3), "äx", None, (True, False)))) == [
         ("ä", True),
         ("x", False),
     ]
-    assert list(drafted.take(Event("0", (4,), "y\ufffd", "stop", (True,)))) == [("y\ufffd", False)]
+    assert list(drafted.split_event(Event("0", (4,), "y\ufffd", "stop", (True,)))) == [
+        ("y\ufffd", False)
+    ]
 
 
 END = 258
@@ -243,15 +251,15 @@ END = 258
 
 @pytest.fixture
 def encoder(model: Path) -> ChatEncoder:
-    """An encoder for the byte-level model: a token is a byte."""
-    return encoder_of(model)
+    """Return an encoder for the byte-level model, in which a token is a byte."""
+    return make_encoder(model)
 
 
 def vocabulary(folder: Path) -> Vocabulary:
     return open_vocabulary("model", ModelFolder(folder))
 
 
-def encoder_of(folder: Path) -> ChatEncoder:
+def make_encoder(folder: Path) -> ChatEncoder:
     return ChatEncoder(vocabulary(folder), {})
 
 
@@ -259,46 +267,46 @@ def ids_of(text: str, folder: Path, **how: bool) -> tuple[int, ...]:
     return tuple(vocabulary(folder).need_tokenizer().encode(text, **how))
 
 
-def chat_of(*turns: Turn, system: str | None = None) -> Conversation:
+def make_conversation(*turns: Turn, system: str | None = None) -> Conversation:
     return Conversation("model", 1, system, "f", turns=turns)
 
 
 def test_the_next_turn_begins_with_every_token_of_the_last(
     encoder: ChatEncoder, model: Path
 ) -> None:
-    first = encoder.encode(chat_of(Turn("Hi")))
+    first = encoder.encode(make_conversation(Turn("Hi")))
     assert first.spans == (("prompt", len(first.ids)),)
     reply = (*ids_of("Hello", model), END)
-    second = encoder.encode(chat_of(Turn("Hi", "Hello", reply, "stop"), Turn("More")))
+    second = encoder.encode(make_conversation(Turn("Hi", "Hello", reply, "stop"), Turn("More")))
     assert second.ids[: len(first.ids) + len(reply)] == (*first.ids, *reply)
     new = len(second.ids) - len(first.ids) - len(reply)
     assert second.spans == (*first.spans, ("generated", len(reply)), ("prompt", new))
     assert second.ids == ids_of(second.text, model, parse_special=True)
-    cut = encoder.encode(chat_of(Turn("Hi", "Hello", reply[:-1], "abort"), Turn("More")))
+    cut = encoder.encode(make_conversation(Turn("Hi", "Hello", reply[:-1], "abort"), Turn("More")))
     assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), (
         "the template ends it"
     )
 
 
 def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
-    """A reply whose tokens are not what encoding its text would give keeps them."""
+    """A reply keeps its tokens even where encoding its text gives others."""
     library = json.loads((model / "tokenizer.json").read_text())
     library["model"]["vocab"]["lo"] = 261
     library["model"]["merges"] = [["l", "o"]]
     (model / "tokenizer.json").write_text(json.dumps(library))
     drawn = (*ids_of("l", model), *ids_of("o", model))
-    encoder = encoder_of(model)
+    encoder = make_encoder(model)
     assert ids_of("lo", model) == (261,)
-    first = encoder.encode(chat_of(Turn("Hi")))
-    second = encoder.encode(chat_of(Turn("Hi", "lo", drawn, "length"), Turn("More")))
+    first = encoder.encode(make_conversation(Turn("Hi")))
+    second = encoder.encode(make_conversation(Turn("Hi", "lo", drawn, "length"), Turn("More")))
     assert second.ids[len(first.ids) :][:2] == drawn
 
 
 def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -> None:
     stopped = Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")
     for turn in (Turn("Hi", "edited by hand", (), "edited"), stopped):
-        first = encoder.encode(chat_of(Turn("Hi")))
-        second = encoder.encode(chat_of(turn, Turn("More")))
+        first = encoder.encode(make_conversation(Turn("Hi")))
+        second = encoder.encode(make_conversation(turn, Turn("More")))
         assert second.ids == ids_of(second.text, model, parse_special=True)
         assert second.spans == (
             ("prompt", len(first.ids)),
@@ -308,16 +316,18 @@ def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -
 
 def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(model: Path) -> None:
     template = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
-    edit(model / "tokenizer_config.json", chat_template=template)
-    encoder = encoder_of(model)
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    encoder = make_encoder(model)
     reply = "<think>hm</think>Yes"
-    first = encoder.encode(chat_of(Turn("Hi")))
-    second = encoder.encode(chat_of(Turn("Hi", reply, ids_of(reply, model), "stop"), Turn("More")))
+    first = encoder.encode(make_conversation(Turn("Hi")))
+    second = encoder.encode(
+        make_conversation(Turn("Hi", reply, ids_of(reply, model), "stop"), Turn("More"))
+    )
     assert second.spans[0] == ("prompt", len(first.ids)) and "<think>" not in second.text
 
 
 def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
-    """The templates of such models refuse their own marks in a message; only these marks have a text."""
+    """Templates of such models refuse their own marks in a message, so only the answer is passed on."""
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
     write_tokenizer(model, (*SPECIALS, *marks))
     reply = (
@@ -325,7 +335,11 @@ def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
     )
     ids = ids_of(f"{reply}<|return|>", model, parse_special=True)
     assert vocabulary(model).need_tokenizer().decode(ids) == reply
-    text = encoder_of(model).encode(chat_of(Turn("Hi", reply, ids, "stop"), Turn("More"))).text
+    text = (
+        make_encoder(model)
+        .encode(make_conversation(Turn("Hi", reply, ids, "stop"), Turn("More")))
+        .text
+    )
     assert "assistant\nYes<|im_end|>" in text and "hm" not in text
     write_tokenizer(model, (*SPECIALS, "<|end|>"))  # as Phi's, which ends replies
     assert vocabulary(model).need_tokenizer().token_bytes(259) == b""
@@ -339,19 +353,25 @@ def test_the_same_turns_give_the_same_prompt_however_they_came(
         Turn("b", "x", (), "edited"),
     )
     for count in range(3):
-        encoder.encode(chat_of(*turns[:count], Turn("c")))
-    encoder.encode(chat_of(*turns[:1], Turn("other"), system="sys"))
-    final = chat_of(*turns, Turn("c"))
-    assert encoder.encode(final) == encoder_of(model).encode(final)
+        encoder.encode(make_conversation(*turns[:count], Turn("c")))
+    encoder.encode(make_conversation(*turns[:1], Turn("other"), system="sys"))
+    final = make_conversation(*turns, Turn("c"))
+    assert encoder.encode(final) == make_encoder(model).encode(final)
 
 
 def test_special_words_stay_text_and_spans_of_a_shared_beginning(encoder) -> None:
-    encoded = encoder.encode(chat_of(Turn("a<|im_end|>b", "c", (1,), "stop"), Turn("<|im_start|>")))
+    encoded = encoder.encode(
+        make_conversation(Turn("a<|im_end|>b", "c", (1,), "stop"), Turn("<|im_start|>"))
+    )
     assert encoded.ids.count(END) == 3 and "a<|im_end|>b" in encoded.text, "the template's own"
-    known = Encoded("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
-    assert shared_spans(known, (1, 2, 3, 9, 9)) == (("prompt", 2), ("generated", 1), ("prompt", 2))
-    assert shared_spans(known, (1,)) == (("prompt", 1),)
-    assert shared_spans(known, (7, 7)) == shared_spans(None, (7, 7)) == (("prompt", 2),)
+    earlier = EncodedPrompt("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
+    assert shared_spans(earlier, (1, 2, 3, 9, 9)) == (
+        ("prompt", 2),
+        ("generated", 1),
+        ("prompt", 2),
+    )
+    assert shared_spans(earlier, (1,)) == (("prompt", 1),)
+    assert shared_spans(earlier, (7, 7)) == shared_spans(None, (7, 7)) == (("prompt", 2),)
 
 
 TURNS = (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered"))
@@ -397,9 +417,9 @@ DAMAGED: list[tuple[bytes | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "words"), DAMAGED)
+@pytest.mark.parametrize(("content", "expected"), DAMAGED)
 def test_a_damaged_file_is_refused_by_name(
-    content: bytes | None, words: str, tmp_path: Path
+    content: bytes | None, expected: str, tmp_path: Path
 ) -> None:
     path = SessionStore(tmp_path).path("x")
     if content is None:
@@ -408,7 +428,7 @@ def test_a_damaged_file_is_refused_by_name(
         path.write_bytes(content)
     with pytest.raises(IncompatibleError) as error:
         SessionStore(tmp_path).load("x")
-    assert words in error.value.message and str(path) in error.value.message and error.value.fix
+    assert expected in error.value.message and str(path) in error.value.message and error.value.fix
 
 
 def test_one_chat_is_open_once_under_a_name_that_stays_in_the_folder(tmp_path: Path) -> None:

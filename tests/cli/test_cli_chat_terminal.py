@@ -1,4 +1,4 @@
-"""`spd chat` on a terminal: a real pseudo-terminal, real keys, an engine that says a script."""
+"""`spd chat` on a pseudo-terminal with real keys and a fake engine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import ROOT, edit, program, saved_chat
+from tests.cli.conftest import ROOT, edit_json, make_program, read_saved_chat
 from tests.server.conftest import TEMPLATE
 
 PIECES = ("Hello", " wörld", "!")
 BOUND = 60.0
-"""Seconds after which a terminal that says nothing counts as hung; no measurement."""
+"""Seconds without output after which a terminal counts as hung; no measurement."""
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
 
 
 class Terminal:
-    """One `spd chat` behind a pseudo-terminal; `seen` is all that it wrote."""
+    """A `spd chat` behind a pseudo-terminal; `seen` holds all its output."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.descriptor, self._other = pty.openpty()
@@ -51,11 +51,11 @@ class Terminal:
         self._mark = 0
 
     def size(self, rows: int, columns: int) -> None:
-        """Resize; the kernel tells the program."""
+        """Resize the terminal; the kernel signals the program."""
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def play(self, *steps: str) -> bytes:
-        """Press the keys behind a `<`, read until other words have come; returns what came last."""
+        """Press the keys after a `<`; for other steps read until their text. Return the last output."""
         start = self._mark
         for step in steps:
             if step[0] == "<":
@@ -69,7 +69,7 @@ class Terminal:
         return self.seen[start : self._mark]
 
     def end(self) -> int:
-        """Read to the end; returns how the process ended."""
+        """Read to the end and return the exit status."""
         end = time.monotonic() + BOUND
         while self.process.poll() is None:
             assert time.monotonic() < end, f"still runs after {self.seen[self._mark :]!r}"
@@ -84,11 +84,11 @@ class Terminal:
         assert self.end() == 0
 
     def settings(self) -> list[Any]:
-        """The terminal's settings now."""
+        """Return the terminal's current attributes."""
         return termios.tcgetattr(self._other)
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """Kill the process and close the terminal."""
         self.process.kill()
         self.process.wait()
         os.close(self._other)
@@ -107,12 +107,12 @@ class Terminal:
 
 @pytest.fixture
 def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """`terminal("--no-stats", pieces=[...])` starts a chat.
+    """Return a function that starts a chat: `terminal("--no-stats", pieces=[...])`.
 
     broken: its engine fails after these seconds; slow: seconds that every second load takes.
     """
     opened: list[Terminal] = []
-    edit(model / "config.json", max_position_embeddings=90000)
+    edit_json(model / "config.json", max_position_embeddings=90000)
 
     def start(
         *argv: str,
@@ -120,7 +120,7 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         pause: float = 0,
         broken: float = 0,
         slow: float = 0,
-        **more: str,
+        **environment_changes: str,
     ) -> Terminal:
         setup = f"""
 from spd.runtime import LoadProgress
@@ -139,26 +139,35 @@ def load(progress):
         script = (
             f"pieces={pieces!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
         )
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        environment = kept | {"PYTHONUTF8": "1", "TERM": "xterm-256color"}
-        environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
-        command = [sys.executable, "-c", program(script, setup=setup), "chat", str(model), *argv]
+        inherited = {
+            name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ
+        }
+        environment = inherited | {"PYTHONUTF8": "1", "TERM": "xterm-256color"}
+        environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **environment_changes}
+        command = [
+            sys.executable,
+            "-c",
+            make_program(script, setup=setup),
+            "chat",
+            str(model),
+            *argv,
+        ]
         opened.append(Terminal(command, environment))
         opened[-1].play("›")
         return opened[-1]
 
     yield start
-    for each in opened:
-        each.close()
+    for opened_terminal in opened:
+        opened_terminal.close()
 
 
 def turns(tmp_path: Path) -> list[dict[str, Any]]:
-    """The turns of the only saved chat."""
-    return saved_chat(tmp_path)[1:]
+    """Return the turns of the only saved chat."""
+    return read_saved_chat(tmp_path)[1:]
 
 
-def test_a_chat_on_a_terminal(terminal, tmp_path) -> None:
-    """Markdown, the bottom line, TAB, Esc and Ctrl-C, keys that were typed meanwhile, and the end."""
+def test_a_chat_on_a_terminal_renders_edits_and_interrupts(terminal, tmp_path) -> None:
+    """Cover Markdown, the toolbar, TAB, Esc, Ctrl-C, keys typed during a reply, and the end."""
     chat = terminal(pieces=["Some **bo", "ld** te", "xt\x1b[31m", *["word "] * 400], pause=0.02)
     chat.play("ctx 0/90,000", "<Hi\r", "\x1b[1mbold\x1b[0m")
     assert b"text\\x1b[31m" in chat.play("word word")
@@ -186,7 +195,7 @@ def test_a_chat_on_a_terminal(terminal, tmp_path) -> None:
 
 
 def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
-    """Refused, it comes back folded, its error above it; lines that no terminal marked are one message."""
+    """A refused paste comes back folded below its error; an unmarked paste is one message."""
     (long := tmp_path / "long.txt").write_text("x" * 60_000)
     chat = terminal("-f", str(long))
     chat.play("ctx 0/90,000")
@@ -196,8 +205,10 @@ def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     ):  # as a terminal sends it: no more than the line buffer holds
         chat.play(f"<{data[at : at + 1000]}")
         time.sleep(0.005)
-    said = b" ".join(chat.play("[paste 1: 5,000 lines]", "< see above\r", "/file none").split())
-    assert b"the context is 90,000" in said
+    error_text = b" ".join(
+        chat.play("[paste 1: 5,000 lines]", "< see above\r", "/file none").split()
+    )
+    assert b"the context is 90,000" in error_text
     assert b"line 17" not in chat.play("[paste 1: 5,000 lines] see above")
     chat.play("<\x03/file none\r", "no file", "›")
     time.sleep(0.5)  # else it could come before the prompt, as keys typed ahead do
@@ -208,8 +219,8 @@ def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     assert "+line 4999 see above" in history and "[paste" not in history
 
 
-def test_what_is_said_fits_a_narrow_terminal(terminal) -> None:
-    """Figures are broken between words, not by the terminal's edge; drafts are underlined without colour."""
+def test_messages_fit_a_narrow_terminal(terminal) -> None:
+    """Figures are wrapped between words; drafts are underlined without colour."""
     chat = terminal("--no-save", "--show-drafts", NO_COLOR="1")
     chat.size(24, 40)
     assert b"\x1b[4mH\x1b[0mello" in chat.play("<Hi\r", "first ")
@@ -223,7 +234,7 @@ def test_what_is_said_fits_a_narrow_terminal(terminal) -> None:
 
 
 def test_killed_while_replying_the_message_is_there_again(terminal, tmp_path) -> None:
-    """Behind what was said before it, which had its accepted drafts coloured."""
+    """It is the draft after the earlier turn, whose accepted drafts were coloured."""
     chat = terminal("-c", "a", "--show-drafts")
     assert b"\x1b[32mH\x1b[0mello" in chat.play("<Hi\r", "drafts ")
     chat.leave()
@@ -266,8 +277,8 @@ def test_lines_typed_while_it_loads_are_read_one_by_one(terminal, tmp_path) -> N
     assert [turn["user"] for turn in turns(tmp_path)] == ["Hi"]
 
 
-def test_typed_lines_and_a_refused_message(terminal, tmp_path) -> None:
-    """A message that is refused comes back, with those that were typed behind it; commands run before."""
+def test_a_refused_message_comes_back_with_lines_typed_after_it(terminal, tmp_path) -> None:
+    """Commands that were typed after it run first."""
     (long := tmp_path / "long.txt").write_text("x" * 90_000)
     chat = terminal("--no-stats", "-f", str(long), slow=2.0)
     chat.play("ctx 0/90,000", "</spec ngram 4\r", "loading ")
@@ -281,7 +292,7 @@ def test_typed_lines_and_a_refused_message(terminal, tmp_path) -> None:
 
 @pytest.mark.parametrize("key", ["\x03", "\x1b"])
 def test_loading_another_model_can_be_given_up(terminal, model, key) -> None:
-    """The chat goes on with the old one."""
+    """The chat continues with the old model."""
     chat = terminal("--no-save", "--no-stats", slow=30.0)
     chat.play("ctx 0/90,000", f"</model {shutil.copytree(model, model.parent / 'other')}\r")
     chat.play("loading ", f"<{key}", "[interrupted] the chat goes on with", str(model))
@@ -321,30 +332,30 @@ def test_loading_that_fails_ends_the_chat(terminal, tmp_path, early) -> None:
 
 
 def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
-    """Ctrl-C and another word are no yes; results go to the next turn."""
-    edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
+    """Ctrl-C and other words are no consent; results go to the next turn."""
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
     properties = {"type": "object", "properties": {"name": {"type": "string"}}}
     command = ["bash", "-c", 'echo ran; touch "$0"', "{name}"]
     (file := tmp_path / "tools.json").write_text(
         json.dumps([{"name": "make", "parameters": properties, "command": command}])
     )
-    made = Path(f"{tmp_path}/made\x1b[2J\u202e")
-    called = {"name": "make", "arguments": {"name": str(made)}}
+    created_path = Path(f"{tmp_path}/made\x1b[2J\u202e")
+    function_call = {"name": "make", "arguments": {"name": str(created_path)}}
     chat = terminal(
-        "--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"]
+        "--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(function_call)}</tool_call>"]
     )
     for answer in ("\r", "no\r", "\x03"):
         assert b"made\\x1b[2J\\u202e" in chat.play("<Hi\r", "run it? [y/N]")
         chat.play(f"<{answer}", "did not allow this call", "›")
-        assert not made.exists()
+        assert not created_path.exists()
     chat.play("<Hi\r", "run it? [y/N]", "<y\r", "ran", "run it? [y/N]")
-    assert made.exists()
+    assert created_path.exists()
     chat.play("<\r")
     chat.leave()
-    *_, last, more = turns(tmp_path)
+    *_, last, next_turn = turns(tmp_path)
     message, result = map(json.loads, last["answered"])
-    assert message["tool_calls"][0]["function"] == called and result["content"] == "ran\n"
-    assert more["user"] == "" and json.loads(more["answered"][1])["content"].startswith(
+    assert message["tool_calls"][0]["function"] == function_call and result["content"] == "ran\n"
+    assert next_turn["user"] == "" and json.loads(next_turn["answered"][1])["content"].startswith(
         "the user did not"
     )
 

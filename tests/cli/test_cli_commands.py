@@ -1,4 +1,4 @@
-"""What is typed and how it ends: the lines of `commands.txt`, what clashes, options few and from files."""
+"""Typed lines of `commands.txt`, conflicting options, the number of options, and files of options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from typer.main import get_command, get_group
 
 from spd.cli.chat.slash import Commands
 from spd.cli.commands import build_app, jsonl
-from spd.cli.options import read_settings, take_model
-from spd.cli.parser import ELSEWHERE, FIXES, FOREIGN, LAST, SET_NAMES, refuse_by_name
-from spd.cli.run_settings import CONFLICTS, NEEDS
+from spd.cli.options import merge_model_argument, parse_settings
+from spd.cli.parser import (
+    ADVANCED_PANEL,
+    COMMAND_FIXES,
+    FOREIGN_OPTIONS,
+    OPTION_FIXES,
+    SET_NAMES,
+    refuse_foreign_option,
+)
+from spd.cli.run_settings import CONFLICTS, REQUIREMENTS
 from spd.errors import UsageError
-from tests.cli.conftest import SPECIALS, refused, saved_chat, write_model, write_tokenizer
+from tests.cli.conftest import (
+    SPECIALS,
+    assert_refused,
+    read_saved_chat,
+    write_model,
+    write_tokenizer,
+)
 
 LINES = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()
 ROWS = [line for line in LINES if line and line[0] != "#"]
@@ -30,56 +43,59 @@ FILES = {"a": b"first\n", "b": b"second\n\n", "latin": b"caf\xe9", "empty": b""}
 FILES |= {"chat": '[{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]'.encode()}
 
 
-def files_beside(model: Path) -> list[Path]:
-    """But for the folder of saved chats."""
+def list_files(model: Path) -> list[Path]:
+    """Return the files next to the model, without those of saved chats."""
     return sorted(path for path in model.parent.rglob("*") if "state" not in path.parts)
 
 
-def spelled(text: str) -> bytes:
-    """What Python's escapes stand for."""
+def unescape_bytes(text: str) -> bytes:
+    """Return the bytes of a text with Python's escapes."""
     return codecs.decode(text, "unicode_escape").encode("latin-1")
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_is_typed(row, spd_run, model, script, monkeypatch) -> None:
+def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     monkeypatch.chdir(model.parent)
     monkeypatch.setattr(jsonl, "LINES_LIMIT", 2**20)
     for name, data in FILES.items():
         Path(name).write_bytes(data)
-    for name, meant in {"MODEL": model.name, **PLACES}.items():
-        row = row.replace(name, meant)
-    status, typed, words = row.split(" | ")
-    typed, given, stdin = typed.partition(" <")
-    typed, _, options = typed.partition(" ~ ")
-    argv = shlex.split(typed)
-    said = words.split(" ; ")
+    for name, replacement in {"MODEL": model.name, **PLACES}.items():
+        row = row.replace(name, replacement)
+    status, arguments_of, expected_output = row.split(" | ")
+    arguments_of, has_stdin, stdin = arguments_of.partition(" <")
+    arguments_of, _, options = arguments_of.partition(" ~ ")
+    argv = shlex.split(arguments_of)
+    expected_texts = expected_output.split(" ; ")
     if options:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(model.parent))
         (file := model.parent / "spd" / "config.toml").parent.mkdir()
         file.write_text(options + "\n")
-        said.append(str(file))
+        expected_texts.append(str(file))
         assert spd_run("generate", "--help").code == 0, "whatever the file says"
-    before = files_beside(model)
-    if words.startswith("> "):
+    before = list_files(model)
+    if expected_output.startswith("> "):
         argv.insert(1, "--json")
-    ran = spd_run(*argv, stdin=spelled(stdin.strip()) if given else None)
-    if words.startswith("> "):
-        assert (ran.code, ran.json["prompt"].encode()) == (int(status), spelled(words[2:]))
+    ran = spd_run(*argv, stdin=unescape_bytes(stdin.strip()) if has_stdin else None)
+    if expected_output.startswith("> "):
+        assert (ran.code, ran.json["prompt"].encode()) == (
+            int(status),
+            unescape_bytes(expected_output[2:]),
+        )
     elif status == "0":
-        assert ran.code == 0 and all(word in ran.text + ran.err for word in said)
+        assert ran.code == 0 and all(expected in ran.text + ran.err for expected in expected_texts)
     elif "--json" in argv:
         error = ran.json["error"]
-        assert error["exit"] == ran.code == int(status) and said[0] in error["message"]
+        assert error["exit"] == ran.code == int(status) and expected_texts[0] in error["message"]
         assert error["fix"] and ran.err == ""
-        assert all(word in " ".join(error["reason"]) for word in said[1:])
+        assert all(expected in " ".join(error["reason"]) for expected in expected_texts[1:])
     else:
-        refused(ran, int(status), *said)
+        assert_refused(ran, int(status), *expected_texts)
     loads = (status == "0" and "--dry-run" not in argv) or argv[
         0
     ] == "chat"  # while it waits for lines
     assert loads or not script.engines
-    assert files_beside(model) == before
+    assert list_files(model) == before
 
 
 VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}
@@ -92,28 +108,34 @@ VALUES |= {n: [f"--{n}", "x"] for n in ("system", "messages", "file", "grammar",
 VALUES |= {"concurrency": ["--concurrency", "4"]}
 
 
-def typed(name: str) -> list[str]:
+def arguments_of(name: str) -> list[str]:
     return VALUES.get(name, [f"--{name.replace('_', '-')}"])
 
 
-PAIRS = [(name, other, why) for name, others, why in CONFLICTS for other in others]
+PAIRS = [(name, other, reason) for name, excluded, reason in CONFLICTS for other in excluded]
 
 
-@pytest.mark.parametrize(("name", "other", "why"), PAIRS, ids=[f"{n}-{o}" for n, o, _ in PAIRS])
-def test_refused_together(name: str, other: str, why: str, spd_run: Callable, model: Path) -> None:
-    ran = spd_run("generate", "-m", model, *typed(name), *typed(other))
+@pytest.mark.parametrize(("name", "other", "reason"), PAIRS, ids=[f"{n}-{o}" for n, o, _ in PAIRS])
+def test_conflicting_options_are_refused(
+    name: str, other: str, reason: str, spd_run: Callable, model: Path
+) -> None:
+    ran = spd_run("generate", "-m", model, *arguments_of(name), *arguments_of(other))
     if "json" in (name, other):
-        shown = ran.json["error"]
-        assert ran.code == 2 and why in shown["message"]
+        error = ran.json["error"]
+        assert ran.code == 2 and reason in error["message"]
     else:
-        named = (f"--{n.replace('_', '-')}" for n in (name, other) if n != "prompt")
-        refused(ran, 2, why, "leave one of them out", *named)
+        flags = (f"--{n.replace('_', '-')}" for n in (name, other) if n != "prompt")
+        assert_refused(ran, 2, reason, "leave one of them out", *flags)
 
 
-@pytest.mark.parametrize(("name", "others", "why", "fix"), NEEDS)
-def test_refused_alone(name, others, why, fix, spd_run, model) -> None:
-    rest = [] if others != ["output"] else ["--jsonl"]
-    refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
+@pytest.mark.parametrize(("name", "needed", "reason", "fix"), REQUIREMENTS)
+def test_an_option_without_the_one_it_needs_is_refused(
+    name, needed, reason, fix, spd_run, model
+) -> None:
+    extra_arguments = [] if needed != ["output"] else ["--jsonl"]
+    assert_refused(
+        spd_run("generate", "-m", model, *arguments_of(name), *extra_arguments), 2, reason, fix
+    )
 
 
 LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10, "serve": 30}
@@ -137,8 +159,8 @@ def names(params: list[Any]) -> set[str]:
     return {name for param in params for name in (*param.opts, *param.secondary_opts)}
 
 
-def parsed(command: str, *argv: str) -> dict[str, Any]:
-    """The values that a command would get."""
+def parse_arguments(command: str, *argv: str) -> dict[str, Any]:
+    """Return the values that a command would get."""
     app: Any = get_command(build_app((command,)))
     values: dict[str, Any] = app.commands[command].make_context(command, list(argv)).params
     return values
@@ -147,46 +169,48 @@ def parsed(command: str, *argv: str) -> dict[str, Any]:
 def test_there_are_few_options_and_names_of_other_tools_hide_none() -> None:
     counts = {name: len(params) for name, params in options().items()}
     assert {name: count for name, count in counts.items() if count > LIMITS.get(name, 30)} == {}
-    assert len(FOREIGN) <= 12 and len(Commands.names()) <= 16
+    assert len(FOREIGN_OPTIONS) <= 12 and len(Commands.names()) <= 16
     for param in options()["generate"]:
         assert (param.opts[-1] in ADVANCED | {"--concurrency"}) == (
-            param.rich_help_panel == LAST
+            param.rich_help_panel == ADVANCED_PANEL
         ), param.opts
     ours = names(options()["generate"])
-    assert set(FOREIGN.values()) <= ours and not set(FOREIGN) & ours
-    assert parsed("generate", "--temp=0.5", "-md", "x")["temperature"] == 0.5
-    assert parsed("generate", "--n-predict", "7", "-md", "x")["draft_model"] == "x"
+    assert set(FOREIGN_OPTIONS.values()) <= ours and not set(FOREIGN_OPTIONS) & ours
+    assert parse_arguments("generate", "--temp=0.5", "-md", "x")["temperature"] == 0.5
+    assert parse_arguments("generate", "--n-predict", "7", "-md", "x")["draft_model"] == "x"
 
 
 def test_an_option_of_another_tool_has_a_fix_that_works(spd_run) -> None:
-    for flag, fix in FIXES.items():
+    for flag, fix in OPTION_FIXES.items():
         with pytest.raises(UsageError, match=f"no such option: {flag}") as caught:
-            refuse_by_name(flag)
+            refuse_foreign_option(flag)
         assert caught.value.fix == (fix,)
-    assert not set(FIXES) & {name for params in options().values() for name in names(params)}
+    assert not set(OPTION_FIXES) & {name for params in options().values() for name in names(params)}
     for name in SET_NAMES:
         value = "1=2" if name == "logit_bias" else "1"
-        assert set(read_settings([f"{name}={value}"])) == {name}
-    refused(
+        assert set(parse_settings([f"{name}={value}"])) == {name}
+    assert_refused(
         spd_run("generate", "-p", "Hi"), 2, "no such option: -p", 'fix: spd generate "your prompt"'
     )
-    refused(spd_run("generate", "--top-k=4"), 2, "no such option: --top-k", "--set top_k=VALUE")
+    assert_refused(
+        spd_run("generate", "--top-k=4"), 2, "no such option: --top-k", "--set top_k=VALUE"
+    )
 
 
 def test_what_is_unknown_says_what_is_near(spd_run) -> None:
-    refused(spd_run("chat", "--no-stat"), 2, "no such option: --no-stat", "--no-stats")
-    refused(spd_run("chat", "--zzz"), 2, "no such option: --zzz", "fix: spd chat --help")
-    for word, words in ELSEWHERE.items():
-        refused(spd_run(word), 2, f"no such command '{word}'", words)
+    assert_refused(spd_run("chat", "--no-stat"), 2, "no such option: --no-stat", "--no-stats")
+    assert_refused(spd_run("chat", "--zzz"), 2, "no such option: --zzz", "fix: spd chat --help")
+    for command, fix in COMMAND_FIXES.items():
+        assert_refused(spd_run(command), 2, f"no such command '{command}'", fix)
 
 
 def test_only_what_is_near_is_suggested(spd_run) -> None:
-    for typed, word in (("--bogus", "--verbose"), ("--stop", "--tp")):
-        ran = spd_run("inspect", typed)
-        refused(ran, 2, f"no such option: {typed}", "fix: spd inspect --help")
+    for arguments_of, word in (("--bogus", "--verbose"), ("--stop", "--tp")):
+        ran = spd_run("inspect", arguments_of)
+        assert_refused(ran, 2, f"no such option: {arguments_of}", "fix: spd inspect --help")
         assert "ossible" not in ran.err and word not in ran.err
-    refused(spd_run("chat", "--draft", "x"), 2, "(Possible options: --draft-max")
-    refused(spd_run("chat", "--temprature=1"), 2, "(Possible options: --temperature)")
+    assert_refused(spd_run("chat", "--draft", "x"), 2, "(Possible options: --draft-max")
+    assert_refused(spd_run("chat", "--temprature=1"), 2, "(Possible options: --temperature)")
 
 
 TAKE_MODEL = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize", "convert-mtp")
@@ -194,32 +218,32 @@ TAKE_MODEL = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize",
 
 @pytest.mark.parametrize("command", TAKE_MODEL)
 def test_a_model_is_an_argument_or_an_option(command: str) -> None:
-    """In every command but `generate`, where the argument is the prompt; with a folder to write, too."""
+    """So in every command but `generate`, whose argument is the prompt; also with a folder to write."""
     folder = ["out"] if command in ("quantize", "convert-mtp") else []
-    ways = (
+    argument_lists = (
         ["M", *folder],
         ["-m", "M", *folder],
         [*folder, "--model", "M"],
         ["M", *folder, "-m", "M"],
     )
-    for words in ways:
-        values = parsed(command, *words)
-        take_model(values, {"model"} if {"-m", "--model"} & {*words} else set())
-        assert values["model"] == "M", words
-        assert str(values.get("destination")) == "".join(folder or ["None"]), words
+    for arguments in argument_lists:
+        values = parse_arguments(command, *arguments)
+        merge_model_argument(values, {"model"} if {"-m", "--model"} & {*arguments} else set())
+        assert values["model"] == "M", arguments
+        assert str(values.get("destination")) == "".join(folder or ["None"]), arguments
 
 
-def test_a_model_in_a_file_of_options_is_never_removed(own, spd_run) -> None:
-    own('model = "org/precious"\n')
-    refused(spd_run("rm", "-y"), 2, "missing argument 'MODEL…'")
+def test_a_model_in_a_file_of_options_is_never_removed(write_config, spd_run) -> None:
+    write_config('model = "org/precious"\n')
+    assert_refused(spd_run("rm", "-y"), 2, "missing argument 'MODEL…'")
     ran = spd_run("rm", "-y", "org/other")
-    refused(ran, 3, "org/other is not in the local cache")
+    assert_refused(ran, 3, "org/other is not in the local cache")
     assert "precious" not in ran.err.replace("sets model", "")
-    refused(spd_run("rm", "-y", "-m", "org/third"), 3, "org/third is not in the local cache")
+    assert_refused(spd_run("rm", "-y", "-m", "org/third"), 3, "org/third is not in the local cache")
 
 
 def test_a_value_is_never_taken_for_an_option() -> None:
-    for typed, name, value in (
+    for arguments_of, name, value in (
         ("generate -s --temp=3", "system", "--temp=3"),
         ("generate --stop --json", "stop", ("--json",)),
         ("generate -s --num-beams", "system", "--num-beams"),
@@ -233,7 +257,7 @@ def test_a_value_is_never_taken_for_an_option() -> None:
         ("serve --stop demo", "model_argument", "demo"),
         ("convert-mtp demo destination", "destination", "destination"),
     ):
-        assert parsed(*typed.split())[name] == value, typed
+        assert parse_arguments(*arguments_of.split())[name] == value, arguments_of
 
 
 def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, script: Any) -> None:
@@ -247,7 +271,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in; `config/spd/config.toml` in it is the person's file."""
+    """Return a folder to work in; `config/spd/config.toml` in it is the user's file of options."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     (tmp_path / "config" / "spd").mkdir(parents=True)
@@ -257,8 +281,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def own(home: Path) -> Write:
-    """`own("temperature = 1")` writes the person's file."""
+def write_config(home: Path) -> Write:
+    """Return a function that writes the user's file: `write_config("temperature = 1")`."""
     file = home / "config" / "spd" / "config.toml"
 
     def write(text: str) -> Path:
@@ -269,10 +293,10 @@ def own(home: Path) -> Write:
 
 
 def test_what_is_typed_wins_then_environment_then_file(
-    own, spd_run, model, script, monkeypatch
+    write_config, spd_run, model, script, monkeypatch
 ) -> None:
-    rest = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
-    own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
+    more_options = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
+    write_config(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{more_options}')
     assert spd_run("generate", "Hi").code == 0
     params = script.request.params
     assert (params.temperature, params.top_p, params.stop) == (0.25, 0.7, ("a", "b"))
@@ -286,87 +310,95 @@ def test_what_is_typed_wins_then_environment_then_file(
 
 
 def test_a_named_file_stands_for_the_persons(
-    own, home, spd_run, model, script, monkeypatch
+    write_config, home, spd_run, model, script, monkeypatch
 ) -> None:
-    own("temperature = 0.25\ntop-p = 0.7\n")
-    named = home / "other.toml"
-    named.write_text("top-p = 0.9\n")
-    monkeypatch.setenv("SPD_CONFIG", str(named))
+    write_config("temperature = 0.25\ntop-p = 0.7\n")
+    named_file = home / "other.toml"
+    named_file.write_text("top-p = 0.9\n")
+    monkeypatch.setenv("SPD_CONFIG", str(named_file))
     for argv in (["generate"], ["generate", "-v"]):
         ran = spd_run(*argv, "-m", model, "Hi")
         params = script.request.params
         assert ran.code == 0 and (params.temperature, params.top_p) == (0.0, 0.9)
-    assert f"config  {named} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
+    assert f"config  {named_file} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
 
 
-def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, script) -> None:
-    """And a byte order mark is no key."""
-    own(
+def test_keys_of_other_commands_are_left_to_them(
+    write_config, home, spd_run, model, script
+) -> None:
+    """A byte order mark is no key either."""
+    write_config(
         '\ufeffseed = 5\r\nmarkdown = "off"\r\ncolor = "always"\r\n[chat]\r\nsystem = "be terse"\r\n'
     )
     assert spd_run("generate", "-m", model, "Hi").code == 0 and script.request.params.seed == 5
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
-    assert saved_chat(home)[0]["system"] == "be terse"
+    assert read_saved_chat(home)[0]["system"] == "be terse"
     assert spd_run("completions", "bash").code == 0
 
 
 def test_a_saved_chat_goes_before_files_and_environment(
-    own, home, spd_run, script, monkeypatch
+    write_config, home, spd_run, script, monkeypatch
 ) -> None:
-    """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
+    """The order is: typed, saved with the chat, SPD_MODEL, the file."""
     model, other = (
         write_model(home / name, max_position_embeddings=4096) for name in ("one", "other")
     )
     script.ctx = 4096
     ran = spd_run("chat", "-c", "s", model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n")
-    own(f'model = "{home / "none"}"\nseed = 6\nsystem = "be terse"\n')
+    write_config(f'model = "{home / "none"}"\nseed = 6\nsystem = "be terse"\n')
     monkeypatch.setenv("SPD_MODEL", str(home / "nothing"))
     for name in ("s", None):
         assert ran.code == 0
         ran = spd_run("chat", "-c", *filter(None, [name]), stdin=b"Again\n")
-        header = saved_chat(home)[0]
+        header = read_saved_chat(home)[0]
         assert (header["model"], header["seed"], header["system"]) == (str(model), 5, "be kind")
     assert ran.code == 0 and header["draws"] == 3
     for seed, how in ((7, [other]), (8, ["-m", other])):
         ran = spd_run("chat", "-c", *how, "--seed", seed, "-s", "be brief", stdin=b"More\n")
-        header = saved_chat(home)[0]
+        header = read_saved_chat(home)[0]
         assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), seed)
         assert (header["system"], header["draws"]) == ("be brief", 1)
     assert spd_run("chat", "-c", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
 
 
-def test_a_saved_chat_without_a_system_message_has_none(own, home, spd_run, model, script) -> None:
+def test_a_saved_chat_without_a_system_message_has_none(
+    write_config, home, spd_run, model, script
+) -> None:
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     first = script.request.prompt_ids
     (home / "system.txt").write_text("be terse")
     for value in ("be terse", f"@{home / 'system.txt'}"):
-        own(f'system = "{value}"\n')
+        write_config(f'system = "{value}"\n')
         assert spd_run("chat", "-c", stdin=b"Again\n").code == 0
         assert script.request.prompt_ids[: len(first)] == first
 
 
-def test_a_clash_says_which_file_it_is_with(own, spd_run, model, script, monkeypatch) -> None:
-    path = own("draft-max = 3\n")
-    told = spd_run("generate", "-m", model, "--spec", "off", "Hi")
-    refused(told, 2, "are about drafts, and --spec off asks for none", f"  {path} sets draft-max")
+def test_a_clash_says_which_file_it_is_with(
+    write_config, spd_run, model, script, monkeypatch
+) -> None:
+    path = write_config("draft-max = 3\n")
+    result = spd_run("generate", "-m", model, "--spec", "off", "Hi")
+    assert_refused(
+        result, 2, "are about drafts, and --spec off asks for none", f"  {path} sets draft-max"
+    )
     for value in ('"a/b"', "3"):
-        own(f"model = {value}\n")
-        refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
+        write_config(f"model = {value}\n")
+        assert_refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
     monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
-    refused(spd_run("generate", "Hi"), 3, "no file", "none.toml")
+    assert_refused(spd_run("generate", "Hi"), 3, "no file", "none.toml")
 
 
-def test_a_persons_file_that_cannot_be_read_is_said(own, spd_run, model, script) -> None:
-    """A link that leads nowhere and a folder set nothing, and the person thinks that they do."""
-    path = own("ctx = 64\n")
+def test_a_persons_file_that_cannot_be_read_is_said(write_config, spd_run, model, script) -> None:
+    """A dangling link and a folder would silently set nothing."""
+    path = write_config("ctx = 64\n")
     target = path.rename(path.with_name("moved.toml"))
     path.symlink_to(target)
     assert spd_run("generate", "-m", model, "Hi").code == 0 and script.engine.config.ctx == 64
     target.unlink()
-    refused(spd_run("generate", "-m", model, "Hi"), 3, f"no file {path}")
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 3, f"no file {path}")
     path.unlink()
     path.mkdir()
-    refused(spd_run("generate", "-m", model, "Hi"), 2, f"cannot read {path}: Is a directory")
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 2, f"cannot read {path}: Is a directory")
     path.rmdir()
     assert spd_run("generate", "-m", model, "Hi").code == 0

@@ -1,4 +1,4 @@
-"""`spd doctor`: real runs, what a fault looks like, and that asking for help costs nothing."""
+"""`spd doctor`: real runs, and reports of planted faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, NUM_TOKENS, OK, WARNING, Finding, Step
 from spd.runtime.lab.prompt_set import encode_prompts, read_prompts, select_prompts
 from spd.runtime.lab.replay import Replay
-from tests.cli.conftest import ROOT, failing
+from tests.cli.conftest import ROOT, make_failing
 from tests.json_schema import faults
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
@@ -32,21 +32,21 @@ LOOKED_AT = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
 TRIED = ["gpu tiles", "generation"]
 
 
-def named(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {check["name"]: check for check in shown["checks"]}
+def checks_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in report["checks"]}
 
 
-def test_a_real_run() -> None:
-    """Everything at once, in a process of its own that does not interpret kernels."""
+def test_a_real_run_passes_all_checks() -> None:
+    """All checks run in a process that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "error", "-m", "spd", "doctor", "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200
     )
     assert done.returncode == 0 and done.stderr == "", done
-    shown = json.loads(done.stdout)
-    assert faults(shown, "doctor") == [] and shown["ok"] is True
-    checks = named(shown)
+    report = json.loads(done.stdout)
+    assert faults(report, "doctor") == [] and report["ok"] is True
+    checks = checks_by_name(report)
     assert list(checks) == LOOKED_AT + TRIED
     for check in checks.values():
         assert (
@@ -61,7 +61,9 @@ def test_a_real_run() -> None:
     assert checks["demo"]["facts"]["model"] == str(demo_folder())
 
 
-def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_run_prints_lines_and_tries_nothing(
+    spd_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnostics, "check_triton", lambda: Finding(WARNING, "odd", ("mend it",)))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 0 and ran.err == ""
@@ -75,20 +77,22 @@ def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(
     spd_run, monkeypatch
 ) -> None:
     monkeypatch.setattr(
-        diagnostics, "check_storage", failing(RuntimeError("the numbers are\nnot there"))
+        diagnostics, "check_storage", make_failing(RuntimeError("the numbers are\nnot there"))
     )
     ran = spd_run("doctor", "--quick")
     assert ran.code == 1 and ran.err == ""
     assert "failed    disk          RuntimeError: the numbers are\n    fix: " in ran.text
     assert ran.text.splitlines()[-1].startswith("1 problem ·")
-    shown = spd_run("--json", "doctor", "--quick").json
-    assert shown["ok"] is False
-    assert [name for name, check in named(shown).items() if check["status"] == FAILED] == ["disk"]
-    disk = named(shown)["disk"]
+    report = spd_run("--json", "doctor", "--quick").json
+    assert report["ok"] is False
+    assert [
+        name for name, check in checks_by_name(report).items() if check["status"] == FAILED
+    ] == ["disk"]
+    disk = checks_by_name(report)["disk"]
     assert "def fail" not in disk["line"] and "in fail" in disk["facts"]["traceback"]
     monkeypatch.setattr(spd.formats.demo, "demo_folder", lambda name="demo": Path("/nowhere"))
     ran = spd_run("doctor", "--quick", "--json")
-    assert ran.code == 1 and named(ran.json)["demo"]["status"] == FAILED
+    assert ran.code == 1 and checks_by_name(ran.json)["demo"]["status"] == FAILED
     lacking = Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(FAILED, "")})
     assert lacking.line == "not checked, because y failed"
     assert (
@@ -98,29 +102,29 @@ def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "kernels", "said"),
+    ("drafts", "kernels", "verdict"),
     [
         (False, False, "the same text"),
         (False, True, "not the text of torch's"),
         (True, False, "not the same text"),
     ],
 )
-def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
-    """Neither drafts nor another kernel set may change it."""
+def test_other_text_is_a_failure(monkeypatch, drafts, kernels, verdict) -> None:
+    """Neither drafts nor another kernel set may change the text."""
 
-    def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
-        is_different = kernels if reference.kernels == "torch" else drafts
+    def forged(reference: EngineConfig, candidate: EngineConfig, requests: Any) -> Replay:
+        other = kernels if reference.kernels == "torch" else drafts
         difference: Any = {"prompt": "a"}
-        return Replay(({}, {"kernels": "native"}), 8, 4, [difference] * is_different)
+        return Replay(({}, {"kernels": "native"}), 8, 4, [difference] * other)
 
     monkeypatch.setattr(replay, "replay_requests", forged)
     finding = diagnostics.check_texts()
-    assert finding.line.endswith(said) and (finding.status == OK) == (said == "the same text")
+    assert finding.line.endswith(verdict) and (finding.status == OK) == (verdict == "the same text")
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
 
 
 def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
-    """Rounding in bfloat16 was seen to turn margins of 0.25: another kernel set may not be blamed for it."""
+    """Rounding in bfloat16 has flipped margins of 0.25, which is no fault of a kernel set."""
     questions = encode_prompts(
         demo_folder(), select_prompts(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
     )
@@ -135,30 +139,38 @@ def test_the_instructions_are_named_and_what_better_ones_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
-    for found in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
-        monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16", found=found: found)
+    for instruction_set in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
+        monkeypatch.setattr(
+            build,
+            "instructions",
+            lambda dtype="bfloat16", instruction_set=instruction_set: instruction_set,
+        )
         line = diagnostics.check_processor().line
-        assert (f"C kernels for {found}" in line) == (found is not None)
-        assert ("AVX512-BF16 or AMX would" in line) == (found in ("AVX2", "AVX512"))
+        assert (f"C kernels for {instruction_set}" in line) == (instruction_set is not None)
+        assert ("AVX512-BF16 or AMX would" in line) == (instruction_set in ("AVX2", "AVX512"))
 
 
 @pytest.mark.parametrize(
     ("version", "status"),
     [("2.8.1", WARNING), ("2.9", OK), ("2.13.0+cpu", OK), ("2.14", WARNING), (None, FAILED)],
 )
-def test_versions(version: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what the package's metadata ask for, torch among it."""
+def test_a_torch_outside_the_required_range_is_reported(
+    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The required range is that of the package's metadata."""
     real = importlib.metadata.version
-    lacking = failing(importlib.metadata.PackageNotFoundError("torch"))
-    found = lambda name: real(name) if name != "torch" else version or lacking()  # noqa: E731
-    monkeypatch.setattr(importlib.metadata, "version", found)
+    raise_not_found = make_failing(importlib.metadata.PackageNotFoundError("torch"))
+    fake_version = lambda name: real(name) if name != "torch" else version or raise_not_found()  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "version", fake_version)
     finding = diagnostics.package_versions()
     assert finding.status == status
     assert finding.fix == (() if status == OK else ("pip install 'torch<2.14,>=2.9'",))
 
 
-def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler's that cannot be written, one that is not there, and the hub's."""
+def test_caches_that_cannot_be_written_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cover a compiler's cache that cannot be written, a missing one, and the hub's."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -1,4 +1,4 @@
-"""Raw prompts are read as transformers reads them, and a suffix by the tokens of the vocabulary."""
+"""Raw prompts are encoded as by transformers, and a suffix with the tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BASE = ["<|endoftext|>", "<s>"]
 
 
 def vocabulary_with(folder: Path, marks: tuple[str | None, ...]) -> Vocabulary:
-    """A token a byte, with these marks beside them, and <s> before each text."""
-    known = [*BASE, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    library = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=[]))
+    """Return a vocabulary of one token per byte and these marks, with <s> before each text."""
+    tokens = [*BASE, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    library = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     library.decoder = decoders.ByteLevel()
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     names = [*BASE, *(mark for mark in marks if mark is not None)]
@@ -42,10 +42,10 @@ def vocabulary_with(folder: Path, marks: tuple[str | None, ...]) -> Vocabulary:
 def test_a_suffix_stands_where_the_form_has_it(tmp_path: Path, form: FillInForm) -> None:
     vocabulary = vocabulary_with(tmp_path, (form.prefix, form.suffix, form.middle))
     ids = encode_prompt(Prompt(text="ab", suffix="cd"), vocabulary, 100)
-    shown = vocabulary.need_tokenizer().decode(ids, skip_special=False)
+    text = vocabulary.need_tokenizer().decode(ids, skip_special=False)
     parts = [f"{form.prefix}ab", f"{form.suffix}cd"]
     order = reversed(parts) if form.suffix_first else parts
-    assert shown == "<s>" + "".join(order) + (form.middle or "")
+    assert text == "<s>" + "".join(order) + (form.middle or "")
 
 
 def test_without_such_tokens_it_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`spd generate` around a fake engine: what is asked, of whom, and what goes to which stream."""
+"""`spd generate` over a fake engine: requests, settings, errors and streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
 from spd.cli.prompt_input import template_variables
-from spd.cli.run_settings import parse_logit_bias, sampling_wishes, unescape
+from spd.cli.run_settings import parse_logit_bias, requested_sampling, unescape
 from spd.conversation.notes import loop_period
 from spd.conversation.sampling import resolve_sampling
 from spd.errors import EngineError, UsageError
@@ -23,7 +23,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import GenerationConfig
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.plan.config import EngineConfig
-from tests.cli.conftest import edit, refused
+from tests.cli.conftest import assert_refused, edit_json
 
 GIVEN = ("plan              model folder", " ctx 128 ", "seed 4 (given)", "top p 0.5 (given)")
 SAID: list[tuple[str, str | tuple[str, ...]]] = [
@@ -32,26 +32,30 @@ SAID: list[tuple[str, str | tuple[str, ...]]] = [
     ("--raw -n 500", "note: the context leaves room for 126 tokens, fewer than -n 500\n"),
     ("-v --seed 4 --top-p 0.5", (*GIVEN, "top k 20 (generation_config.json)")),
 ]
-"""Options, and all that stderr says or words of it."""
+"""Options, and all of stderr or texts in it."""
 
 
-@pytest.mark.parametrize(("options", "said"), SAID)
+@pytest.mark.parametrize(("options", "expected"), SAID)
 def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
-    options, said, ask, model, script
+    options, expected, ask, model, script
 ) -> None:
     ran = ask(*options.split())
     assert (ran.code, ran.text) == (0, "Hello wörld!\n") and script.engine.closed
-    assert ran.err == said if isinstance(said, str) else all(words in ran.err for words in said)
-    if "note:" in said:
+    assert (
+        ran.err == expected
+        if isinstance(expected, str)
+        else all(text in ran.err for text in expected)
+    )
+    if "note:" in expected:
         assert ask("-q", *options.split()).err == ""
     if not options:
         assert script.engine.config == EngineConfig(model=ModelFolder(model))
 
 
 def test_exactly_one_newline_is_added_where_none_is(ask, script) -> None:
-    whole = (["a\n"], ["a\n", "\n"], ["a\r\n"])
-    for script.pieces in (*whole, [""], ["a", ""], ["\x1b[31m\x00"]):
-        assert ask().text == "".join(script.pieces) + "\n" * (script.pieces not in whole)
+    complete = (["a\n"], ["a\n", "\n"], ["a\r\n"])
+    for script.pieces in (*complete, [""], ["a", ""], ["\x1b[31m\x00"]):
+        assert ask().text == "".join(script.pieces) + "\n" * (script.pieces not in complete)
 
 
 def test_a_reply_that_was_cut_while_it_repeated_itself_says_so(ask, script) -> None:
@@ -85,7 +89,7 @@ def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:
     assert out.read_text() == "Hello wörld!\n", "a refused run does not touch the file"
 
 
-def test_the_request_and_the_engine(ask, script, model) -> None:
+def test_options_reach_the_request_and_the_engine(ask, script, model) -> None:
     argv = ["--stop", r"\n\n", "--set", "stop_token_id=7", "-n", 9, "--seed", 5, "--ignore-eos"]
     argv += [
         "--temperature",
@@ -115,7 +119,7 @@ def test_the_request_and_the_engine(ask, script, model) -> None:
     flags = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
     flags += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
     ask(*flags.split())
-    given: dict[str, Any] = {
+    expected_fields: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
         "ctx": 64,
@@ -123,33 +127,38 @@ def test_the_request_and_the_engine(ask, script, model) -> None:
         "draft_max": 3,
         "lag": 2,
     }
-    given |= {
+    expected_fields |= {
         "adaptive": False,
         "graphs": False,
         "kernels": "torch",
         "memory_fraction": 0.5,
         "threads": 3,
     }
-    assert script.engine.config == EngineConfig(model=ModelFolder(model), **given)
+    assert script.engine.config == EngineConfig(model=ModelFolder(model), **expected_fields)
     (model / "generation_config.json").write_text('{"temperature": 200}')
-    refused(ask(), 2, "temperature 200", "generation_config.json")
+    assert_refused(ask(), 2, "temperature 200", "generation_config.json")
 
 
-def test_json_object(ask, model, script) -> None:
+def test_json_holds_the_reply_and_its_figures(ask, model, script) -> None:
     ran = ask("--json", "--logprobs", 2, "--seed", 11)
-    shown = ran.json
+    reply = ran.json
     assert (ran.code, ran.err, ran.text.count("\n")) == (0, "", 1)
-    assert shown["schema"] == "spd.generate/1" and shown["model"] == str(model)
-    assert shown["text"] == "Hello wörld!" and shown["token_ids"] == [1, 2, 2, 3, 3, 4]
-    assert (shown["finish_reason"], shown["seed"], shown["params"]["seed"]) == ("stop", 11, 11)
+    assert reply["schema"] == "spd.generate/1" and reply["model"] == str(model)
+    assert reply["text"] == "Hello wörld!" and reply["token_ids"] == [1, 2, 2, 3, 3, 4]
+    assert (reply["finish_reason"], reply["seed"], reply["params"]["seed"]) == ("stop", 11, 11)
     counts = {"prompt_tokens": len(script.request.prompt_ids), "completion_tokens": 6}
-    assert shown["usage"].items() >= counts.items()
-    assert shown["timings"].items() >= {"draft_n": 12, "draft_n_accepted": 3}.items()
+    assert reply["usage"].items() >= counts.items()
+    assert reply["timings"].items() >= {"draft_n": 12, "draft_n_accepted": 3}.items()
     drafting = {"method": "draft", "num_spec_tokens": 4, "num_spec_steps": 3}
-    assert shown["metrics"]["speculative_decoding"].items() >= drafting.items()
-    assert shown["plan"]["ctx"] == 128 and shown["versions"]["spd"] and shown["versions"]["python"]
-    entry, *others = shown["logprobs"]
-    assert (entry["token_id"], entry["token"], entry["logprob"], len(others)) == (1, '"', -0.5, 5)
+    assert reply["metrics"]["speculative_decoding"].items() >= drafting.items()
+    assert reply["plan"]["ctx"] == 128 and reply["versions"]["spd"] and reply["versions"]["python"]
+    entry, *other_entries = reply["logprobs"]
+    assert (entry["token_id"], entry["token"], entry["logprob"], len(other_entries)) == (
+        1,
+        '"',
+        -0.5,
+        5,
+    )
     assert [likely["logprob"] for likely in entry["top"]] == [-0.5, None]
     other = ask("--json").json
     assert "logprobs" not in other and 0 <= other["seed"] < 2**53
@@ -157,7 +166,7 @@ def test_json_object(ask, model, script) -> None:
     assert script.request.params.seed == other["seed"], "a printed seed replays"
 
 
-def test_a_model_that_fails_while_generating(ask, script) -> None:
+def test_a_model_that_fails_keeps_the_text_and_exits_with_9(ask, script) -> None:
     script.finish = "error"
     ran = ask()
     assert (ran.code, ran.text) == (9, "Hello wörld!\n")
@@ -168,7 +177,7 @@ def test_a_model_that_fails_while_generating(ask, script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("error", "code", "expected"),
     [
         (EngineError("a worker died"), 9, "error: a worker died"),
         (MemoryError(), 5, "error: out of memory"),
@@ -178,11 +187,11 @@ def test_a_model_that_fails_while_generating(ask, script) -> None:
         (OSError(5, "Input/output error"), 1, "error: unexpected OSError"),
     ],
 )
-def test_errors_while_generating_keep_what_was_printed(error, code, words, ask, script) -> None:
+def test_errors_while_generating_keep_what_was_printed(error, code, expected, ask, script) -> None:
     script.fail = error
     ran = ask()
     assert (ran.code, ran.text) == (code, "Hello\n")
-    assert words in ran.err and "Traceback" not in ran.err
+    assert expected in ran.err and "Traceback" not in ran.err
     ran = ask("--json")
     assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
 
@@ -195,7 +204,7 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(
     script.pieces = ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
     assert script.request.prompt_ids == (1, 2, 3)
-    refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
 
 
 def test_rules_that_keep_only_the_law_say_so(ask, script) -> None:
@@ -212,39 +221,41 @@ def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, 
     for option, left in (("-o", 49), ("--trace", 0)):  # of which nothing has begun
         ran = ask(option, "/dev/full")
         assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
-        assert len(script.engine._left) == left, "decoding goes on after the first failed write"
+        assert len(script.engine._remaining_pieces) == left, (
+            "decoding goes on after the first failed write"
+        )
     os.mkfifo(fifo := tmp_path / "fifo")
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     script.on_step = lambda step: os.close(reader) if step == 1 else None
     ran = ask("-o", fifo)
-    assert (ran.code, ran.err, len(script.engine._left)) == (141, "", 48)
+    assert (ran.code, ran.err, len(script.engine._remaining_pieces)) == (141, "", 48)
 
 
 def resolve(model: GenerationConfig | None = None, **flags: Any):
     return resolve_sampling(
-        sampling_wishes(GenerateOptions(**flags)), model or GenerationConfig(), 264
+        requested_sampling(GenerateOptions(**flags)), model or GenerationConfig(), 264
     )
 
 
 def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
-    """A model that does not sample is greedy unless it is told."""
+    """A model that does not sample is greedy unless a flag says otherwise."""
     resolved = resolve(GenerationConfig(temperature=0.6, top_p=0.95, top_k=20), top_p=0.5)
     params = resolved.params
     sources = resolved.sources
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 20, 0.0)
-    told = [sources[name] for name in ("temperature", "top_p", "min_p")]
-    assert told == ["generation_config.json", "given", "default"]
+    source_names = [sources[name] for name in ("temperature", "top_p", "min_p")]
+    assert source_names == ["generation_config.json", "given", "default"]
     assert resolve(GenerationConfig(repetition_penalty=1.1)).params.repetition_penalty == 1.1
-    for samples, given, meant in (
+    for samples, flags, expected in (
         (False, {}, 0.0),
         (False, {"temperature": 0.9}, 0.9),
         (True, {}, 0.6),
     ):
         model = GenerationConfig(temperature=0.6, do_sample=samples)
-        assert resolve(model, **given).params.temperature == meant
+        assert resolve(model, **flags).params.temperature == expected
 
 
-def test_how_values_are_spelled() -> None:
+def test_values_are_parsed_as_they_are_spelled() -> None:
     assert unescape(r"\n\n a\tb\r\0 \\n \d \q end" + "\n\\") == "\n\n a\tb\r\0 \\n \\d \\q end\n\\"
     assert parse_logit_bias("42=-5.5") == (42, -5.5)
     assert resolve(logit_bias=["1=2", "2=-1"]).params.logit_bias == ((1, 2.0), (2, -1.0))
@@ -260,12 +271,14 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 
-def test_stdin_that_is_not_needed_and_arguments_that_are_no_text(spd_run, model, script) -> None:
-    refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
+def test_unneeded_stdin_is_ignored_and_invalid_text_is_refused(spd_run, model, script) -> None:
+    assert_refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
     assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
     assert script.request.prompt_ids == (5,)
-    refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
-    refused(
+    assert_refused(
+        spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text"
+    )
+    assert_refused(
         spd_run("generate", "-m", model, "x", "-s", "\udcff"),
         2,
         "the system message is not Unicode",
@@ -283,19 +296,19 @@ INPUTS: dict[str, tuple[bytes, list[object]]] = {
 
 
 def test_a_pipe_with_a_name_is_a_file(spd_run, model, script, tmp_path, monkeypatch) -> None:
-    """As a shell's <(command) is."""
+    """A shell's <(command) is such a pipe."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    for option, (data, more) in INPUTS.items():
+    for option, (data, arguments) in INPUTS.items():
         threading.Thread(target=Path("pipe").write_bytes, args=(data,), daemon=True).start()
-        ran = spd_run("generate", "-m", model, *option.split(), *more)
+        ran = spd_run("generate", "-m", model, *option.split(), *arguments)
         assert ran.code == 0, ran
 
 
-def test_empty_prompts_and_special_tokens_in_text(spd_run, model, script) -> None:
-    """The first token stands for nothing where there is one, else what ends a text."""
+def test_an_empty_prompt_is_one_token_and_special_tokens_stay_text(spd_run, model, script) -> None:
+    """An empty prompt is the begin token if the tokenizer has one, else the end token."""
     for settings, token in (({}, 258), ({"bos_token": START}, 257)):
-        edit(model / "tokenizer_config.json", **settings)
+        edit_json(model / "tokenizer_config.json", **settings)
         spd_run("generate", "-m", model, "--raw", "")
         assert script.request.prompt_ids == (token,)
     spd_run("generate", "-m", model, f"a{END}b")
@@ -304,31 +317,33 @@ def test_empty_prompts_and_special_tokens_in_text(spd_run, model, script) -> Non
     assert script.request.prompt_ids.count(258) == 1 and len(script.request.prompt_ids) == 3
 
 
-def test_template_arguments_and_a_model_without_a_template(spd_run, model, script) -> None:
-    words = ["a=1", "b=true", "c=null", "d=text", 'e=[1, "x"]', "f=", "g=a=b"]
-    meant = {"a": 1, "b": True, "c": None, "d": "text", "e": [1, "x"], "f": "", "g": "a=b"}
-    assert template_variables(GenerateOptions(template_arg=words)) == meant
-    edit(model / "tokenizer_config.json", chat_template="{{ mood }}|{{ messages[0].content }}")
+def test_template_arguments_are_rendered_and_a_missing_template_is_refused(
+    spd_run, model, script
+) -> None:
+    assignments = ["a=1", "b=true", "c=null", "d=text", 'e=[1, "x"]', "f=", "g=a=b"]
+    expected = {"a": 1, "b": True, "c": None, "d": "text", "e": [1, "x"], "f": "", "g": "a=b"}
+    assert template_variables(GenerateOptions(template_arg=assignments)) == expected
+    edit_json(model / "tokenizer_config.json", chat_template="{{ mood }}|{{ messages[0].content }}")
     ran = spd_run("generate", "-m", model, "--dry-run", "Hi", "--template-arg", "mood=calm")
     assert ran.text == "calm|Hi\n"
     (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    refused(
+    assert_refused(
         spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw"
     )
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
 
 
 def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, script) -> None:
-    """Of 128 tokens that the model has, fewer that are asked for, and fewer that the engine has."""
+    """Cover the model's 128 tokens, a smaller --ctx, and a smaller context of the engine."""
     raw = ["generate", "-m", model, "--raw"]
-    refused(
+    assert_refused(
         spd_run(*raw, "x" * 128),
         4,
         "prompt is 128 tokens but the context is 128",
         "a shorter prompt",
     )
     ran = spd_run(*raw, "x" * 5000, "--ctx", "64")
-    refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
+    assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err
     ran = spd_run(*raw, "x" * 70, "--ctx", "64", "-n", "10")
     assert ran.code == 4 and "--ctx" in ran.err and not script.engines
@@ -341,7 +356,7 @@ def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, 
 def test_a_log_beyond_the_context_is_refused_with_a_command_that_cuts_it(
     spd_run, model, script, tmp_path
 ) -> None:
-    """Here each byte is a token, and three quarters of 128 are 96."""
+    """Each byte is a token here, and three quarters of 128 are 96."""
     log = tmp_path / "build log"
     log.write_text("0123456789" * 3000)
     raw = ("generate", "-m", model, "--raw")
@@ -369,7 +384,7 @@ def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
     ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
-    refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
+    assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how
     assert sum(seen) < 700_000
 
@@ -379,6 +394,6 @@ def test_long_tokens_make_a_long_text_legal(spd_run: Callable, model: Path, scri
     library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     library.add_tokens([tokenizers.AddedToken("=" * 2000, normalized=False)])
     library.save(str(model / "tokenizer.json"))
-    edit(model / "config.json", vocab_size=300)
+    edit_json(model / "config.json", vocab_size=300)
     assert spd_run("generate", "-m", model, "--raw", stdin=b"=" * 200_000).code == 0
     assert len(script.request.prompt_ids) == 100

@@ -1,4 +1,4 @@
-"""A GGUF file through the commands: its own template, words and ends of turns, and its name in a store."""
+"""A GGUF file in commands: its template, tokenizer and end of turn, and its name in a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCABULARY = byte_level(("<|user|>", CONTROL), ("<|end|>", CONTROL), pre="qwen2"
 
 
 def write_model(path: Path, **keys: Value) -> Path:
-    """A tiny Llama with a byte-level vocabulary."""
+    """Write a tiny Llama with a byte-level vocabulary."""
     metadata = {**tiny_metadata(vocab=258), **VOCABULARY, **keys}
     return write_gguf(path, metadata, tiny_tensors("F32", vocab=258))
 
@@ -44,8 +44,8 @@ def test_a_prompt_is_written_by_the_files_template(file: Path, spd_run: Callable
 
 
 def test_a_turn_ends_at_the_files_own_end(file: Path, spd_run: Callable) -> None:
-    words = ("generate", "-m", file, "Hi", "-n", "8", "--json", "--set", "logit_bias=257=100")
-    ended = spd_run(*words).json
+    arguments = ("generate", "-m", file, "Hi", "-n", "8", "--json", "--set", "logit_bias=257=100")
+    ended = spd_run(*arguments).json
     assert ended["finish_reason"] == "stop" and ended["text"] == ""
 
 
@@ -69,11 +69,13 @@ def test_a_file_that_ollama_keeps_answers_as_itself(
     (root / "blobs").mkdir()
     (root / "blobs" / f"sha256-{digest}").write_bytes(file.read_bytes())
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
-    words = ("Hi", "-n", "8", "--temperature", "0", "--json")
-    kept, own = (spd_run("generate", "-m", model, *words).json for model in ("tiny", file))
-    assert kept["token_ids"] == own["token_ids"]
-    listed = spd_run("ls", "--json").json["models"]
-    assert [(model["model"], model["supported"]) for model in listed] == [("tiny:latest", True)]
+    arguments = ("Hi", "-n", "8", "--temperature", "0", "--json")
+    stored_reply, file_reply = (
+        spd_run("generate", "-m", model, *arguments).json for model in ("tiny", file)
+    )
+    assert stored_reply["token_ids"] == file_reply["token_ids"]
+    models = spd_run("ls", "--json").json["models"]
+    assert [(model["model"], model["supported"]) for model in models] == [("tiny:latest", True)]
 
 
 def test_a_server_knows_its_file_and_notices_another(file: Path) -> None:

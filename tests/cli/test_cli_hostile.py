@@ -1,4 +1,4 @@
-"""Hostile inputs for the command line and the chat: every run ends, says something, and has no traceback."""
+"""Hostile inputs for the command line and the chat: each run ends with a message and no traceback."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import program
+from tests.cli.conftest import make_program
 from tests.cli.test_cli_chat_terminal import Terminal
 
 BOUND = 60.0
 """Seconds after which a run counts as hung; no measurement."""
 KNOWN = {*range(2, 11), 0, 141}
-"""Exit codes on purpose; 1 is what nobody foresaw."""
+"""Exit codes on purpose; 1 stands for an unexpected error."""
 NOISE = bytes(range(256)) * 8
 NESTED = "[" * 50_000
 STDIN: dict[str, bytes | None] = {
@@ -75,8 +75,11 @@ STREAMS = {
     "nobody reads": "| true",
 }
 COMMANDS: list[list[str]] = [
-    *(["generate", "-m", "{model}", *more] for more in ([], ["Hi"], ["--json"], ["--jsonl"])),
-    *(["generate", "-m", "{model}", *more] for more in (["--raw"], ["--dry-run", "Hi"])),
+    *(
+        ["generate", "-m", "{model}", *arguments]
+        for arguments in ([], ["Hi"], ["--json"], ["--jsonl"])
+    ),
+    *(["generate", "-m", "{model}", *arguments] for arguments in (["--raw"], ["--dry-run", "Hi"])),
     *(["generate", "-m", "{model}", "Hi", "-f", name] for name in ("-", "/", "/dev/null", "")),
     *(
         ["generate", "-m", "{model}", "Hi", "-o", name]
@@ -87,7 +90,7 @@ COMMANDS: list[list[str]] = [
         for text in ("{{", "-", "/", NESTED[:999])
     ),
     ["generate", "-m", "{model}", "Hi", "--messages", "-"],
-    *(["chat", "{model}", *more] for more in ([], ["-c"], ["-c", "../x"], ["--no-save"])),
+    *(["chat", "{model}", *arguments] for arguments in ([], ["-c"], ["-c", "../x"], ["--no-save"])),
     ["chat", "{model}", "-f", "{place}/binary"],
     ["chat", "{model}", "-s", "@/dev/null"],
     ["inspect", "{model}"],
@@ -135,7 +138,7 @@ WORDS = [
 
 @dataclass
 class Case:
-    """One run: its words, and by which names its surroundings were drawn."""
+    """One run: its arguments, and the names of its stdin, environment and streams."""
 
     argv: list[str]
     stdin: str
@@ -143,8 +146,8 @@ class Case:
     streams: str
 
     @classmethod
-    def drawn(cls, number: int) -> Case:
-        """Return the case of a number: a command in surroundings of which at most two are odd."""
+    def draw(cls, number: int) -> Case:
+        """Return the case of a number: a random command, stdin, environment and streams."""
         source = random.Random(number)
         argv = list(COMMANDS[number % len(COMMANDS)])
         if source.random() < 0.5:
@@ -155,12 +158,12 @@ class Case:
 
     @property
     def is_mute(self) -> bool:
-        """True if nothing that is said can be heard, or is to be said."""
+        """True if standard error cannot be read."""
         return self.streams in ("full stderr", "closed stderr", "both full", "both closed")
 
 
 def prepare(place: Path) -> None:
-    """Write what surroundings name."""
+    """Write the files that the environments name."""
     (place / "file").write_text("")
     (place / "binary").write_bytes(NOISE)
     (place / "bad-sessions" / "spd").mkdir(parents=True)
@@ -175,23 +178,29 @@ def prepare(place: Path) -> None:
 
 @pytest.fixture
 def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes]]:
-    """Runs a case over a fake engine; returns its exit status, and what it wrote."""
+    """Return a function that runs a case over a fake engine; it returns exit status and output."""
     place = tmp_path / "place"
     place.mkdir()
     prepare(place)
 
     def start(case: Case) -> tuple[int, bytes, bytes]:
-        usual = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        usual |= {"TERM": "xterm", "XDG_STATE_HOME": str(place / "state"), "HF_HUB_OFFLINE": "1"}
-        more = ENVIRONMENT[case.environment]
-        environment = usual | {name: value.format(place=place) for name, value in more.items()}
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        environment |= {
+            "TERM": "xterm",
+            "XDG_STATE_HOME": str(place / "state"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        changes = ENVIRONMENT[case.environment]
+        environment = environment | {
+            name: value.format(place=place) for name, value in changes.items()
+        }
         words = [
             word.replace("{model}", str(model)).replace("{place}", str(place)) for word in case.argv
         ]
         data = STDIN[case.stdin]
         redirect = STREAMS[case.streams] + " <&-" * (data is None)
         shell = f'set -o pipefail; "$@" {redirect}'
-        command = ["bash", "-c", shell, "-", sys.executable, "-c", program(""), *words]
+        command = ["bash", "-c", shell, "-", sys.executable, "-c", make_program(""), *words]
         process = subprocess.Popen(
             [os.fsencode(word) for word in command],
             cwd=place,
@@ -212,20 +221,20 @@ def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes
 
 
 def assert_well_ended(case: Case, status: int, out: bytes, err: bytes) -> None:
-    """Assert a known exit status, no traceback, and a word about what is wrong."""
-    said = f"{case}\n{status}\n{out[-500:]!r}\n{err[-2000:]!r}"
-    assert status in KNOWN, said
-    for words in (b"Traceback", b"Exception ignored", b"Exception in", b"unexpected "):
-        assert words not in err.replace(b"unexpected extra", b""), said
+    """Assert a known exit status, no traceback, and an error message."""
+    report = f"{case}\n{status}\n{out[-500:]!r}\n{err[-2000:]!r}"
+    assert status in KNOWN, report
+    for forbidden in (b"Traceback", b"Exception ignored", b"Exception in", b"unexpected "):
+        assert forbidden not in err.replace(b"unexpected extra", b""), report
     if status not in (0, 141) and not case.is_mute:
-        assert b"error" in err + out, said
+        assert b"error" in err + out, report
     if status == 0 and case.streams == "usual":
-        assert out or err, said
+        assert out or err, report
 
 
 @pytest.mark.parametrize("number", range(0, 300, 7))
 def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
-    case = Case.drawn(number)
+    case = Case.draw(number)
     assert_well_ended(case, *run(case))
 
 
@@ -233,7 +242,7 @@ def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
 @pytest.mark.parametrize("start", range(0, 600, 50))
 def test_many_runs_end_and_say_what_is_wrong(start: int, run: Callable) -> None:
     for number in range(start, start + 50):
-        case = Case.drawn(number)
+        case = Case.draw(number)
         assert_well_ended(case, *run(case))
 
 
@@ -281,31 +290,31 @@ KEYS = [
 
 @pytest.fixture
 def keyboard(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """`keyboard(TERM="xterm")` starts a chat on a terminal of 20 columns."""
+    """Return a function that starts a chat on a terminal of 20 columns: `keyboard(TERM="xterm")`."""
     opened: list[Terminal] = []
 
-    def start(**more: str) -> Terminal:
-        usual = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    def start(**changes: str) -> Terminal:
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         state = {"PYTHONUTF8": "1", "EDITOR": "true", "XDG_STATE_HOME": str(tmp_path / "state")}
         command = [
             sys.executable,
             "-c",
-            program("pieces=['word '] * 3, ctx=90000"),
+            make_program("pieces=['word '] * 3, ctx=90000"),
             "chat",
             str(model),
         ]
-        opened.append(Terminal(command, usual | state | more))
+        opened.append(Terminal(command, environment | state | changes))
         opened[-1].size(5, 20)
         opened[-1].play("›")
         return opened[-1]
 
     yield start
-    for each in opened:
-        each.close()
+    for opened_terminal in opened:
+        opened_terminal.close()
 
 
 def press(chat: Terminal, number: int) -> None:
-    """Press keys at random, then leave the chat; it has to end."""
+    """Press random keys, then leave the chat, which must end."""
     source = random.Random(number)
     for _ in range(25):
         os.write(chat.descriptor, source.choice(KEYS).encode())
@@ -316,23 +325,23 @@ def press(chat: Terminal, number: int) -> None:
         os.write(chat.descriptor, b"\x1b[201~\x15\x04\x03")
         chat._read(time.monotonic() + 0.2)
     assert chat.process.returncode in (0, -signal.SIGINT), chat.seen[-3000:]
-    for words in (b"Traceback", b"Exception", b"unexpected "):
-        assert words not in chat.seen, chat.seen[-3000:]
+    for forbidden in (b"Traceback", b"Exception", b"unexpected "):
+        assert forbidden not in chat.seen, chat.seen[-3000:]
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_keys_at_random(term: str, keyboard: Callable) -> None:
+def test_random_keys_crash_no_chat(term: str, keyboard: Callable) -> None:
     press(keyboard(TERM=term), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
-def test_many_keys_at_random(number: int, keyboard: Callable) -> None:
+def test_many_random_keys_crash_no_chat(number: int, keyboard: Callable) -> None:
     press(keyboard(TERM=("xterm-256color", "dumb", "nonsense", "")[number % 4]), number)
 
 
 def test_every_surrounding_comes_up() -> None:
-    cases = [Case.drawn(number) for number in range(600)]
+    cases = [Case.draw(number) for number in range(600)]
     assert {case.stdin for case in cases} == set(STDIN)
     assert {case.environment for case in cases} == set(ENVIRONMENT)
     assert {case.streams for case in cases} == set(STREAMS)

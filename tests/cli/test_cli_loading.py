@@ -1,4 +1,4 @@
-"""What is seen of what takes its time: a line, a bar, nothing; an engine on a thread; random weights."""
+"""Progress of loading and prefill, captures of the engine thread, and random weights."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from spd.runtime.load.progress import LoadProgress, Phase
 from spd.runtime.plan import machine
 from spd.runtime.round.round import Round
 from tests.cli import conftest
-from tests.cli.conftest import failing, refused, until
+from tests.cli.conftest import assert_refused, make_failing, wait_until
 from tests.cli.test_cli_terminal import Terminal
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Standard error as a terminal of eighty columns, which shows a bar at once."""
+    """Return standard error as a terminal of eighty columns that shows a bar at once."""
     monkeypatch.setattr(progress_module, "DELAY", 0.0)
     monkeypatch.setattr(progress_module, "INTERVAL", 0.0)
     return Terminal()
@@ -67,9 +67,9 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
         and lines[-2].strip() == ""
         and "\n" not in terminal.getvalue()
     )
-    for words, done in (("reading weights 25%", "0.25"), ("packing weights 50%", "0.50")):
-        shown = rf"{words} (\[#+\.+\] )?\d+:\d\d left · {done} GiB of 1.00 GiB · \d+\.\d\d GiB/s"
-        assert any(re.match(shown, line) for line in lines), lines
+    for label, done in (("reading weights 25%", "0.25"), ("packing weights 50%", "0.50")):
+        pattern = rf"{label} (\[#+\.+\] )?\d+:\d\d left · {done} GiB of 1.00 GiB · \d+\.\d\d GiB/s"
+        assert any(re.match(pattern, line) for line in lines), lines
 
 
 CAPABILITIES = " · 1,024 tok of 4,096 tok · 102 tok/s"
@@ -100,28 +100,28 @@ def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(
     load(terminal, Console(quiet=True), *STEPS)
     load(file := io.StringIO(), Console(color=True), *STEPS)
     assert terminal.getvalue() == file.getvalue() == ""
-    monkeypatch.setattr(terminal, "write", failing(OSError(5, "Input/output error")))
+    monkeypatch.setattr(terminal, "write", make_failing(OSError(5, "Input/output error")))
     load(terminal, Console(), *STEPS)
 
 
 def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
-    told = list[Any]()
-    monkeypatch.setattr(Ticker, "count", lambda self, *given, **_: told.append(given[:3]))
+    counts = list[Any]()
+    monkeypatch.setattr(Ticker, "count", lambda self, *arguments, **_: counts.append(arguments[:3]))
     argv = ["-m", tiny("qwen3", layers=1), "-n", 1, "--threads", 1, "--raw"]
     assert spd_run("generate", *argv, stdin=b"word " * 90).code == 0
-    read = [(done, total) for what, done, total in told if what == "reading the prompt"]
+    read = [(done, total) for task, done, total in counts if task == "reading the prompt"]
     assert read and read == sorted(read) and read[-1][0] == read[-1][1] > 400
 
 
 def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
-    """The time to load, a compiler that is not there, and a first compile."""
+    """Cover the load time, a missing compiler, and a first compile."""
     script.load_ms = 3210.0
     ran = ask("--stats", "-v")
     assert " · load 3.21 s · first 0.01 s · " in ran.err and "load              3.21 s" in ran.err
     assert ask("--json").json["timings"]["load_ms"] == 3210.0
-    why = "not the C kernels: no C compiler is installed"
-    monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
-    assert f"note: this is slow: {why}" in ask().err
+    reason = "not the C kernels: no C compiler is installed"
+    monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=reason))
+    assert f"note: this is slow: {reason}" in ask().err
     script.on_load = lambda progress: [progress(LoadProgress(*step)) for step in STEPS]
     with redirect_stderr(terminal):
         assert ask().code == 0 and "reading weights 25%" in terminal.getvalue()
@@ -131,29 +131,29 @@ def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
 
 
 def test_a_load_of_seconds_names_what_spares_it(ask, script, monkeypatch) -> None:
-    words = "keeps the model loaded"
+    note = "keeps the model loaded"
     script.load_ms = 3210.0
-    assert words not in ask().err, "where nobody reads it"
+    assert note not in ask().err, "where nobody reads it"
     monkeypatch.setattr(engine_module, "is_terminal", lambda stream: True)
     script.load_ms = 2990.0
-    assert words not in ask().err
+    assert note not in ask().err
     script.load_ms = 3210.0
     err = ask().err
-    assert "note: loading took 3.2 s; spd serve --detach -m /" in err and err.count(words) == 1
-    assert words not in ask("-q").err + ask("--json").err + ask("--no-server").err
+    assert "note: loading took 3.2 s; spd serve --detach -m /" in err and err.count(note) == 1
+    assert note not in ask("-q").err + ask("--json").err + ask("--no-server").err
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A folder with a config.json and nothing else."""
+    """Return a folder with only a config.json."""
     (folder := tmp_path / "bare").mkdir()
     (folder / "config.json").write_text(json.dumps(conftest.CONFIG | {"eos_token_id": None}))
     return folder
 
 
 def test_random_weights_need_one_file(spd_run, bare, request) -> None:
-    """And cannot read text; without them a file is missing."""
-    refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
+    """Without a tokenizer text is refused; without random weights a file is missing."""
+    assert_refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
     argv = [
         "generate",
         "-m",
@@ -167,24 +167,24 @@ def test_random_weights_need_one_file(spd_run, bare, request) -> None:
         "--threads",
         1,
     ]
-    refused(spd_run(*argv), 4, "model.safetensors")
+    assert_refused(spd_run(*argv), 4, "model.safetensors")
     request.getfixturevalue("random_weights")
     ran = spd_run(*argv)
     assert ran.code == 0 and re.fullmatch(r"\d+(,\d+){5}\n", ran.text) and ran.err == "", ran
-    shown = spd_run(*argv, "--json").json
-    assert shown["token_ids"] == [int(token) for token in ran.text.split(",")]
-    assert shown["plan"]["load"] == "dummy" and shown["timings"]["load_ms"] > 0
+    reply = spd_run(*argv, "--json").json
+    assert reply["token_ids"] == [int(token) for token in ran.text.split(",")]
+    assert reply["plan"]["load"] == "dummy" and reply["timings"]["load_ms"] > 0
 
 
 def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_weights) -> None:
     argv = ["generate", "-m", bare, "--prompt-ids", "1,2", "--threads", "1"]
-    monkeypatch.setattr(Round, "run", failing(MemoryError()))
+    monkeypatch.setattr(Round, "run", make_failing(MemoryError()))
     ran = spd_run(*argv, "-q", "-o", os.devnull)
-    refused(ran, 5, "out of memory on cpu while running", "(frees ")
+    assert_refused(ran, 5, "out of memory on cpu while running", "(frees ")
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
     ran = spd_run("generate", "-m", bare, "--prompt-ids", "1", "--ctx", "128")
-    refused(ran, 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
+    assert_refused(ran, 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
 
 
 PARAMS = SamplingParams(temperature=0.5)
@@ -199,25 +199,25 @@ def engine_thread(model: Path) -> EngineThread:
 
 
 def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> None:
-    """It goes on where it was interrupted once the request has ended."""
-    asked = threading.Event()
+    """Capturing continues once the request has ended."""
+    request_added = threading.Event()
     script.captures = 5
     added: list[int] = []
-    script.on_capture = lambda number: number == 2 and asked.wait(60)
+    script.on_capture = lambda number: number == 2 and request_added.wait(60)
     script.on_step = lambda step: added.append(len(script.engine.captured))
     thread = engine_thread(model)
     loaded: Any = thread.engine()
     assert loaded is script.engine, "a caller that waits for loading waits for no capture"
-    until(lambda: len(script.engine.captured) == 2)
-    threading.Timer(0.05, asked.set).start()  # when the request is there
+    wait_until(lambda: len(script.engine.captured) == 2)
+    threading.Timer(0.05, request_added.set).start()  # when the request is there
     assert (
         "".join(event.text for event in thread.run(Request("a", (1, 2), PARAMS))) == "Hello wörld!"
     )
     assert added == [2, 2, 2]
-    until(lambda: len(script.engine.captured) == 5)
+    wait_until(lambda: len(script.engine.captured) == 5)
     assert script.engine.captured == [([PARAMS], {"limit": 1})] * 5
     assert thread.close() and script.engine.closed
-    script.on_capture = failing(RuntimeError("no capture"))
+    script.on_capture = make_failing(RuntimeError("no capture"))
     script.on_step = None
     thread = engine_thread(model)
     assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == [
@@ -229,14 +229,14 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
 
 
 def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
-    """As they are by then."""
+    """Captures use the sampling parameters of the chat."""
     script.captures = 1
     session: Any = SimpleNamespace(console=Console(), runtime_folder=model / "none")
     chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), session)
     chat.start()
     loaded: Any = chat.thread.engine()
     assert loaded is script.engine
-    until(lambda: script.engine.captured)
+    wait_until(lambda: script.engine.captured)
     ((params,), _) = script.engine.captured[0]
     assert (params.temperature, params.logprobs) == (0.3, None) and chat.close()
 
@@ -244,11 +244,11 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
 def test_a_batch_that_fills_all_slots_is_captured_for(
     spd_run, model, monkeypatch, random_weights
 ) -> None:
-    """With the parameters of the command; a shorter one captures what it runs."""
-    asked: list[tuple[float, int]] = []
+    """A batch that fits the slots captures nothing ahead."""
+    captures: list[tuple[float, int]] = []
 
     def capture(self: Engine, params: list[SamplingParams], concurrency: int) -> None:
-        asked.append((params[0].temperature, concurrency))
+        captures.append((params[0].temperature, concurrency))
 
     monkeypatch.setattr(Engine, "capture_ahead", capture)
     argv = [
@@ -266,4 +266,4 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     ]
     for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
         assert spd_run("generate", *argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
-        assert asked == captured
+        assert captures == captured

@@ -1,4 +1,4 @@
-"""Markdown as it streams: however the text is cut, the screen is the same, and finished blocks stay."""
+"""Streaming Markdown: any cut of the text gives the same screen, and finished blocks stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spd.cli.terminal.markdown import MarkdownStream
 
 
 class Screen:
-    """Rows of cells and a cursor. Knows SGR, up, and the deletion of rows."""
+    """A terminal of rows of cells and a cursor; it supports SGR, cursor up and deletion of rows."""
 
     def __init__(self, columns: int = 80) -> None:
         self.columns = columns
@@ -72,13 +72,13 @@ class Screen:
         """Everything on the screen, without blanks at the ends of rows."""
         return "\n".join("".join(row).rstrip() for row in self.rows)
 
-    def style_of(self, words: str) -> str:
-        """The style of the first cell of these words. Raises ValueError if they are not on one row."""
+    def style_of(self, text: str) -> str:
+        """Return the style of the first cell of a text. Raises ValueError if it is on no row."""
         for cells, styles in zip(self.rows, self.styles, strict=True):
-            at = "".join(cell or "\0" for cell in cells).find(words)
-            if at >= 0:
-                return styles[at]
-        raise ValueError(words)
+            index = "".join(cell or "\0" for cell in cells).find(text)
+            if index >= 0:
+                return styles[index]
+        raise ValueError(text)
 
 
 TEXT = """# Title *here*
@@ -117,12 +117,12 @@ unterminated fence"""
 
 
 def stream_of(columns: int, lines: int = 1000) -> tuple[MarkdownStream, Screen]:
-    """Markdown, and the terminal that it goes to."""
+    """Return a Markdown stream and the screen for its output."""
     return MarkdownStream(lambda: os.terminal_size((columns, lines)), color=True), Screen(columns)
 
 
-def shown(parts: Sequence[str], columns: int = 60) -> Screen:
-    """The screen after these parts."""
+def render(parts: Sequence[str], columns: int = 60) -> Screen:
+    """Return the screen after these parts."""
     stream, screen = stream_of(columns)
     for part in parts:
         screen.feed(stream.feed(part))
@@ -134,13 +134,13 @@ def shown(parts: Sequence[str], columns: int = 60) -> Screen:
 @pytest.mark.parametrize("columns", [12, 25, 40, 80])
 def test_any_cut_gives_the_same_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spd.cli.terminal.markdown.DRAWING_SHARE", float("inf"))
-    whole = shown([TEXT], columns)
+    uncut = render([TEXT], columns)
     source = random.Random(columns)
     for count in (1, 5, 40, 400):
         cuts = sorted(source.sample(range(1, len(TEXT)), count))
         parts = [TEXT[a:b] for a, b in zip([0, *cuts], [*cuts, len(TEXT)], strict=True)]
-        screen = shown(parts, columns)
-        assert (screen.text, screen.styles) == (whole.text, whole.styles)
+        screen = render(parts, columns)
+        assert (screen.text, screen.styles) == (uncut.text, uncut.styles)
 
 
 SEEN = """# Title here
@@ -156,8 +156,8 @@ unterminated **bold to the end
 unterminated fence"""
 
 
-def test_what_a_person_sees() -> None:
-    screen = shown(list(TEXT), 60)
+def test_markdown_becomes_rows_and_styles() -> None:
+    screen = render(list(TEXT), 60)
     assert set(SEEN.split("\n")) <= set(screen.text.split("\n"))
     styles = {
         "Title": "1;4",
@@ -167,7 +167,7 @@ def test_what_a_person_sees() -> None:
         "gone": "9",
         "docs": "94",
     }
-    assert {words: screen.style_of(words) for words in styles} == styles
+    assert {text: screen.style_of(text) for text in styles} == styles
 
 
 CODE = """Use it so:
@@ -186,19 +186,19 @@ def first(items):
 
 
 def test_code_outside_of_fences_can_be_copied() -> None:
-    """Blanks at the beginning of lines, marks within indented code and comments are shown as written."""
-    assert shown(list(CODE), 80).text == CODE + "\n"
-    assert shown([CODE], 80).text == CODE + "\n"
-    listed = shown(["- item\n  continued\n   *more*\n\n  behind\n    it\n"], 80).text
+    """Leading blanks, marks within indented code, and comments are shown as written."""
+    assert render(list(CODE), 80).text == CODE + "\n"
+    assert render([CODE], 80).text == CODE + "\n"
+    listed = render(["- item\n  continued\n   *more*\n\n  behind\n    it\n"], 80).text
     assert listed == " • item\n   continued\n    more\n   behind\n     it\n"
-    assert shown(["  two *blanks*\n one **b**"]).text == "  two blanks\n one b\n"
+    assert render(["  two *blanks*\n one **b**"]).text == "  two blanks\n one b\n"
 
 
-def test_what_is_drawn_anew() -> None:
-    """A word that is shown before its style is known; all of it where a terminal shrinks."""
+def test_a_block_that_changes_is_redrawn() -> None:
+    """A word is redrawn once its style is known; the full block when the terminal shrinks."""
     stream, screen = stream_of(40, 24)
     screen.feed(stream.feed("a **bo"))
-    stream._next = 0.0
+    stream._next_draw_time = 0.0
     assert screen.text == "a **bo"
     screen.feed(stream.feed("ld** word\n") + stream.finish())
     assert screen.text == "a bold word\n" and screen.style_of("bold") == "1"
@@ -206,13 +206,13 @@ def test_what_is_drawn_anew() -> None:
     stream = MarkdownStream(lambda: size[0], color=True)
     stream.feed("one two three four five six seven eight nine ten elev")
     size[0] = os.terminal_size((20, 24))
-    stream._next = 0.0
+    stream._next_draw_time = 0.0
     again = stream.feed("en")
     assert again == "\r\x1b[2A\x1b[3Mone two three four\nfive six seven\neight nine ten\neleven"
 
 
 def test_what_has_left_the_screen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is longer than the terminal is drawn anew as far as its rows can be reached."""
+    """Only rows that are still on the screen are redrawn."""
     monkeypatch.setattr("spd.cli.terminal.markdown.DRAWING_SHARE", float("inf"))
     stream, screen = stream_of(40, 5)
     for number in range(30):

@@ -1,4 +1,4 @@
-"""Histories in the form of OpenAI's API, in `--messages` and in lines: read as by the server, or refused."""
+"""Histories of OpenAI's API in `--messages` and in lines are read as by the server, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import edit
+from tests.cli.conftest import edit_json
 
 USER = {"role": "user", "content": "Hi"}
 TEMPLATE = (
@@ -18,18 +18,18 @@ TEMPLATE = (
 )
 
 
-def called(arguments: Any) -> dict[str, Any]:
-    """A turn of a call."""
+def call_turn(arguments: Any) -> dict[str, Any]:
+    """Return a message with a tool call."""
     function = {"name": "f", "arguments": arguments}
     call = {"id": "c", "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 TURNS: list[tuple[dict[str, Any], str]] = [
-    (called('{"a": "x"}'), "assistant=[a:x]"),
-    (called({"a": "x"}), "assistant=[a:x]"),
-    (called(""), "assistant="),
-    (called('{"a": "x'), 'assistant=[arguments:{"a": "x]'),
+    (call_turn('{"a": "x"}'), "assistant=[a:x]"),
+    (call_turn({"a": "x"}), "assistant=[a:x]"),
+    (call_turn(""), "assistant="),
+    (call_turn('{"a": "x'), 'assistant=[arguments:{"a": "x]'),
     ({"role": "assistant"}, "assistant="),
     ({"role": "assistant", "content": None, "refusal": "no"}, "assistant=no"),
     ({"role": "user", "content": [{"type": "text", "text": "a"}]}, "user=a"),
@@ -38,20 +38,22 @@ TURNS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("turn", "shown"), TURNS)
-def test_ordinary_histories(spd_run, model, script, tmp_path: Path, turn, shown: str) -> None:
-    edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
+@pytest.mark.parametrize(("turn", "expected"), TURNS)
+def test_histories_of_the_api_are_rendered(
+    spd_run, model, script, tmp_path: Path, turn, expected: str
+) -> None:
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps([USER, turn]), encoding="utf-8")
     ran = spd_run("generate", "-m", model, "--dry-run", "--json", "--messages", chat)
-    assert json.loads(ran.out)["prompt"] == f"user=Hi;{shown};"
+    assert json.loads(ran.out)["prompt"] == f"user=Hi;{expected};"
     chat.write_text(json.dumps({"messages": [USER, turn]}), encoding="utf-8")
     assert spd_run("generate", "-m", model, "--jsonl", "-f", chat).code == 0
     assert len(script.request.prompt_ids) == len(json.loads(ran.out)["prompt_ids"])
 
 
 @pytest.mark.parametrize(
-    ("turn", "why"),
+    ("turn", "reason"),
     [
         ({"role": "user", "content": None}, "message 1 has no text in `content`"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "a part of `content` that holds no"),
@@ -60,9 +62,11 @@ def test_ordinary_histories(spd_run, model, script, tmp_path: Path, turn, shown:
         ("x", "message 1 is not an object"),
     ],
 )
-def test_what_cannot_be_read(spd_run, model, tmp_path: Path, turn: Any, why: str) -> None:
+def test_an_unreadable_message_is_refused(
+    spd_run, model, tmp_path: Path, turn: Any, reason: str
+) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps([USER, turn]), encoding="utf-8")
     ran = spd_run("generate", "-m", model, "--messages", chat)
     assert ran.code == 2
-    assert why in str(ran.err)
+    assert reason in str(ran.err)

@@ -1,4 +1,4 @@
-"""`spd pull`, `ls` and `rm` against a hub on loopback: what is fetched, what is refused, what is left."""
+"""`spd pull`, `ls` and `rm` against a hub on loopback: downloads, refusals and removals."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from spd.cli.signals import Interrupted
 from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
 from spd.server import run
-from tests.cli.conftest import failing, refused
+from tests.cli.conftest import assert_refused, make_failing
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
 from tests.test_hostile import CONTROLS
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache."""
     folder = tmp_path / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(folder))
     return folder
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(tiny: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with one tiny model that runs."""
+    """Yield a hub with one tiny model that runs."""
     folder = tiny()
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     offered = Hub(
@@ -63,24 +63,26 @@ def snapshot(cache: Path) -> Path:
 
 
 def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    """Nothing twice, and by a dry run nothing of it."""
+    """Nothing is fetched twice, and nothing by a dry run."""
     hub.files["hf_quant_config.json"] = b'{"quantization": {}}'
     ran = spd_run("pull", NAME, "--dry-run", "--json")
     assert (
         ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
     )
-    assert hub.fetched() == [] and not snapshot(cache).exists()
+    assert hub.fetched_files() == [] and not snapshot(cache).exists()
     ran = spd_run("pull", NAME)
     assert ran.code == 0 and ran.text == f"{snapshot(cache)}\n", ran
-    wanted = {
+    expected = {
         name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")
     }
-    assert {path.name for path in snapshot(cache).iterdir()} <= wanted
+    assert {path.name for path in snapshot(cache).iterdir()} <= expected
     assert (
-        {"config.json", "model.safetensors", "hf_quant_config.json"} <= set(hub.fetched()) <= wanted
+        {"config.json", "model.safetensors", "hf_quant_config.json"}
+        <= set(hub.fetched_files())
+        <= expected
     )
-    before = len(hub.fetched())
-    assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before
+    before = len(hub.fetched_files())
+    assert spd_run("pull", NAME).code == 0 and len(hub.fetched_files()) == before
     assert spd_run("inspect", NAME).code == 0
 
 
@@ -93,7 +95,7 @@ def test_what_a_hub_says_steers_no_terminal(hub: Hub, cache: Path) -> None:
 
 
 def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    """Hostile names in the listing are never asked for."""
+    """Hostile names in the listing are never requested."""
     weights = hub.files.pop("model.safetensors")
     hub.files |= {"model-1.safetensors": weights, "consolidated.safetensors": b"x" * 99}
     index = {"weight_map": {"a": "model-1.safetensors"}}
@@ -102,7 +104,8 @@ def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: C
     hub.extra.append("sub/model.safetensors")
     assert spd_run("pull", NAME).code == 0
     assert (
-        "model-1.safetensors" in hub.fetched() and "consolidated.safetensors" not in hub.fetched()
+        "model-1.safetensors" in hub.fetched_files()
+        and "consolidated.safetensors" not in hub.fetched_files()
     )
     assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
 
@@ -110,7 +113,9 @@ def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: C
 @pytest.mark.parametrize(
     "name", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3]
 )
-def test_hostile_names_in_the_index(name: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
+def test_hostile_names_in_the_index_are_refused(
+    name: object, hub: Hub, cache: Path, spd_run: Callable
+) -> None:
     del hub.files["model.safetensors"]
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
     ran = spd_run("pull", NAME)
@@ -123,7 +128,7 @@ def test_a_broken_connection_goes_on_where_it_broke(hub, cache, spd_run, monkeyp
     hub.break_after["model.safetensors"] = [1000]
     assert spd_run("pull", NAME).code == 0
     assert "bytes=1000-" in [
-        wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")
+        range_header for _, path, range_header in hub.log if path.endswith("model.safetensors")
     ]
     assert (snapshot(cache) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
@@ -136,11 +141,11 @@ def test_what_was_finished_is_kept(
     assert ran.code == 8 and not (snapshot(cache) / "model.safetensors").exists()
     hub.sent.clear()
     with pytest.raises(Interrupted):
-        hub_download.download(hub_download.look_up_model(NAME), failing(Interrupted(2)))
+        hub_download.download(hub_download.look_up_model(NAME), make_failing(Interrupted(2)))
     assert not list(cache.rglob("*.incomplete"))
     hub.log.clear()
     assert spd_run("pull", NAME).code == 0
-    assert hub.fetched() == ["model.safetensors"]
+    assert hub.fetched_files() == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +154,14 @@ def test_what_was_finished_is_kept(
 def test_a_file_with_another_hash_is_removed(
     name: str, hub: Hub, cache: Path, spd_run: Callable
 ) -> None:
-    """An index is read before anything else is: what a proxy sends in its place is no damaged model."""
+    """An index is read first: a wrong one from a proxy must not be reported as a damaged model."""
     if "index" in name:
         del hub.files["model.safetensors"]
     data = hub.files.setdefault(name, b'{"weight_map": {"a": "m.safetensors"}}')
     hub.sent[name] = bytes([data[0] ^ 1]) + data[1:]
-    refused(spd_run("pull", NAME), 8, f"{name} is not the file that the hub lists", "hash wanted")
+    assert_refused(
+        spd_run("pull", NAME), 8, f"{name} is not the file that the hub lists", "hash wanted"
+    )
     assert not (snapshot(cache) / name).exists()
     assert all(
         hub.sent[name] != blob.read_bytes()
@@ -162,7 +169,7 @@ def test_a_file_with_another_hash_is_removed(
     )
 
 
-def everything_below(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -173,15 +180,15 @@ def everything_below(folder: Path) -> dict[str, bytes]:
 def test_no_answer_leads_out_of_the_cache(
     header, name, missing, hub, cache, tmp_path, spd_run
 ) -> None:
-    """The library makes paths of these headers; what is there is kept, and nothing is made."""
+    """The library makes paths of these headers; existing files are kept, and none is made."""
     precious = tmp_path / "precious"
     precious.write_text("all there is")
-    before = {path: data for path, data in everything_below(tmp_path).items() if "tiny" not in path}
+    before = {path: data for path, data in read_files(tmp_path).items() if "tiny" not in path}
     hub.headers[header] = name.replace("/PRECIOUS", str(precious))
     hub.missing = missing
-    words = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
-    refused(spd_run("pull", NAME), 8, words)
-    outside = {p: d for p, d in everything_below(tmp_path).items() if not p.startswith(str(cache))}
+    message = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
+    assert_refused(spd_run("pull", NAME), 8, message)
+    outside = {p: d for p, d in read_files(tmp_path).items() if not p.startswith(str(cache))}
     assert outside == before
 
 
@@ -214,16 +221,16 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:60].decode("latin-1"))
-def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> None:
+def test_a_wrong_answer_of_the_hub_is_refused(answer: bytes, hub: Hub, spd_run: Callable) -> None:
     hub.answer = answer
-    refused(
+    assert_refused(
         spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url
     )
 
 
 GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
 NOWHERE = "http://127.0.0.1:9"
-FULL = failing(OSError(28, "No space left on device"))
+FULL = make_failing(OSError(28, "No space left on device"))
 
 
 def disk_of_1000(path: str) -> SimpleNamespace:
@@ -253,30 +260,32 @@ REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "full": ((hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
     "no safetensors": ({"files": BINARY}, 4, LACKING),
 }
-"""What is wrong with the hub or with something else, the exit code, and words."""
+"""A fault of the hub or the machine, the exit code, and texts of the error."""
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
-    change, code, words = REFUSALS[name]
+def test_a_model_that_cannot_be_fetched_is_refused_with_the_reason(
+    name, hub, spd_run, monkeypatch
+) -> None:
+    change, code, expected_texts = REFUSALS[name]
     vars(hub).update(change) if isinstance(change, dict) else monkeypatch.setattr(*change)
-    refused(spd_run("pull", NAME), code, *words)
-    assert hub.fetched() == []
+    assert_refused(spd_run("pull", NAME), code, *expected_texts)
+    assert hub.fetched_files() == []
 
 
 @pytest.mark.parametrize("typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m"])
 def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
     """Without it a script downloads nothing."""
-    monkeypatch.setattr(run, "load", failing(UsageError("no lines to answer")))
-    refused(spd_run(*typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
+    monkeypatch.setattr(run, "load", make_failing(UsageError("no lines to answer")))
+    assert_refused(spd_run(*typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
     assert hub.log == [] and not cache.exists()
     ran = spd_run(*typed.split(), NAME, "--pull", stdin=b"")
     assert ran.code == 0 or "no lines to answer" in ran.err
-    assert "model.safetensors" in hub.fetched(), ran
+    assert "model.safetensors" in hub.fetched_files(), ran
 
 
 def test_serve_downloads_nothing_by_itself(hub, cache, spd_run) -> None:
-    refused(spd_run("serve", "--port", "0", NAME), 3, f"spd pull {NAME}")
+    assert_refused(spd_run("serve", "--port", "0", NAME), 3, f"spd pull {NAME}")
     assert hub.log == [] and not cache.exists()
 
 
@@ -285,7 +294,7 @@ def test_a_person_is_asked(answer, code, hub, cache, spd_run, script, monkeypatc
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
     assert f"download {NAME} from the hub? [y/N]" in ran.err and ran.code == code
-    done = ("model.safetensors" in hub.fetched(), bool(hub.log), "iB to download" in ran.err)
+    done = ("model.safetensors" in hub.fetched_files(), bool(hub.log), "iB to download" in ran.err)
     assert done == (not code,) * 3, "the hub hears of nothing before the yes"
 
 
@@ -296,11 +305,17 @@ def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable)
     other.mkdir(parents=True)
     (other / "config.json").write_text('{"architectures": ["OddForCausalLM"], "model_type": "odd"}')
     (cache / "models--org--Empty" / "snapshots" / COMMIT).mkdir(parents=True)
-    shown = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
-    assert set(shown) == {NAME, "org/Odd", "org/Empty"}
-    assert shown[NAME]["supported"] and shown[NAME]["bytes"] > 1000 and shown[NAME]["dtype"]
-    assert not shown["org/Odd"]["supported"] and "Odd" in shown["org/Odd"]["reason"]
-    assert "config.json" in shown["org/Empty"]["reason"]
+    models_by_name = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
+    assert set(models_by_name) == {NAME, "org/Odd", "org/Empty"}
+    assert (
+        models_by_name[NAME]["supported"]
+        and models_by_name[NAME]["bytes"] > 1000
+        and models_by_name[NAME]["dtype"]
+    )
+    assert (
+        not models_by_name["org/Odd"]["supported"] and "Odd" in models_by_name["org/Odd"]["reason"]
+    )
+    assert "config.json" in models_by_name["org/Empty"]["reason"]
     text = spd_run("ls").text
     assert text.splitlines()[0].split() == [
         "MODEL",
@@ -366,7 +381,7 @@ def test_one_of_several_gguf_files_has_to_be_chosen(
     for tag in ("Q4_K_M", "Q8_0", "BF16"):
         assert re.search(rf"GiB +fits +{tag}\n", ran.err)
     assert f"fix: spd pull {NAME}:BF16" in ran.err, "the largest that fits"
-    assert hub.fetched() == [] and not cache.exists()
+    assert hub.fetched_files() == [] and not cache.exists()
     assert "has no GGUF file 'Q2_K'" in spd_run("pull", f"{NAME}:Q2_K").err
 
 
@@ -384,14 +399,14 @@ def test_one_of_several_gguf_files_has_to_be_chosen(
 def test_the_files_that_a_tag_means_are_fetched(
     tag: str, first: str, fetched: list[str], hub: Hub, cache: Path, spd_run: Callable
 ) -> None:
-    """Those of the model, and its MTP layers where they are a file of their own."""
+    """These are the files of the model, and that of its MTP layers if they have their own."""
     hub.files = dict(QUANTIZED)
     ran = spd_run("pull", f"{NAME}:{tag}", "--json")
-    assert hub.fetched() == fetched
+    assert hub.fetched_files() == fetched
     assert ran.json["file"] == str(snapshot(cache) / first) and Path(ran.json["file"]).exists()
     assert spd_run("ls", "-q").text.split() == [f"{NAME}:{tag.upper()}"]
     assert spd_run("pull", f"{NAME}:{tag}").text.strip() == ran.json["file"]
-    assert hub.fetched() == fetched, "not twice"
+    assert hub.fetched_files() == fetched, "not twice"
 
 
 def test_a_single_gguf_file_needs_no_choice(hub: Hub, cache: Path, spd_run: Callable) -> None:
@@ -409,7 +424,7 @@ def test_no_name_of_a_gguf_file_leads_out_of_the_cache(
 ) -> None:
     hub.files = {name: b"GGUF"}
     ran = spd_run("pull", f"{NAME}:Q8_0")
-    assert ran.code == 2 and "has no GGUF file 'Q8_0'" in ran.err and hub.fetched() == []
+    assert ran.code == 2 and "has no GGUF file 'Q8_0'" in ran.err and hub.fetched_files() == []
 
 
 def test_a_person_is_asked_for_a_gguf_file_that_is_not_here(
@@ -420,7 +435,7 @@ def test_a_person_is_asked_for_a_gguf_file_that_is_not_here(
     ran = spd_run("inspect", f"{NAME}:Q4_K_M")
     assert "no store on this machine has it" in ran.err and f"spd pull {NAME}:Q4_K_M" in ran.err
     spd_run("generate", "-m", f"{NAME}:Q4_K_M", "Hi", stdin=b"y\n")
-    assert hub.fetched() == ["T-Q4_K_M.gguf", "mtp-T-Q8_0.gguf"]
+    assert hub.fetched_files() == ["T-Q4_K_M.gguf", "mtp-T-Q8_0.gguf"]
 
 
 def test_what_other_programs_keep_is_listed_and_never_removed(
@@ -439,12 +454,12 @@ def test_what_other_programs_keep_is_listed_and_never_removed(
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "old.gguf").write_bytes(b"GGUF" + bytes(20))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    shown = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
-    assert {name: model["store"] for name, model in shown.items()} == {
+    models_by_name = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
+    assert {name: model["store"] for name, model in models_by_name.items()} == {
         "tiny:1b": "Ollama",
         "old": "llama.cpp",
     }
-    assert "GGUF version 0" in shown["tiny:1b"]["reason"]
+    assert "GGUF version 0" in models_by_name["tiny:1b"]["reason"]
     ran = spd_run("rm", "-y", "tiny:1b")
     assert ran.code == 2 and "is kept by Ollama" in ran.err and "fix: ollama rm tiny:1b" in ran.err
     ran = spd_run("rm", "-y", "old")

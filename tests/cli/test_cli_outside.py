@@ -1,4 +1,4 @@
-"""Strings from outside on their way to a terminal, and what a stranger's shell meets."""
+"""Untrusted strings on their way to a terminal, and other shells and locales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_group
 
 from spd.cli.commands import COMMANDS, build_app
-from tests.cli.conftest import ROOT, edit
+from tests.cli.conftest import ROOT, edit_json
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 EVIL = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u2028\nfix: curl evil\rZ"
@@ -41,11 +41,11 @@ def only_pickle(folder: Path) -> None:
 
 def put(name: str, key: str, value: object) -> Callable[[Path], None]:
     """Set one key of a JSON file."""
-    return lambda folder: edit(folder / name, **{key: value})
+    return lambda folder: edit_json(folder / name, **{key: value})
 
 
 def trace(folder: Path) -> None:
-    """Two rounds of a request, and the header of another drafter."""
+    """Write a trace with hostile names."""
     ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.1}
     record = {
         "request": EVIL,
@@ -92,13 +92,13 @@ def test_nothing_from_outside_steers_a_terminal(case, spd_run, tiny, tmp_path, m
     change, typed = CASES[case]
     change(Path(shutil.copytree(places["good"], places["evil"])))
     ran = spd_run(*(word.format(**places) for word in typed.split()), stdin=b"Hi\n")
-    shown = ran.err + ran.text * (
+    output = ran.err + ran.text * (
         not typed.startswith("chat")
     )  # whose output is the reply, as it is
-    assert "owned" in shown and not SHOWN.search(shown), shown
+    assert "owned" in output and not SHOWN.search(output), output
 
 
-def test_what_libraries_write_to_standard_error(ask, script, monkeypatch) -> None:
+def test_logs_of_libraries_are_escaped(ask, script, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     line = EVIL.replace("\n", "")
     script.on_load = lambda progress: logging.getLogger("of a library").warning(line)
@@ -112,14 +112,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """The program in a process of its own, its output no terminal."""
-    kept = {
+    """Run the program in a process whose output is no terminal."""
+    inherited = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
     }
-    words = (word if isinstance(word, bytes) else str(word) for word in argv)
+    arguments = (argument if isinstance(argument, bytes) else str(argument) for argument in argv)
     return subprocess.run(
-        [sys.executable, "-m", "spd", *words],
-        env={**kept, **environment},
+        [sys.executable, "-m", "spd", *arguments],
+        env={**inherited, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         cwd=ROOT,
@@ -128,8 +128,8 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_help_are_commands(name: str) -> None:
-    """Every example below a command's help is read by the parser as it stands."""
-    found = 0
+    """Each example below a command's help is valid for the parser."""
+    num_examples = 0
     for line in get_group(build_app((name,))).commands[name].epilog.splitlines():
         if not line.startswith("  "):
             continue
@@ -141,21 +141,21 @@ def test_the_examples_of_help_are_commands(name: str) -> None:
             ends = (i for i, word in enumerate(words) if set(word) <= set("|<>&"))
             command, *argv = words[: next(ends, len(words))]
             get_group(build_app((command,))).commands[command].make_context(command, argv)
-            found += 1
-    assert found
+            num_examples += 1
+    assert num_examples
 
 
-def test_locales_with_fewer_letters(folder) -> None:
-    """Marks and prompts that the locale has no letters for: no traceback, and the words arrive, in UTF-8."""
+def test_locales_with_fewer_letters_get_utf8(folder) -> None:
+    """The locale lacks letters of help and prompts: no traceback, and the prompt arrives in UTF-8."""
     for encoding in ("ascii", "latin-1"):
-        how = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
+        locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
         for argv in (("generate", "--help"), ("inspect", folder)):
-            done = spd(*argv, **how)
+            done = spd(*argv, **locale)
             assert done.returncode == 0 and b"Traceback" not in done.stderr and done.stdout, done
-    beside = folder.parent / "größe.txt"
-    beside.write_text("Σ\n")
-    asked = ["--raw", "--dry-run", "-m", folder, "-f", beside, "naïve café"]
-    done = spd("generate", *asked, "--json", LC_ALL="C")
+    text_file = folder.parent / "größe.txt"
+    text_file.write_text("Σ\n")
+    arguments = ["--raw", "--dry-run", "-m", folder, "-f", text_file, "naïve café"]
+    done = spd("generate", *arguments, "--json", LC_ALL="C")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompt"].split() == ["Σ", "naïve", "café"]
     done = spd("generate", "--raw", "--dry-run", "-m", folder, b"caf\xe9", LC_ALL="C")
@@ -164,11 +164,11 @@ def test_locales_with_fewer_letters(folder) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family: str) -> None:
-    """Its tensors are all found under the names that the family's code wants, and none is left over."""
+    """All tensors have the names that the family's code expects, and none is unused."""
     ran = spd_run("inspect", write_dense(tmp_path / family, family), "--json")
     assert ran.code == 0, ran
-    shown = ran.json
+    report = ran.json
     assert json.loads((tmp_path / family / "config.json").read_text())["architectures"][0] in str(
-        shown
+        report
     )
     assert "missing" not in ran.err and "unexpected" not in ran.err

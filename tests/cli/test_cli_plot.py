@@ -1,4 +1,4 @@
-"""`--plot` of bench and explain: what is drawn, and what is refused before anything is measured."""
+"""`--plot` of bench and explain: the pictures, and refusals before anything is measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from spd.cli import plot
+from spd.cli.bench_table import BenchResult
 from spd.runtime.lab.explain import explain_traces
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Sweep
-from tests.cli.conftest import refused
+from tests.cli.bench_results import make_bench_result
+from tests.cli.conftest import assert_refused
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 from tests.runtime.measuring.test_measuring_explain import make_trace
 
@@ -25,8 +27,8 @@ def matplotlib() -> None:
     pytest.importorskip("matplotlib")
 
 
-def bench_result() -> dict[str, Any]:
-    """Two models, each plain and with drafts, three times each; one is named in mathematical notation."""
+def make_result() -> BenchResult:
+    """Return a result of two models, plain and with drafts; one name is in mathematical notation."""
     drafts = {"drafted_per_position": [100, 50, 4], "accepted_per_position": [70, 20, 4]}
     samples = [
         make_sample(config, r, (1.0 + 0.1 * r) / speed, **(drafts if config % 2 else {}))
@@ -34,26 +36,27 @@ def bench_result() -> dict[str, Any]:
         for config, speed in enumerate((1, 2, 3, 4))
     ]
     models = ["one", "one", "$two_2$", "$two_2$"]
-    return {"model": "one,$two_2$", "rows": make_rows(samples, [PLAIN, DRAFT] * 2, models)}
+    rows = make_rows(samples, [PLAIN, DRAFT] * 2, models)
+    return make_bench_result("one,$two_2$", rows, [PLAIN, DRAFT] * 2)
 
 
 def texts_of(path: Path) -> list[str]:
-    """Every text of a picture."""
+    """Return every text of a picture."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 
 
 def test_a_bench_is_drawn(tmp_path: Path, matplotlib: None) -> None:
     path = tmp_path / "speed.svg"
-    plot.plot_bench(bench_result(), path)
+    plot.plot_bench(make_result(), path)
     texts = texts_of(path)
-    for words in ("one plain", "one draft k=2", "$two_2$ plain", "$two_2$ draft k=2"):
-        assert words in texts
+    for label in ("one plain", "one draft k=2", "$two_2$ plain", "$two_2$ draft k=2"):
+        assert label in texts
     assert "18.2  2.00 × plain" in texts and "36.4  1.33 × plain" in texts
     assert "one,$two_2$: code, T 0" in texts and "acceptance by position" in texts
     first = path.read_bytes()
-    plot.plot_bench(bench_result(), path)
+    plot.plot_bench(make_result(), path)
     assert path.read_bytes() == first, "the same result is the same file"
-    plot.plot_bench(bench_result(), tmp_path / "speed.png")
+    plot.plot_bench(make_result(), tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -64,22 +67,22 @@ def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..
     ran = spd_run("explain", file, "--plot", tmp_path / "trace.svg")
     assert ran.code == 0 and "← best" in ran.text
     texts = texts_of(tmp_path / "trace.svg")
-    found = explain_traces([trace])
-    shares = [f"{100 * share:.0f}" for share in found.survival]
+    explanation = explain_traces([trace])
+    shares = [f"{100 * share:.0f}" for share in explanation.survival]
     assert {"draft: what other K would give", "this run", "drafting", *shares} <= {*texts}
-    assert f"a round of this run: {found.now.round_ms:.2f} ms" in texts
+    assert f"a round of this run: {explanation.now.round_ms:.2f} ms" in texts
 
 
 @pytest.mark.parametrize("command", ["bench", "explain"])
 def test_without_the_library_the_command_that_installs_it_is_named(
     command: str, spd_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is measured or read."""
+    """The refusal comes before anything is measured or read."""
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     monkeypatch.setattr(Sweep, "run", lambda self: pytest.fail("it measures"))
-    words = ["demo"] if command == "bench" else [str(tmp_path / "none")]
-    ran = spd_run(command, *words, "--plot", tmp_path / "x.png")
-    refused(ran, 2, "--plot needs matplotlib", "fix: pip install 'spd[plot]'")
+    arguments = ["demo"] if command == "bench" else [str(tmp_path / "none")]
+    ran = spd_run(command, *arguments, "--plot", tmp_path / "x.png")
+    assert_refused(ran, 2, "--plot needs matplotlib", "fix: pip install 'spd[plot]'")
 
 
 def test_a_file_that_cannot_be_written_is_refused_first(
@@ -87,4 +90,4 @@ def test_a_file_that_cannot_be_written_is_refused_first(
 ) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: pytest.fail("it measures"))
     ran = spd_run("bench", "demo", "--plot", tmp_path / "nowhere" / "x.png")
-    refused(ran, 2, "cannot write to", "x.png")
+    assert_refused(ran, 2, "cannot write to", "x.png")

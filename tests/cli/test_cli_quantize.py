@@ -1,4 +1,4 @@
-"""`spd quantize`: what it writes is what `--quantize int4` runs; what it refuses."""
+"""`spd quantize` writes what `--quantize int4` runs, and `spd convert-mtp` copies MTP heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp import read_head_folder, verifier_hash
 from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.load.packed_weights import unpack
-from tests.cli.conftest import refused
+from tests.cli.conftest import assert_refused
 from tests.helpers import edit_weights, truncate_on_open
 from tests.recipes.mtp_folders import PREFIX, write_deepseek
 from tests.recipes.packed_twin import write_twin
@@ -44,51 +44,52 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
     written = tmp_path / "int4"
     planned = spd_run("quantize", "demo", written, "--dry-run", "--json")
     assert not written.exists()
-    told = planned.json
+    planned_report = planned.json
     ran = spd_run("quantize", "demo", written, "--json").json
-    assert ran == told | {"written": True}
+    assert ran == planned_report | {"written": True}
     assert (written / "model.safetensors").stat().st_size >= ran["bytes"]["after"]
     assert 2 * ran["bytes"]["before"] > 3 * ran["bytes"]["after"]
-    asked = [
-        spd_run("generate", *more, *ASK).out for more in (("-m", written), ("--quantize", "int4"))
+    replies = [
+        spd_run("generate", *arguments, *ASK).out
+        for arguments in (("-m", written), ("--quantize", "int4"))
     ]
-    assert asked[0] == asked[1] != spd_run("generate", *ASK).out
+    assert replies[0] == replies[1] != spd_run("generate", *ASK).out
     drafted = spd_run(
         "generate", "-m", written, *("mtp" if word == "off" else word for word in ASK)
     )
-    assert drafted.out == asked[0]
+    assert drafted.out == replies[0]
 
 
 def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path: Path) -> None:
-    """Of a hybrid, with its MTP layers and without; one of another shape in a head stays."""
+    """Cover a hybrid with and without its MTP layers; a tensor of another shape in a head is unchanged."""
     source = write_tiny_hybrid(
         tmp_path / "source", mtp=True, dtype="bfloat16", hidden_size=64, intermediate_size=128
     )
     before = load_file(source / "model.safetensors")
     heads = {name for name in before if name.startswith("mtp.") and name.endswith("_proj.weight")}
-    for folder, more in (("own", ()), ("all", ("--mtp-too",))):
-        spd_run("quantize", source, tmp_path / folder, *more)
+    for folder, arguments in (("own", ()), ("all", ("--mtp-too",))):
+        spd_run("quantize", source, tmp_path / folder, *arguments)
         written = ModelFolder(tmp_path / folder)
-        how = written.config.quantization
+        quantization = written.config.quantization
         after = written.checkpoint
-        assert how is not None and heads
+        assert quantization is not None and heads
         rounded = set()
         for name, tensor in before.items():
             if name in after.tensors:
                 assert torch.equal(after.read(name), tensor)
                 continue
-            module, scheme = how.module_scheme(name, tuple(tensor.shape), after.tensors)
-            found = unpack(after, module, scheme, tuple(tensor.shape))
-            assert torch.equal(found.plain(), quantize_int4(tensor).plain(torch.float32))
+            module, scheme = quantization.module_scheme(name, tuple(tensor.shape), after.tensors)
+            unpacked = unpack(after, module, scheme, tuple(tensor.shape))
+            assert torch.equal(unpacked.plain(), quantize_int4(tensor).plain(torch.float32))
             rounded.add(name)
         assert any("linear_attn" in name for name in rounded) and any(
             "mlp" in name for name in rounded
         )
-        assert rounded & heads == (heads if more else set())
-        listed = json.loads((written.path / "config.json").read_text())["quantization_config"][
+        assert rounded & heads == (heads if arguments else set())
+        ignored = json.loads((written.path / "config.json").read_text())["quantization_config"][
             "ignore"
         ]
-        assert not {name.removesuffix(".weight") for name in rounded} & set(listed)
+        assert not {name.removesuffix(".weight") for name in rounded} & set(ignored)
     odd = next(name for name in sorted(heads) if name.endswith("up_proj.weight"))
     edit_weights(source, lambda tensors: tensors.update({odd: before[odd].flatten()}))
     spd_run("quantize", source, tmp_path / "odd", "--mtp-too")
@@ -97,13 +98,19 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
     )
 
 
-def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
+def test_a_quantized_damaged_or_existing_folder_is_refused(
+    spd_run: Callable, tmp_path: Path
+) -> None:
     spd_run("quantize", "demo", tmp_path / "once")
-    refused(spd_run("quantize", "demo", tmp_path / "once"), 2, "exists already")
-    refused(spd_run("quantize", tmp_path / "once", tmp_path / "twice"), 4, "quantized already")
+    assert_refused(spd_run("quantize", "demo", tmp_path / "once"), 2, "exists already")
+    assert_refused(
+        spd_run("quantize", tmp_path / "once", tmp_path / "twice"), 4, "quantized already"
+    )
     weights = Path(shutil.copytree(demo_folder(), tmp_path / "broken")) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
-    refused(spd_run("quantize", weights.parent, tmp_path / "nothing"), 4, "model.safetensors")
+    assert_refused(
+        spd_run("quantize", weights.parent, tmp_path / "nothing"), 4, "model.safetensors"
+    )
     assert not (tmp_path / "twice").exists() and not (tmp_path / "nothing").exists()
 
 
@@ -112,20 +119,20 @@ COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
 
 @pytest.fixture
 def original(tmp_path: Path) -> Path:
-    """A model with an MTP layer, to be changed at will."""
+    """Return a model with an MTP layer."""
     write_deepseek(tmp_path / "original")
     return tmp_path / "original"
 
 
-def head_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def head_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES
     }
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        t.dtype == other[name].dtype and torch.equal(t, other[name]) for name, t in one.items()
+def are_equal(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == other.keys() and all(
+        t.dtype == other[name].dtype and torch.equal(t, other[name]) for name, t in first.items()
     )
 
 
@@ -139,10 +146,10 @@ def test_the_head_is_cut_out_byte_for_byte(
     assert ran.code == 0 and ran.err == ""
     facts = ran.json
     assert (facts["family"], facts["modules"], facts["written"]) == ("deepseek", 1, True)
-    wanted = head_of(load_file(original / "model.safetensors"))
-    assert {row["name"] for row in facts["mapped"]} == set(wanted)
+    expected = head_tensors(load_file(original / "model.safetensors"))
+    assert {row["name"] for row in facts["mapped"]} == set(expected)
     assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == []
-    assert equal(load_file(head / "model.safetensors"), wanted)
+    assert are_equal(load_file(head / "model.safetensors"), expected)
     folder = read_head_folder(ModelFolder(head))
     assert folder.layout.modules == 1 and folder.verifier == str(original)
     assert folder.verifier_sha256 == facts["verifier"]["sha256"]
@@ -150,15 +157,15 @@ def test_the_head_is_cut_out_byte_for_byte(
 
 
 def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:
-    """The others are not even there: a head can be cut from what was downloaded for it."""
+    """The other shards are missing: a head can be copied from its downloaded shards alone."""
     tensors = write_deepseek(sharded := tmp_path / "sharded", shards=6)
     for number in range(1, 5):
         (sharded / f"model-{number:05}-of-00006.safetensors").unlink()
     ran = spd_run("convert-mtp", sharded, tmp_path / "head")
     assert ran.code == 0, ran.err
-    assert equal(load_file(tmp_path / "head" / "model.safetensors"), head_of(tensors))
+    assert are_equal(load_file(tmp_path / "head" / "model.safetensors"), head_tensors(tensors))
     (sharded / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
-    refused(spd_run("convert-mtp", sharded, tmp_path / "other"), 4, "model-00005-of-00006")
+    assert_refused(spd_run("convert-mtp", sharded, tmp_path / "other"), 4, "model-00005-of-00006")
     assert not (tmp_path / "other").exists()
 
 
@@ -175,13 +182,13 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     twin = write_twin(original, tmp_path / "twin", block=24)  # partial last blocks both ways
     assert spd_run("convert-mtp", twin, tmp_path / "head").code == 0
     stored = load_file(tmp_path / "head" / "model.safetensors")
-    assert equal(stored, head_of(load_file(twin / "model.safetensors")))
+    assert are_equal(stored, head_tensors(load_file(twin / "model.safetensors")))
     config = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["weight_block_size"] == [24, 24]
     scale = next(name for name in stored if name.endswith("_scale_inv"))
     edit_weights(twin, lambda tensors: tensors.pop(scale))
-    said = "tensors of the MTP head are needed: 1 missing", scale.removesuffix("_inv")
-    refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *said)
+    expected_texts = "tensors of the MTP head are needed: 1 missing", scale.removesuffix("_inv")
+    assert_refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *expected_texts)
 
 
 def test_nothing_is_overwritten_by_accident(
@@ -191,9 +198,9 @@ def test_nothing_is_overwritten_by_accident(
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for destination in (original, tmp_path, tmp_path / "link"):
-        refused(spd_run("convert-mtp", original, destination), 2, "exists already")
+        assert_refused(spd_run("convert-mtp", original, destination), 2, "exists already")
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
-    refused(
+    assert_refused(
         spd_run("convert-mtp", original, tmp_path / "empty"), 2, "exists already", "a new folder"
     )
     assert before == {path: path.read_bytes() for path in original.iterdir()}
@@ -252,7 +259,7 @@ def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(
     (snapshot / "other.json").symlink_to(other)
     ran = spd_run("quantize", snapshot, tmp_path / "written", "-q")
     assert ran.code == 0
-    own = (tmp_path / "written" / "tokenizer.json").read_bytes()
-    assert own == demo_folder("demo").joinpath("tokenizer.json").read_bytes()
+    copied = (tmp_path / "written" / "tokenizer.json").read_bytes()
+    assert copied == demo_folder("demo").joinpath("tokenizer.json").read_bytes()
     assert not (tmp_path / "written" / "tokenizer.json").is_symlink()
     assert not (tmp_path / "written" / "other.json").exists()

@@ -1,4 +1,4 @@
-"""Start-up, help, the version, and what is never imported on the way."""
+"""Start-up, help, the version, and modules that must not be imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.main import get_command, get_group
 import spd
 from spd import errors
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
-from tests.cli.conftest import ROOT, refused
+from tests.cli.conftest import ROOT, assert_refused
 
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic", "jinja2"}
 LIGHT |= {"prompt_toolkit", "uvicorn"}
@@ -57,9 +57,12 @@ LOADED = [
 def loaded_after(
     *argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str
 ) -> Any:
-    """Standard output, and the modules in memory, after `spd ARGV` in a new process that hears of its end."""
-    hears = "os._exit = sys.exit\natexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
-    code = f"import sys, os, atexit\n{hears}sys.argv = ['spd', *{list(argv)!r}]\n{run}"
+    """Run `spd ARGV` in a new process; return its output and the modules it has imported."""
+    report_modules = (
+        "os._exit = sys.exit\n"
+        "atexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
+    )
+    code = f"import sys, os, atexit\n{report_modules}sys.argv = ['spd', *{list(argv)!r}]\n{run}"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -72,14 +75,16 @@ def loaded_after(
     return done.stdout, set(done.stderr.split())
 
 
-@pytest.mark.parametrize(("argv", "environment", "said", "never"), LOADED)
-def test_what_is_loaded(argv, environment, said, never, tmp_path) -> None:
+@pytest.mark.parametrize(("argv", "environment", "expected", "never"), LOADED)
+def test_a_start_loads_none_of_these_modules(argv, environment, expected, never, tmp_path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
     environment = {
         name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()
     }
     out, modules = loaded_after(*argv.split(), **environment)
-    assert (out == said if said.endswith("\n") else said in out) and not modules & never, out
+    assert (
+        out == expected if expected.endswith("\n") else expected in out
+    ) and not modules & never, out
 
 
 def test_help_of_no_command_loads_anything_heavy() -> None:
@@ -89,7 +94,7 @@ def test_help_of_no_command_loads_anything_heavy() -> None:
 
 
 def test_a_missing_numpy_is_no_news() -> None:
-    """A torch without it warns on import, and spd does not pass it on."""
+    """A torch without NumPy warns on import, and spd filters the warning."""
     code = (
         "import warnings; from spd.cli.app import main; main(['completions', 'bash']); "
         "warnings.warn('Failed to initialize NumPy: No module named numpy'); warnings.warn('other news')"
@@ -99,7 +104,7 @@ def test_a_missing_numpy_is_no_news() -> None:
 
 
 def test_a_missing_numpy_is_no_news_from_python_either() -> None:
-    """torch's first import, through the library's names, is silent, and other warnings come through."""
+    """The import of torch through the library's names shows no warning; other warnings are shown."""
     code = (
         "import sys, warnings; sys.modules['numpy'] = None; import spd; spd.Engine; spd.chat; "
         "warnings.warn('other news')"
@@ -110,7 +115,7 @@ def test_a_missing_numpy_is_no_news_from_python_either() -> None:
 
 
 def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, monkeypatch) -> None:
-    """Nor by libraries: Triton asks for a compiler by its name, and for headers as the environment says."""
+    """Libraries do not either: Triton looks a compiler up by name, and headers by the environment."""
     (tmp_path / "gcc").touch(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f":.:bin:{tmp_path}/own:{os.environ['PATH']}")
@@ -148,12 +153,12 @@ def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, mon
     app: Any = get_command(build_app())
     command = app.commands[name] if name else app
     names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
-    wanted = {option for option in names if option.startswith("-")} | (
+    expected = {option for option in names if option.startswith("-")} | (
         {"--help"} if name else set(COMMANDS)
     )
     first = re.findall(r"^[│ ]*((?:--?[\w-]+(?: / |, ?| +)?)+|[\w-]+)", ran.text, re.MULTILINE)
-    found = {word for words in first for word in re.findall(r"[\w-]+", words)}
-    assert wanted <= found and not re.search(r"--[\w-]*…", ran.text)
+    printed = {word for first_column in first for word in re.findall(r"[\w-]+", first_column)}
+    assert expected <= printed and not re.search(r"--[\w-]*…", ran.text)
 
 
 HELP = "spd generate --help"
@@ -174,20 +179,25 @@ ERRORS = [
 
 
 def test_errors_are_written_in_one_place_with_every_exit_code() -> None:
-    """But for a rank that has lost the others and everything else with them."""
+    """The exception is a rank that has lost the others."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.SpdError)}
     assert {getattr(error, "exit_code", 1) for error, _ in ERRORS} == codes == set(range(1, 11))
-    told = (
+    documented = (
         (ROOT / "docs" / "guide.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
     )
-    assert [int(number) for number in re.findall(r"\b\d+\b", told)] == [*range(11), 130, 141, 143]
-    said = [
+    assert [int(number) for number in re.findall(r"\b\d+\b", documented)] == [
+        *range(11),
+        130,
+        141,
+        143,
+    ]
+    writers = [
         path
         for path in (ROOT / "spd").rglob("*.py")
         if re.search(r"""["']error:""", path.read_text())
     ]
-    assert sorted(path.name for path in said) == ["console.py", "rank.py"]
+    assert sorted(path.name for path in writers) == ["console.py", "rank.py"]
 
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)
@@ -195,7 +205,7 @@ def test_every_error_has_a_fix_and_keeps_its_status(error, fix, spd_run, model, 
     script.fail = error
     script.pieces = ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
-    refused(ran, getattr(error, "exit_code", 1), fix)
+    assert_refused(ran, getattr(error, "exit_code", 1), fix)
 
 
 def test_a_deleted_working_folder_is_named(spd_run, tmp_path, monkeypatch) -> None:

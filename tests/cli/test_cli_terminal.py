@@ -1,4 +1,4 @@
-"""Streams and signals: terminals of 40, 80 and 200 columns, colour, full disks, pipes, and how a run ends."""
+"""Streams and signals: terminal widths, colour, full disks, pipes, and the end of a run."""
 
 from __future__ import annotations
 
@@ -24,45 +24,47 @@ from typing import Any
 import pytest
 
 from spd.cli.terminal.console import Console, write_error
-from spd.cli.terminal.plain_text import cells, fit_lines, printable
+from spd.cli.terminal.plain_text import cell_width, escape_controls, fit_lines
 from spd.cli.terminal.sink import Sink, check_writable, to_json
-from spd.cli.terminal.streams import wants_color
+from spd.cli.terminal.streams import is_color_enabled
 from spd.errors import IncompatibleError, ResourceError, UsageError
-from tests.cli.conftest import ROOT, failing, program
+from tests.cli.conftest import ROOT, make_failing, make_program
 from tests.recipes.tiny_dense import write_dense
 
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 PIECES = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
 
 
-def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -> tuple[int, str]:
-    """Exit status and everything that a command wrote to a terminal of its own."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+def run_on_terminal(
+    *argv: object, columns: int = 80, code: str = "", **environment_changes: str
+) -> tuple[int, str]:
+    """Run a command on a pseudo-terminal; return its exit status and output."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(controller, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL")
-    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
     environment = {
-        **kept,
+        **inherited,
         "TERM": "xterm-256color",
         "PYTHONUTF8": "1",
         "HF_HUB_OFFLINE": "1",
-        **more,
+        **environment_changes,
     }
     command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+        command, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
     )
-    os.close(theirs)
+    os.close(terminal)
     seen = b""
     with suppress(OSError):  # the other side is closed
         while True:
-            seen += os.read(ours, 65536)
-    os.close(ours)
+            seen += os.read(controller, 65536)
+    os.close(controller)
     return process.wait(), seen.decode().replace("\r\n", "\n")
 
 
-def plain(text: str) -> str:
-    """Text without styles, and without what a line held before it was written over."""
+def plain_text(text: str) -> str:
+    """Return text without styles and without overwritten parts of lines."""
     return "\n".join(line.rpartition("\r")[2] for line in STYLE.sub("", text).split("\n"))
 
 
@@ -81,27 +83,30 @@ STYLED = {"error:": "\x1b[1;31merror:\x1b[0m", "fix:": "\x1b[32mfix:\x1b[0m"}
 PLAIN = {"NO_COLOR": "1"}
 
 
-def test_an_error() -> None:
+def test_an_error_is_styled_and_wrapped() -> None:
     styled = PLAIN_ERROR
     narrow = PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
-    for word, shown in STYLED.items():
-        styled = styled.replace(word, shown)
-    for columns, environment, said in (
+    for word, styled_word in STYLED.items():
+        styled = styled.replace(word, styled_word)
+    for columns, environment, expected in (
         (80, {}, styled),
         (80, PLAIN, PLAIN_ERROR),
         (40, PLAIN, narrow),
     ):
-        assert on_terminal("generate", "--temp", "1", columns=columns, **environment) == (2, said)
+        assert run_on_terminal("generate", "--temp", "1", columns=columns, **environment) == (
+            2,
+            expected,
+        )
 
 
 def test_reports_break_between_words(folder: Path) -> None:
-    """The same words at every width, no row wider than the terminal but a single word or what is pasted."""
+    """The words are the same at each width, and no row but a single word is wider than the terminal."""
     drop = re.compile(r"\d+(?:\.\d+)?")  # free memory changes from run to run
-    text = plain(on_terminal("inspect", folder, columns=40)[1])
-    wide = plain(on_terminal("inspect", folder, columns=900)[1])
+    text = plain_text(run_on_terminal("inspect", folder, columns=40)[1])
+    wide = plain_text(run_on_terminal("inspect", folder, columns=900)[1])
     assert drop.sub("", text).split() == drop.sub("", wide).split()
     for row in text.split("\n"):
-        assert cells(row) <= 40 or len(row.split()) == 1, row
+        assert cell_width(row) <= 40 or len(row.split()) == 1, row
 
 
 def test_facts_in_a_pipe_are_broken_between_fields_at_100_columns(spd_run, folder) -> None:
@@ -118,8 +123,10 @@ def test_facts_in_a_pipe_are_broken_between_fields_at_100_columns(spd_run, folde
 
 def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model: Path) -> None:
     argv = ["generate", "-m", model, "--stats", "Hi"]
-    status, text = on_terminal(*argv, columns=40, code=program(f"pieces={PIECES!r}"), NO_COLOR="1")
-    reply, *figures = plain(text).rstrip("\n").split("\n")
+    status, text = run_on_terminal(
+        *argv, columns=40, code=make_program(f"pieces={PIECES!r}"), NO_COLOR="1"
+    )
+    reply, *figures = plain_text(text).rstrip("\n").split("\n")
     assert (status, reply) == (0, "".join(PIECES))
     assert " ".join(" ".join(figures).split()).startswith("4 tok · ")
     assert len(figures) > 1 and max(map(len, figures)) < 40
@@ -135,8 +142,10 @@ def test_lines_are_broken_between_words() -> None:
     assert fit_lines(f"in {path} is nothing", 40) == f"in\n  {path}\n  is nothing"
     command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
     assert fit_lines(command, 40) == command
-    told = "  /regen     reply to the last message once more"  # a line of /help is not to be pasted
-    assert fit_lines(told, 40) == f"{told[:38]}\n{' ' * 13}once more"
+    help_line = (
+        "  /regen     reply to the last message once more"  # a line of /help is not to be pasted
+    )
+    assert fit_lines(help_line, 40) == f"{help_line[:38]}\n{' ' * 13}once more"
 
 
 class Terminal(io.StringIO):
@@ -146,8 +155,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colour_order() -> None:
-    for environ, on_terminal, off_terminal in (
+def test_colour_follows_variables_then_the_terminal() -> None:
+    for environ, run_on_terminal, off_terminal in (
         ({}, True, False),
         ({"TERM": "dumb"}, False, False),
         ({"NO_COLOR": "1"}, False, False),
@@ -157,44 +166,48 @@ def test_colour_order() -> None:
         ({"CLICOLOR_FORCE": "0"}, True, False),
         ({"CLICOLOR_FORCE": "1"}, True, True),
     ):
-        assert wants_color(Terminal(), environ) is on_terminal
-        assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
+        assert is_color_enabled(Terminal(), environ) is run_on_terminal
+        assert (
+            is_color_enabled(io.StringIO(), environ)
+            is is_color_enabled(None, environ)
+            is off_terminal
+        )
 
 
 def test_control_characters_are_spelled_out_and_json_is_strict() -> None:
     assert (
-        printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé")
+        escape_controls("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé")
         == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\rf\\udcffé"
     )
-    shown = to_json(
+    line = to_json(
         {"a": float("-inf"), "b": (1.5, float("nan")), 3: Path("x"), "é": "a\nb", "t": True}
     )
-    assert json.loads(shown) == {"a": None, "b": [1.5, None], "3": "x", "é": "a\nb", "t": True}
-    assert "\n" not in shown and "é" in shown
+    assert json.loads(line) == {"a": None, "b": [1.5, None], "3": "x", "é": "a\nb", "t": True}
+    assert "\n" not in line and "é" in line
 
 
 def test_a_slow_non_blocking_reader_gets_everything() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     text = "x" * 300_000
-    got = []
+    received = []
 
     def read() -> None:
         time.sleep(0.2)  # the pipe is full by then
         while data := os.read(reader, 4096):
-            got.append(data)
+            received.append(data)
 
     thread = threading.Thread(target=read)
     thread.start()
     Sink(writer).write(text)
     os.close(writer)
     thread.join(10)
-    assert sum(map(len, got)) == len(text)
+    assert sum(map(len, received)) == len(text)
     os.close(reader)
 
 
-def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
-    """It is said early; a file that a full disk left empty is removed."""
+def test_a_file_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch) -> None:
+    """A file that a full disk left empty is removed."""
     check_writable(tmp_path / "new")
     assert not (tmp_path / "new").exists()
     for bad in (tmp_path, tmp_path / "no" / "file"):
@@ -202,7 +215,7 @@ def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
             check_writable(bad)
     (tmp_path / "old").write_text("x")
     monkeypatch.setattr(
-        "spd.cli.terminal.sink._write_all", failing(OSError(errno.ENOSPC, "No space left"))
+        "spd.cli.terminal.sink._write_all", make_failing(OSError(errno.ENOSPC, "No space left"))
     )
     for name in ("new", "old"):
         with pytest.raises(ResourceError, match=f"cannot write to .*{name}: No space left"):
@@ -210,28 +223,28 @@ def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_the_lines_of_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    """None of them is broken by what it says; one that knows no fix gets the help of its place."""
+def test_an_error_has_one_line_for_each_part(capfd: pytest.CaptureFixture[str]) -> None:
+    """Line ends in a part are escaped; an error without a fix gets the help command."""
     error = IncompatibleError(
         "no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do\nthis", "that"]
     )
     write_error(error, Console(), as_json=False)
-    shown = "error: no\\x1b[2J way\\nsecond\n  because\\nof two\n  fix: do\\nthis\n       that\n"
-    assert capfd.readouterr() == ("", shown)
+    expected = "error: no\\x1b[2J way\\nsecond\n  because\\nof two\n  fix: do\\nthis\n       that\n"
+    assert capfd.readouterr() == ("", expected)
     write_error(UsageError("x"), Console(help="/help"), as_json=False)
     assert capfd.readouterr() == ("", "error: x\n  fix: /help\n")
 
 
 def slow_program(
-    model: Path, *argv: str, at: str = "step", more: str = "", **how: Any
+    model: Path, *argv: str, hang_at: str = "step", extra_setup: str = "", **how: Any
 ) -> list[str]:
-    """A command that runs spd with an engine that takes its time while loading or decoding.
+    """Return a command that runs spd with an engine that loads or decodes slowly.
 
-    It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
+    The process prints a line if the interpreter ends while an engine thread runs: a real one would abort.
     """
     pieces = how.get("pieces", 40)
     pause = how.get("pause", 0.05)
-    typed = ["spd", *how.get("command", ("generate", "Hi")), "-m", str(model), *argv]
+    spd_argv = ["spd", *how.get("command", ("generate", "Hi")), "-m", str(model), *argv]
     setup = f"""
 import atexit, threading
 def hang(word):
@@ -239,16 +252,16 @@ def hang(word):
     time.sleep(60)
 def slow(step):
     time.sleep({pause})
-    if {at!r} == "prefill" and step == 0 or {at!r} == "hang" and step == 2:
+    if {hang_at!r} == "prefill" and step == 0 or {hang_at!r} == "hang" and step == 2:
         print("hanging", file=sys.stderr, flush=True)
         while True: time.sleep(0.01)
-def load(progress): {at!r} == "load" and hang("loading")
-{more}
+def load(progress): {hang_at!r} == "load" and hang("loading")
+{extra_setup}
 atexit.register(lambda: threading.active_count() > 1 and print("torn down", file=sys.stderr))
-sys.argv = {typed!r}
+sys.argv = {spd_argv!r}
 """
     script = f'pieces=["word "] * {pieces}, on_step=slow, on_load=load'
-    return [sys.executable, "-c", program(script, setup=setup)]
+    return [sys.executable, "-c", make_program(script, setup=setup)]
 
 
 def start(
@@ -301,7 +314,7 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
 
 
 @pytest.mark.parametrize(
-    ("at", "argv", "broken", "out", "said"),
+    ("hang_at", "argv", "broken", "out", "expected"),
     [  # nothing has come of the reply yet; it cannot be asked any more
         ("load", [], "", "", "stopping…\n"),
         ("prefill", [], "", "\n", "stopping…\n"),
@@ -309,23 +322,25 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
         ("hang", ["--json"], "del FakeEngine.abort", "word word ", ""),
     ],
 )
-def test_a_signal_while_nothing_comes(at, argv, broken, out, said, model) -> None:
-    process = start(slow_program(model, *argv, at=at, more=broken))
-    wait_for(process, "loading\n" if at == "load" else "hanging\n")
+def test_a_signal_ends_a_run_that_hangs(hang_at, argv, broken, out, expected, model) -> None:
+    process = start(slow_program(model, *argv, hang_at=hang_at, extra_setup=broken))
+    wait_for(process, "loading\n" if hang_at == "load" else "hanging\n")
     process.send_signal(signal.SIGINT)
     code, printed, err = finish(process)
-    assert code == -signal.SIGINT and err.startswith(said)
+    assert code == -signal.SIGINT and err.startswith(expected)
     if argv:
-        shown = json.loads(printed)
-        assert (shown["finish_reason"], shown["text"], len(shown["token_ids"])) == ("abort", out, 4)
+        reply = json.loads(printed)
+        assert (reply["finish_reason"], reply["text"], len(reply["token_ids"])) == ("abort", out, 4)
     else:
-        assert (printed.decode(), err) == (out, said)
+        assert (printed.decode(), err) == (out, expected)
 
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
     process = start(
         slow_program(
-            model, at="hang", more="FakeEngine.abort = lambda self, request: hang('aborting')"
+            model,
+            hang_at="hang",
+            extra_setup="FakeEngine.abort = lambda self, request: hang('aborting')",
         )
     )
     wait_for(process, "hanging\n")
@@ -341,7 +356,7 @@ def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path) -
     swallow = """def slow(step):
     try: step == 1 and os.kill(os.getpid(), 2)
     except BaseException: pass"""
-    code, out, err = finish(start(slow_program(model, more=swallow)))
+    code, out, err = finish(start(slow_program(model, extra_setup=swallow)))
     assert (code, err) == (-signal.SIGINT, "stopping…\n") and out in (b"word \n", b"word word \n")
 
 
@@ -371,15 +386,15 @@ def test_an_ignored_signal_stays_ignored(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "lines", "code"),
+    ("hang_at", "lines", "code"),
     # the reader leaves while a reply comes, or as the engine hangs; refused, and left, while the model loads
     [("step", b"Hi\n", 141), ("hang", b"Hi\n", 141), ("load", b"", 2), ("load", b"/exit\n", 0)],
 )
 def test_a_chat_ends_whatever_its_engine_does(
-    at: str, lines: bytes, code: int, model: Path
+    hang_at: str, lines: bytes, code: int, model: Path
 ) -> None:
     process = start(
-        slow_program(model, "--no-save", at=at, command=("chat",)), stdin=subprocess.PIPE
+        slow_program(model, "--no-save", hang_at=hang_at, command=("chat",)), stdin=subprocess.PIPE
     )
     process.stdin.write(lines)
     process.stdin.close()
@@ -391,7 +406,7 @@ def test_a_chat_ends_whatever_its_engine_does(
 
 
 def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
-    """Not one reply after the other."""
+    """It does not end each reply in turn."""
     process = start(
         slow_program(model, "--no-save", pieces=400, command=("chat",)), stdin=subprocess.PIPE
     )
@@ -404,7 +419,7 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "redirect", "code", "words"),
+    ("argv", "redirect", "code", "expected"),
     [
         ([], ">/dev/full", 5, "No space left"),
         (["--json"], ">/dev/full", 5, "No space left"),
@@ -412,46 +427,56 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
         ([], "2>&- <&-", 0, ""),
     ],
 )
-def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -> None:
+def test_closed_and_full_streams_end_with_their_status(
+    argv, redirect, code, expected, model, tmp_path
+) -> None:
     done = shell(slow_program(model, *argv, pieces=2, pause=0), redirect, tmp_path)
     assert done[0] == code, done
-    assert words in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
+    assert expected in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("arguments", "code", "expected"),
     [
-        *((f"{what} >/dev/full", 5, "No space left") for what in ("--help", "completions bash")),
+        *(
+            (f"{command} >/dev/full", 5, "No space left")
+            for command in ("--help", "completions bash")
+        ),
         ("nonsense 2>/dev/full", 2, ""),
         ("--help >/dev/full 2>/dev/full", 5, ""),
         ("generate -m /nowhere Hi --json 2>/dev/full >/dev/full", 3, ""),
-        *((f"{what} >/dev/full", 5, "cannot write") for what in ("--version", "-V", "rm -h")),
-        *((f"{what} >/dev/full", 5, "cannot write") for what in ("generate --help", "chat -h", "")),
-        *((f"{what} >/dev/full", 5, "cannot write") for what in ("inspect demo", "doctor")),
+        *((f"{command} >/dev/full", 5, "cannot write") for command in ("--version", "-V", "rm -h")),
+        *(
+            (f"{command} >/dev/full", 5, "cannot write")
+            for command in ("generate --help", "chat -h", "")
+        ),
+        *((f"{command} >/dev/full", 5, "cannot write") for command in ("inspect demo", "doctor")),
         ("--version >&-", 5, "closed"),
         ("--version 2>&-", 0, ""),
         ("generate --help", 141, ""),
         ("--version", 141, ""),
     ],
 )
-def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, said: str) -> None:
-    """Also where they are buffered: what the interpreter cannot flush at its end makes its status 120.
+def test_the_exit_status_stands_whatever_the_streams_are(
+    arguments: str, code: int, expected: str
+) -> None:
+    """So with buffered streams: a failing last flush of the interpreter would make the status 120.
 
-    A full device is told once.
+    A full device is reported once.
     """
-    shell = f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}"
+    shell = f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {arguments}"
     reader, writer = os.pipe()
     os.close(reader)
     process = start(["bash", "-c", shell], stdout=writer if code == 141 else subprocess.PIPE)
     os.close(writer)
     status, _, err = finish(process)
-    assert status == code and said in err and "Traceback" not in err
-    assert err.count("error:") == bool(said)
+    assert status == code and expected in err and "Traceback" not in err
+    assert err.count("error:") == bool(expected)
     assert code != 141 or err == "", "help into a closed pipe is quiet"
 
 
 def test_a_time_asleep_counts_in_no_speed() -> None:
-    """Ctrl-Z stops the program as ever; its clock goes on where it stood."""
+    """Ctrl-Z suspends the program as usual; its clock continues without the pause."""
     code = """if True:
         import sys, time
         from spd.cli.signals import SignalGuard
@@ -484,24 +509,24 @@ def test_a_time_asleep_counts_in_no_speed() -> None:
 
 def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_path: Path) -> None:
     links = "open(%r, 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))"
-    more = f"def slow(step): {links % str(tmp_path / 'fd')}"
-    code = slow_program(model, "-o", str(tmp_path / "out"), pieces=2, more=more)
+    setup = f"def slow(step): {links % str(tmp_path / 'fd')}"
+    code = slow_program(model, "-o", str(tmp_path / "out"), pieces=2, extra_setup=setup)
     assert shell(code, "<&- >&- 2>&-", tmp_path)[0] == 0
     assert (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
 
 
-def test_in_a_terminal(model: Path) -> None:
+def test_the_loading_line_is_replaced_by_note_and_answer(model: Path) -> None:
     """What is loading is written over by the note and the answer."""
-    code, shown = on_terminal(code=slow_program(model, "-n", "500", pieces=2, pause=0)[2])
-    loading, rest = shown.rsplit("\r", 1)
-    note, answer = rest.split("\n", 1)
+    code, output = run_on_terminal(code=slow_program(model, "-n", "500", pieces=2, pause=0)[2])
+    loading, reply = output.rsplit("\r", 1)
+    note, answer = reply.split("\n", 1)
     assert code == 0 and note.startswith("\x1b[36mnote:\x1b[0m the context leaves room for")
     assert loading.startswith("\rloading ") and loading.endswith(" ") and answer == "word word \n"
 
 
 @pytest.mark.parametrize(
-    ("piece", "shown"), [("word ", "word \n"), ("a\x1b[2Jb\tc", "a\\x1b[2Jb\tc\n")]
+    ("piece", "expected"), [("word ", "word \n"), ("a\x1b[2Jb\tc", "a\\x1b[2Jb\tc\n")]
 )
-def test_no_control_character_comes_to_a_terminal(piece: str, shown: str, model: Path) -> None:
+def test_no_control_character_comes_to_a_terminal(piece: str, expected: str, model: Path) -> None:
     code = slow_program(model, "-q", pieces=1, pause=0)[2].replace('"word "', repr(piece))
-    assert on_terminal(code=code, TERM="dumb") == (0, shown)
+    assert run_on_terminal(code=code, TERM="dumb") == (0, expected)

@@ -1,4 +1,4 @@
-"""Thinking is told from the answer: in text, JSON, on a terminal, in a chat; --think; shapes of a reply."""
+"""Thinking and answer are separated in text, JSON, on a terminal and in a chat; --think; grammars."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from spd.conversation.thinking import UNANSWERED
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.runtime.engine.request import ThinkingBudget
-from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
-from tests.cli.test_cli_terminal import on_terminal, slow_program, start
+from tests.cli.conftest import SPECIALS, TEMPLATE, edit_json, make_program, write_tokenizer
+from tests.cli.test_cli_terminal import run_on_terminal, slow_program, start
 from tests.json_schema import faults
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
@@ -24,7 +24,7 @@ SCHEMA += ', "additionalProperties": false}'
 
 
 def set_template(folder: Path, template: str) -> None:
-    edit(folder / "tokenizer_config.json", chat_template=template)
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
 
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -58,20 +58,22 @@ def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -
     assert split_thinking(text, inside) == (thinking and thinking.strip("\n"), answer)
 
 
-@pytest.mark.parametrize("how", ["--stats", "--json", "--raw"])
+@pytest.mark.parametrize("option", ["--stats", "--json", "--raw"])
 @pytest.mark.parametrize(
     ("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)]
 )
-def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model, script) -> None:
+def test_a_pipe_gets_the_answer(text, inside, thinking, answer, option, ask, model, script) -> None:
     set_template(model, OPENED if inside else TEMPLATE)
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
-    ran = ask(how)
-    if how == "--raw":
+    ran = ask(option)
+    if option == "--raw":
         thinking = None
         answer = text
-    lost = thinking is not None and not answer
-    assert ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == lost, ran
-    if how == "--json":
+    has_no_answer = thinking is not None and not answer
+    assert (
+        ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == has_no_answer
+    ), ran
+    if option == "--json":
         assert (ran.json["reasoning"], ran.json["text"]) == (
             thinking and thinking.strip("\n"),
             answer,
@@ -80,25 +82,27 @@ def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model,
         assert ran.text == answer + "\n" * (not answer.endswith("\n"))
 
 
-THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]""")
+THINKING = make_program(
+    """pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]"""
+)
 
 
 def test_a_terminal_gets_thinking_dimmed(model: Path) -> None:
-    """Also where the answer goes elsewhere; hidden, none of it."""
+    """So with the answer in a file; hidden thinking is not shown."""
     thought = "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\n"
     out = model / "out"
-    for argv, shown in (
+    for argv, expected in (
         ([], f"{thought}Yes\n"),
         (["--think", "hide"], "Yes\n"),
         (["-o", out], thought),
     ):
-        status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING)
-        assert (status, text.rpartition("\r")[2]) == (0, shown)
+        status, text = run_on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING)
+        assert (status, text.rpartition("\r")[2]) == (0, expected)
     assert out.read_text() == "Yes\n"
 
 
 def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
-    """Nothing is written meanwhile, so nothing but the pipe itself can tell."""
+    """Nothing is written while it thinks, so only polling the pipe detects it."""
     set_template(model, OPENED)
     process = start(slow_program(model, pieces=10**6))
     process.stdout.close()
@@ -116,15 +120,15 @@ def test_a_chat_without_a_terminal_says_the_answer(
     assert (ran.code, ran.text, ran.err) == (0, "Yes\nYes\n", "")
     set_template(model, "{{ enable_thinking }} " + TEMPLATE)
     spd_run("chat", model, "--no-save", stdin=f"/think off\n/model {model}\nHi\n".encode())
-    asked = script.engine.tokenizer.decode(script.request.prompt_ids)
-    assert asked.startswith("False"), "another model is asked the same"
+    prompt = script.engine.tokenizer.decode(script.request.prompt_ids)
+    assert prompt.startswith("False"), "another model is asked the same"
     script.pieces = ["<think>hm"]
     script.finish = "length"
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
 
 
 def test_a_chat_says_that_only_thinking_came(spd_run: Callable, model: Path, script: Any) -> None:
-    """Where the model stopped by itself; a limit and an answer speak for themselves."""
+    """The note appears if the model stopped by itself without an answer, not at a limit."""
     for pieces, finish, noted in (
         (["<think>hm"], "stop", True),
         (["<think>hm</think>\n"], "stop", True),
@@ -156,7 +160,7 @@ FIELD = TEMPLATE.replace(
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "reply", "shown"),
+    ("template", "special", "reply", "expected"),
     [
         (CHUNKS, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "[THINK]hm[/THINK]Yes"),
         (TEMPLATE, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "assistant\nYes<|im_end|>"),
@@ -166,15 +170,15 @@ FIELD = TEMPLATE.replace(
     ],
 )
 def test_a_past_turn_has_its_thinking_where_the_template_wants_it(
-    template, special, reply, shown, model, spd_run, script
+    template, special, reply, expected, model, spd_run, script
 ) -> None:
     write_tokenizer(model, (*SPECIALS, *special))
     set_template(model, template)
     script.pieces = [reply]
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\nAgain\n").code == 0
-    asked = script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False)
-    assert shown in asked
-    for mark in special if "THINK" in shown else ():
+    prompt = script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False)
+    assert expected in prompt
+    for mark in special if "THINK" in expected else ():
         assert script.engine.tokenizer.token_to_id(mark) in script.request.prompt_ids
 
 
@@ -194,7 +198,7 @@ def test_a_budget_ends_thinking_by_the_model_s_own_token(spd_run, model, script)
 def test_a_shape_stands_in_the_channel_of_the_answer(
     spd_run: Callable, model: Path, script: Any
 ) -> None:
-    """Of gpt-oss, which may think first."""
+    """Models like gpt-oss may think first."""
     write_tokenizer(model, (*SPECIALS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
     set_template(model, "{# <|channel|> #}" + TEMPLATE)
     script.pieces = [CHANNELS, '{"a": 1}']
@@ -206,19 +210,23 @@ def test_a_shape_stands_in_the_channel_of_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("think", "told", "tokens"),
+    ("think", "thinking_enabled", "tokens"),
     [("off", False, None), ("hide", True, None), ("7", True, 7), ("auto", None, None)],
 )
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_think_asks_for(think, told, tokens, inside, spd_run, model, script) -> None:
+def test_think_sets_the_template_variable_and_the_budget(
+    think, thinking_enabled, tokens, inside, spd_run, model, script
+) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     set_template(model, "{{ enable_thinking }} " + (OPENED if inside else TEMPLATE))
     script.pieces = ["</think>"] * inside + ["Yes"]
-    asked = ("-m", model, "--think", think)
-    prompt = spd_run("generate", *asked, "--dry-run", "Hi").text
-    assert prompt.startswith("True" if told else "False" if told is False else "<")
+    arguments = ("-m", model, "--think", think)
+    prompt = spd_run("generate", *arguments, "--dry-run", "Hi").text
+    assert prompt.startswith(
+        "True" if thinking_enabled else "False" if thinking_enabled is False else "<"
+    )
     for command in (["generate"], ["chat", "--no-save"]):
-        ran = spd_run(*command, *asked, stdin=b"Hi" + b"\n" * len(command[1:]))
+        ran = spd_run(*command, *arguments, stdin=b"Hi" + b"\n" * len(command[1:]))
         assert (ran.code, ran.err) == (0, ""), ran
         budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
         assert script.request.thinking == budget
@@ -241,7 +249,7 @@ def test_a_template_that_cannot_be_asked_is_told(
 
 @pytest.fixture(scope="module")
 def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights; the template opens thinking, and the last two ids begin and end it."""
+    """Return a model of random weights whose template opens thinking and whose last two ids are its marks."""
     folder = tmp_path_factory.mktemp("thinker") / "m"
     shutil.copytree(tiny("qwen3", layers=1), folder)
     path = folder / "tokenizer.json"
@@ -263,27 +271,27 @@ def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 BASE = ["generate", "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-eos"]
 
 
-def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> None:
-    """Four tokens of thinking, then JSON alone; the same with drafts, as one object and as a line."""
+def test_budget_and_schema_give_the_same_text_with_drafts(spd_run: Callable, thinker: Path) -> None:
+    """The reply is four tokens of thinking, then JSON; the same with drafts, as object and as line."""
     argv = [*BASE, "-m", thinker, "-n", 60, "--think", 4, "--schema", SCHEMA]
     ran = spd_run(*argv, "--json", "--spec", "off", "Hi")
-    shown = ran.json
-    assert ran.code == 0 and json.loads(shown["text"])["a"] in (1, 22)
-    assert shown["reasoning"] and len(shown["token_ids"]) > 5 and shown["token_ids"][4] == 319
+    reply = ran.json
+    assert ran.code == 0 and json.loads(reply["text"])["a"] in (1, 22)
+    assert reply["reasoning"] and len(reply["token_ids"]) > 5 and reply["token_ids"][4] == 319
     details = {"reasoning_tokens": 5}  # four, and the one that ends them
-    assert shown["usage"]["completion_tokens_details"] == details
-    assert spd_run(*argv, "--spec", "ngram", "Hi").text == shown["text"] + "\n"
+    assert reply["usage"]["completion_tokens_details"] == details
+    assert spd_run(*argv, "--spec", "ngram", "Hi").text == reply["text"] + "\n"
     for drafts in (1, 5, 16):
         again = spd_run(*argv, "--json", "--spec", "ngram", "--draft-max", drafts, "Hi").json
-        assert again["token_ids"] == shown["token_ids"]
+        assert again["token_ids"] == reply["token_ids"]
         assert again["usage"]["completion_tokens_details"] == details
     line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
     for name in ("text", "reasoning", "finish_reason", "token_ids"):
-        assert line[name] == shown[name]
+        assert line[name] == reply[name]
 
 
 @pytest.mark.parametrize(
-    ("code", "argv", "words"),
+    ("code", "argv", "expected"),
     [
         (
             10,
@@ -309,11 +317,11 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
         (0, ["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
 )
-def test_what_ended_early_says_so(code, argv, words, spd_run, thinker) -> None:
+def test_what_ended_early_says_so(code, argv, expected, spd_run, thinker) -> None:
     """A text that breaks its grammar has an exit code of its own, with --json too."""
     command = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "Hi"]
     ran = spd_run(*command, "--json")
-    assert ran.code == code and words in ran.err and bool(ran.err) == bool(words), ran
+    assert ran.code == code and expected in ran.err and bool(ran.err) == bool(expected), ran
     assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
     plain = spd_run(*command)
     assert (plain.code, plain.err) == (ran.code, ran.err)
@@ -321,17 +329,17 @@ def test_what_ended_early_says_so(code, argv, words, spd_run, thinker) -> None:
 
 
 def test_a_line_that_ended_early_is_an_error(spd_run, thinker) -> None:
-    """The text and the reason stay beside the error; a line that may end anywhere is none."""
+    """Text and finish reason stay next to the error; a grammar that may end anywhere gives none."""
     shapes = {"schema": json.loads(SCHEMA)}, {"regex": "[a-z]{60}"}, {"regex": "[a-z]+"}
-    lines = [json.dumps({"prompt": "Hi", "params": {"max_tokens": 6, **one}}) for one in shapes]
+    lines = [json.dumps({"prompt": "Hi", "params": {"max_tokens": 6, **reply}}) for reply in shapes]
     argv = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", "--jsonl"]
     ran = spd_run(*argv, stdin="\n".join(lines).encode())
-    found = [json.loads(line) for line in ran.out.splitlines()]
-    assert [fault for one in found for fault in faults(one, "generate.line")] == []
+    replies = [json.loads(line) for line in ran.out.splitlines()]
+    assert [fault for reply in replies for fault in faults(reply, "generate.line")] == []
     assert ran.code == 7 and "2 of 3 lines failed" in ran.err
-    assert [one["finish_reason"] for one in found] == ["length"] * 3
-    assert all(one["text"] for one in found)
-    errors = [one.get("error", {}) for one in found]
+    assert [reply["finish_reason"] for reply in replies] == ["length"] * 3
+    assert all(reply["text"] for reply in replies)
+    errors = [reply.get("error", {}) for reply in replies]
     assert [error.get("code") for error in errors] == ["incomplete", "incomplete", None]
     assert "the schema was complete: -n 6 was reached" in errors[0]["message"]
 
@@ -339,10 +347,10 @@ def test_a_line_that_ended_early_is_an_error(spd_run, thinker) -> None:
 def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
     (schema := tmp_path / "schema.json").write_text(SCHEMA)
     (lark := tmp_path / "grammar.lark").write_text('start: "on" | "off"\n')
-    for flags, wanted in (
+    for flags, pattern in (
         (["--grammar", "/[x-z]{3,5}/"], "[x-z]{3,5}"),
         (["--schema", schema], r'\s*\{\s*"a"\s*:\s*(1|22)\s*\}\s*'),
         *((["--grammar", grammar], "on|off") for grammar in (lark, '?start: "on" | "off"')),
     ):
         reply = spd_run(*BASE[:-1], "-n", 60, "-m", tiny("qwen3", layers=1), "Hi", *flags)
-        assert reply.code == 0 and re.fullmatch(wanted, reply.text.removesuffix("\n")), reply
+        assert reply.code == 0 and re.fullmatch(pattern, reply.text.removesuffix("\n")), reply

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from spd.cli.chat import tools
-from spd.cli.chat.tools import ChatTools, consents, run
+from spd.cli.chat.tools import ChatTools, ask_consent, run_command
 from spd.cli.signals import SignalGuard
 from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.folder import ModelFolder
-from tests.cli.conftest import edit, refused
+from tests.cli.conftest import assert_refused, edit_json
 from tests.server.conftest import TEMPLATE
 
 KINDS = {"path": {"type": "string"}, "n": {"type": "integer"}}
@@ -30,24 +30,24 @@ SHOW: dict[str, Any] = {"name": "show", "parameters": {"type": "object", "proper
 SHOW["command"] = ["head", "-n{n}", "{path}", "{x y}"]
 
 
-def read(model: Path, loaded: Any) -> ChatTools:
-    """The tools of a file for a model that knows tools."""
-    edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
+def read_tools_file(model: Path, loaded: Any) -> ChatTools:
+    """Return the tools of a file for a model that supports tools."""
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
     (file := model / "tools.json").write_text(
         loaded if isinstance(loaded, str) else json.dumps(loaded)
     )
     return ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
-    """A call in a message."""
+def make_call(name: str, **arguments: Any) -> dict[str, Any]:
+    """Return a tool call of a message."""
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @pytest.mark.parametrize(("mark", "notes"), [("<tool_call>", []), ("<call>", [UNKNOWN_FORM])])
 def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, notes: list) -> None:
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
-    edit(model / "tokenizer_config.json", chat_template=TEMPLATE.replace("<tool_call>", mark))
+    edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE.replace("<tool_call>", mark))
     assert (
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model))).notes == notes
     )
@@ -68,11 +68,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("loaded", "words"), WRONG)
-def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, words: str) -> None:
+@pytest.mark.parametrize(("loaded", "expected"), WRONG)
+def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=r"tools\.json") as caught:
-        read(model, loaded)
-    assert words in str(caught.value)
+        read_tools_file(model, loaded)
+    assert expected in str(caught.value)
 
 
 def test_a_model_without_tools_and_a_pipe_are_refused(
@@ -82,42 +82,51 @@ def test_a_model_without_tools_and_a_pipe_are_refused(
     with pytest.raises(IncompatibleError, match="no place for tools"):
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
     ran = spd_run("chat", model, "--tools", file, stdin=b"Hi\n")
-    refused(ran, 2, "standard input or error is not a terminal")
+    assert_refused(ran, 2, "standard input or error is not a terminal")
     assert not script.engines
 
 
 def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words stay words; what a call leaves out is left out; an unknown tool runs nothing."""
-    found = read(model, [SHOW])
+    """Arguments are not split; words of missing arguments are left out; an unknown tool runs nothing."""
+    chat_tools = read_tools_file(model, [SHOW])
     ran = list[Any]()
-    asked = list[Any]()
-    assert found.shown[0]["function"] == {name: SHOW[name] for name in ("name", "parameters")}
+    questions = list[Any]()
+    assert chat_tools.definitions[0]["function"] == {
+        name: SHOW[name] for name in ("name", "parameters")
+    }
 
-    def run_fake(words: object, guard: object) -> str:
-        ran.append(words)
+    def run_fake(command: object, guard: object) -> str:
+        ran.append(command)
         return "out"
 
-    def answer(words: object, guard: object) -> bool:
-        asked.append(words)
+    def answer(command: object, guard: object) -> bool:
+        questions.append(command)
         return yes
 
-    monkeypatch.setattr(tools, "run", run_fake)
-    monkeypatch.setattr(tools, "consents", answer)
+    monkeypatch.setattr(tools, "run_command", run_fake)
+    monkeypatch.setattr(tools, "ask_consent", answer)
     for yes in (False, True):
-        message, goes_on = found.result(call("show", path="a; rm b", n=3), SignalGuard())
+        message, goes_on = chat_tools.run_call(
+            make_call("show", path="a; rm b", n=3), SignalGuard()
+        )
         assert (
-            goes_on is yes and len(ran) == yes and asked[-1] == ["head", "-n3", "a; rm b", "{x y}"]
+            goes_on is yes
+            and len(ran) == yes
+            and questions[-1] == ["head", "-n3", "a; rm b", "{x y}"]
         )
         assert message["content"] == ("out" if yes else "the user did not allow this call")
-    assert found.result(call("show"), SignalGuard())[1] and ran[-1] == ["head", "{x y}"]
-    assert found.result(call("hide"), SignalGuard())[0]["content"] == "there is no tool hide"
-    assert len(ran) == 2 and len(asked) == 3
+    assert chat_tools.run_call(make_call("show"), SignalGuard())[1] and ran[-1] == ["head", "{x y}"]
+    assert (
+        chat_tools.run_call(make_call("hide"), SignalGuard())[0]["content"]
+        == "there is no tool hide"
+    )
+    assert len(ran) == 2 and len(questions) == 3
 
 
-def test_what_a_command_brings() -> None:
+def test_a_command_returns_its_output_and_exit_status() -> None:
     shell = ["bash", "-c"]
     cannot = "(it cannot be run: "
-    for words, said in (
+    for command, expected in (
         (["echo", "a b"], "a b\n"),
         ([*shell, "echo out; echo err >&2; exit 3"], "out\nerr\n\n(exit status 3)"),
         (["cat"], ""),
@@ -127,7 +136,7 @@ def test_what_a_command_brings() -> None:
         (["printf", r"\377"], "\ufffd"),
         ([*shell, "sleep 60 & echo on"], "on\n"),
     ):
-        assert run(words, SignalGuard()) == said
+        assert run_command(command, SignalGuard()) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,12 +145,15 @@ def test_what_a_command_brings() -> None:
 def test_a_command_that_hangs_is_ended(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tools, "SECONDS", 0.5)
+    monkeypatch.setattr(tools, "TIMEOUT_SECONDS", 0.5)
     began = time.monotonic()
     later = f"sleep 2; touch {tmp_path}/left"
-    said = run(["bash", "-c", f"({later}) & setsid bash -c '{later}' & {line}"], SignalGuard())
+    output = run_command(
+        ["bash", "-c", f"({later}) & setsid bash -c '{later}' & {line}"], SignalGuard()
+    )
     assert (
-        said.endswith("(it was ended: more than 0.5 s, or 8 MiB)") and time.monotonic() - began < 20
+        output.endswith("(it was ended: more than 0.5 s, or 8 MiB)")
+        and time.monotonic() - began < 20
     )
     time.sleep(2.5)
     assert not (tmp_path / "left").exists(), "what it has started goes on"
@@ -152,39 +164,43 @@ def test_ctrl_c_ends_a_command_and_not_the_chat() -> None:
     guard.install()
     try:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
-        assert run(["bash", "-c", "echo on; sleep 60"], guard) == "on\n\n(it was stopped)"
+        assert run_command(["bash", "-c", "echo on; sleep 60"], guard) == "on\n\n(it was stopped)"
         assert guard.received is None
     finally:
         guard.uninstall()
 
 
 def test_megabytes_are_cut_in_the_middle_and_more_is_ended() -> None:
-    said = run(["bash", "-c", "echo begin; yes | head -c 3000000; echo end"], SignalGuard())
-    assert said.startswith("begin\ny\n") and said.endswith("y\nend\n") and len(said) < 33_000
-    assert f"… {3_000_010 - tools.OUTPUT_LIMIT:,} characters are left out …" in said
-    assert run(["yes"], SignalGuard()).endswith("y\n\n(it was ended: more than 120 s, or 8 MiB)")
+    output = run_command(
+        ["bash", "-c", "echo begin; yes | head -c 3000000; echo end"], SignalGuard()
+    )
+    assert output.startswith("begin\ny\n") and output.endswith("y\nend\n") and len(output) < 33_000
+    assert f"… {3_000_010 - tools.MODEL_OUTPUT_LIMIT:,} characters are left out …" in output
+    assert run_command(["yes"], SignalGuard()).endswith(
+        "y\n\n(it was ended: more than 120 s, or 8 MiB)"
+    )
 
 
 def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was typed before, the end of a long line, and a command that is not shown whole are no yes."""
+    """Earlier input, the end of a long line, and a command too long to show are no consent."""
     above, below = pty.openpty()
-    guard: Any = SimpleNamespace(soften=lambda action: nullcontext())
+    guard: Any = SimpleNamespace(intercept_sigint=lambda action: nullcontext())
 
-    def asked(answer: bytes, *words: str, before: bytes = b"") -> bool:
+    def ask(answer: bytes, *command: str, before: bytes = b"") -> bool:
         os.write(above, before)
         timer = threading.Timer(0.3, os.write, (above, answer))
         timer.start()
         try:
-            return consents(words or ("ls",), guard)
+            return ask_consent(command or ("ls",), guard)
         finally:
             timer.join()
 
-    shown: list[str] = []
+    messages: list[str] = []
     with open(below, buffering=8192) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        monkeypatch.setattr("spd.cli.chat.tools.write_stderr", shown.append)
-        assert not asked(b"n\n", before=b"y\n") and asked(b" Yes\n")
-        assert not asked(b"n" + b" " * 1100 + b"y\n") and not asked(b"\n")
-        assert asked(b"y\n", "ls", "\u200b\u3164") and "ls '\\u200b\\u3164'" in shown[-1]
-        assert not asked(b"y\n", "x" * 5000) and "5,000 characters" in shown[-1]
+        monkeypatch.setattr("spd.cli.chat.tools.write_stderr", messages.append)
+        assert not ask(b"n\n", before=b"y\n") and ask(b" Yes\n")
+        assert not ask(b"n" + b" " * 1100 + b"y\n") and not ask(b"\n")
+        assert ask(b"y\n", "ls", "\u200b\u3164") and "ls '\\u200b\\u3164'" in messages[-1]
+        assert not ask(b"y\n", "x" * 5000) and "5,000 characters" in messages[-1]
     os.close(above)

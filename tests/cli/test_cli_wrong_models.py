@@ -1,4 +1,4 @@
-"""What is no model that spd can open: every command says in one line what it is, and what to type instead."""
+"""Paths and names that are no usable model: each command says in one line what they are, with a fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ COMMANDS |= {"verify": "verify -m ?", "inspect": "inspect ?", "convert-mtp": "co
 COMMANDS |= {"draft": "generate --draft-model ? Hi"}
 INCOMPLETE = "the copy in the local cache is incomplete: "
 READS_NO_TEXT = "bench verify inspect convert-mtp draft"
-THINGS = [  # what is named, the exit code, its words, what is to be typed, and the commands that take it
+# The model, the exit code, texts of the message and the fix, and the commands that accept it.
+WRONG_MODELS = [
     ("ggufs/m.gguf", 4, "ggufs/m.gguf: is truncated: it ends in its header", "", ""),
     ("gone/m.GGUF", 3, "gone/m.GGUF: there is no such file", "", ""),
     ("ggufs", 4, "one of which is to be named: m.gguf", "-m ggufs/m.gguf", ""),
@@ -72,8 +73,8 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
 
 
 @pytest.fixture
-def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory and a cache that hold each of them."""
+def wrong_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working folder and a cache that hold the wrong models."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -106,14 +107,21 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("thing", "code", "words", "fix", "taken"), THINGS, ids=[row[0] for row in THINGS]
+    ("name_or_path", "code", "expected", "fix", "accepted_by"),
+    WRONG_MODELS,
+    ids=[row[0] for row in WRONG_MODELS],
 )
-def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) -> None:
-    for name in COMMANDS.keys() - set(taken.split()):
-        ran = spd_run(*COMMANDS[name].replace("?", thing).split(), stdin=b"Hi\n")
-        said, _, fixes = ran.err.partition("\n  fix: ")
-        assert ran.code == code and said.startswith("error: ") and words in said, (name, ran)
-        assert "\n" not in said and fix in fixes, (name, ran)
+def test_a_wrong_model_is_named_with_a_fix(
+    name_or_path, code, expected, fix, accepted_by, wrong_models, spd_run
+) -> None:
+    for name in COMMANDS.keys() - set(accepted_by.split()):
+        ran = spd_run(*COMMANDS[name].replace("?", name_or_path).split(), stdin=b"Hi\n")
+        message, _, fixes = ran.err.partition("\n  fix: ")
+        assert ran.code == code and message.startswith("error: ") and expected in message, (
+            name,
+            ran,
+        )
+        assert "\n" not in message and fix in fixes, (name, ran)
 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)
@@ -124,7 +132,7 @@ Spoil = Callable[[list[Entry]], list[Entry]]
 
 
 def write(folder: Path, row: Release, spoil: Spoil = list, **text: Any) -> Path:
-    """A small one whose data is a hole; text: other values of its `text_config`."""
+    """Write a small model whose data is a hole; text: other values of its `text_config`."""
     config = config_of(row)
     config["text_config"] |= {"vocab_size": 512, "eos_token_id": 1, **text}
     entries = spoil([*text_tensors(row), *mtp_tensors(row)])
@@ -136,7 +144,7 @@ def write(folder: Path, row: Release, spoil: Spoil = list, **text: Any) -> Path:
 
 
 def spoiled(ending: str, *shape: int) -> Spoil:
-    """Tensors of such names are of this shape; without one they are not there."""
+    """Return a change that gives tensors with this ending a shape, or removes them without one."""
     return lambda entries: [
         (n, d, shape if n.endswith(ending) else s)
         for n, d, s in entries
@@ -164,7 +172,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"),
     ({ROPE: [0.25]}, "rope_parameters: "),
 ]
-"""What of a configuration is wrong, and what is said of it."""
+"""Wrong keys of a configuration, and the expected messages."""
 
 
 EXPERT = "layers.1.mlp.experts."
@@ -204,30 +212,30 @@ TENSORS: list[tuple[Release, Spoil, str]] = [
     (DENSE, also(RECURRENT, 32), RECURRENT),
     (DENSE, also(EMBEDS, 512, 64), EMBEDS),
 ]
-"""What of the tensors is wrong, and what is said of it."""
+"""Changes of the tensors, and the expected messages."""
 
 
 def first_line(ran: Any) -> str:
-    """What is said in the first line of an error that ends with 4."""
+    """Return the first line of an error with exit code 4."""
     line = ran.err.partition("\n")[0]
     assert ran.code == 4 and line.startswith("error: ") and ran.out == b"", ran
     return line.replace("'", "")
 
 
-@pytest.mark.parametrize(("changed", "words"), CONFIGS)
-def test_a_wrong_key_is_named(changed, words, tmp_path, spd_run) -> None:
+@pytest.mark.parametrize(("changed", "expected"), CONFIGS)
+def test_a_wrong_key_is_named(changed, expected, tmp_path, spd_run) -> None:
     folder = write(tmp_path, DENSE, **changed)
     for argv in (("generate", "-m", folder, *IDS), ("inspect", folder)):
         line = first_line(spd_run(*argv))
-        assert f"{tmp_path / 'config.json'}: " in line and words.replace("'", "") in line, line
+        assert f"{tmp_path / 'config.json'}: " in line and expected.replace("'", "") in line, line
 
 
-@pytest.mark.parametrize(("row", "spoil", "words"), TENSORS)
-def test_a_wrong_tensor_is_named(row, spoil, words, tmp_path, spd_run) -> None:
-    """One of the MTP layer where it is asked for, and `inspect` tells it."""
+@pytest.mark.parametrize(("row", "spoil", "expected"), TENSORS)
+def test_a_wrong_tensor_is_named(row, spoil, expected, tmp_path, spd_run) -> None:
+    """A tensor of the MTP layer is named with --spec mtp, and by `inspect`."""
     folder = write(tmp_path, row, spoil)
     line = first_line(spd_run("generate", "-m", folder, "--spec", "mtp", *IDS))
-    assert str(folder) in line and words in line, line
-    told = spd_run("inspect", folder)
-    assert told.code == (0 if words.startswith("mtp.") else 4), told
-    assert words in " ".join((told.text + told.err).split()).replace("'", ""), told
+    assert str(folder) in line and expected in line, line
+    report = spd_run("inspect", folder)
+    assert report.code == (0 if expected.startswith("mtp.") else 4), report
+    assert expected in " ".join((report.text + report.err).split()).replace("'", ""), report

@@ -95,11 +95,11 @@ sys.exit(main({argv!r}))
 """
 LOST = """
 import sys, threading, time, tty
-from spd.cli.signals import end_when_lost
+from spd.cli.signals import exit_on_engine_error
 from spd.errors import EngineError
 def fail():
     raise EngineError("rank 3: has not answered")
-end_when_lost(lambda error: print(error.message, flush=True))
+exit_on_engine_error(lambda error: print(error.message, flush=True))
 tty.setraw(0)
 threading.Thread(target=fail).start()
 time.sleep(60)

@@ -18,7 +18,7 @@ import pytest
 
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.run_settings import plan_settings
-from spd.cli.terminal.console import tell
+from spd.cli.terminal.console import write_stderr_line
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
@@ -102,7 +102,7 @@ class Served:
 def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Iterator[Served]:
     """A server of the demo."""
     wanted = ServeOptions(concurrency=SLOTS, threads=1, api_key=key, **options)
-    settings = plan_settings(wanted.as_generate())
+    settings = plan_settings(wanted.to_generate_options())
 
     def load(progress: Any) -> Any:
         from spd.runtime import Engine
@@ -111,9 +111,9 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
     thread = EngineThread(load, lambda: (), on_out_of_memory=lambda error: None)
     thread.start()
-    service = Service(settings, ["demo"], thread, waiting=waiting, say=tell)
+    service = Service(settings, ["demo"], thread, waiting=waiting, say=write_stderr_line)
     listener = listen("127.0.0.1", 0)
-    server = Server(service, wanted.for_server(Path()))
+    server = Server(service, wanted.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
     try:

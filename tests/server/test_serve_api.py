@@ -20,14 +20,16 @@ from spd.runtime import Engine, SamplingParams
 from spd.server import app as front
 from spd.server import body as request_body
 from spd.server import run
-from tests.cli.conftest import until
+from tests.cli.conftest import wait_until
 from tests.server.conftest import MESSAGES, QUESTION, SLOTS, Served, connected, serving
 
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
     """What an engine of one slot, without speculation, says to messages."""
-    settings = plan_settings(ServeOptions(concurrency=1, threads=1, spec="off").as_generate())
+    settings = plan_settings(
+        ServeOptions(concurrency=1, threads=1, spec="off").to_generate_options()
+    )
     engine = Engine(settings.config)
 
     def say(content: str, **params: Any) -> str:
@@ -263,7 +265,7 @@ def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTP
 def settle(served: Served) -> float:
     """Wait until no more requests run or wait; for how long that was."""
     began = time.monotonic()
-    until(lambda: served.service.open == 0)
+    wait_until(lambda: served.service.open == 0)
     return time.monotonic() - began
 
 
@@ -300,7 +302,7 @@ def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
     asking.join(5)
     assert waiting
     whole = begin(small, stream=False)
-    until(lambda: small.service.open == SLOTS)  # one leaves before its answer is whole
+    wait_until(lambda: small.service.open == SLOTS)  # one leaves before its answer is whole
     for one in (*open_ones, whole):
         one.close()
     assert settle(small) < 5
@@ -324,7 +326,7 @@ def test_a_client_that_takes_nothing_is_left(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", small.port))
         connection.sendall(head(len(data)) + data)
-        until(lambda: small.service.open)
+        wait_until(lambda: small.service.open)
         settle(small)
     assert small.service.counters['requests_total{reason="abort"}'] == before + 1
 
@@ -391,7 +393,7 @@ def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
         time.sleep(1.0)
         assert not one.server.should_exit
         clients.clear()
-        until(lambda: one.server.should_exit)
+        wait_until(lambda: one.server.should_exit)
 
 
 def test_packed_bodies_and_two_lengths(served: Served) -> None:

@@ -19,7 +19,7 @@ from spd.runtime.plan.memory import longest_context
 from spd.runtime.plan.plan import resolve_plan
 from spd.server.api_request import PASSED_OVER
 from spd.server.chat_completions import CHAT_FIELDS
-from tests.cli.conftest import until
+from tests.cli.conftest import wait_until
 from tests.recipes.published_hybrids import RELEASES, write_published
 from tests.server.conftest import QUESTION, Served
 
@@ -163,7 +163,7 @@ def test_the_official_clients(served: Served, package: str) -> None:
     assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), (
         ran.stderr
     )
-    until(lambda: served.service.open == 0)
+    wait_until(lambda: served.service.open == 0)
 
 
 @pytest.mark.openai

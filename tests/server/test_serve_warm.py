@@ -23,7 +23,7 @@ from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.server.run import listen
-from tests.cli.conftest import until
+from tests.cli.conftest import wait_until
 from tests.server.conftest import MESSAGES, QUESTION, TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
@@ -63,7 +63,7 @@ def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
     process = begin(home, "serve", "--port", "0", "--threads", "1", *words)
     found = re.search(r":(\d+)/v1", process.stderr.readline())
     assert found
-    until((home / "spd" / f"{process.pid}.sock").exists)
+    wait_until((home / "spd" / f"{process.pid}.sock").exists)
     return process, int(found[1])
 
 
@@ -190,7 +190,7 @@ def test_ctrl_c_ends_the_request_and_keeps_what_came(
     process.stdin.write('{"prompt": "a"}')
     process.stdin.close()
     process.stdin = None
-    until(lambda: health(server)["running"] > 0)
+    wait_until(lambda: health(server)["running"] > 0)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
@@ -200,7 +200,7 @@ def test_ctrl_c_ends_the_request_and_keeps_what_came(
         assert shown["finish_reason"] == "abort" and shown["text"]
     else:
         assert out == "" and "stopped after 0 of 1 lines" in err
-    until(lambda: health(server)["running"] == 0)
+    wait_until(lambda: health(server)["running"] == 0)
 
 
 def health(port: int) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     assert ran.returncode == 0
     where, what = ran.stderr.splitlines()
     assert where.startswith("serving demo at http://127.0.0.1:") and what.startswith("pid ")
-    until(lambda: not list((tmp_path / "spd").iterdir()))  # neither socket nor log stays
+    wait_until(lambda: not list((tmp_path / "spd").iterdir()))  # neither socket nor log stays
     assert spd(tmp_path, "serve", "--stop").returncode == 3
     refused, told = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
     assert refused.returncode == 3 and (told.returncode, told.stderr) == (3, refused.stderr)
@@ -313,7 +313,7 @@ def test_a_form_of_calls_that_is_not_known_is_noted(tmp_path: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     (model / "chat_template.jinja").unlink(missing_ok=True)
     process = begin(tmp_path, "serve", str(model), "--port", "0", "--threads", "1")
-    until((tmp_path / "spd" / f"{process.pid}.sock").exists)
+    wait_until((tmp_path / "spd" / f"{process.pid}.sock").exists)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=30)
     lines = said.splitlines()

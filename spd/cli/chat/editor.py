@@ -1,4 +1,4 @@
-"""Line editing for chats on a terminal; the only module that imports prompt_toolkit."""
+"""The line editor of a chat on a terminal; the only module that imports prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from prompt_toolkit.output import ColorDepth
 from spd.cli.chat.conversation import PROMPT, is_command
 from spd.cli.signals import Interrupted
 
-CHIP_LINES = 20
-"""Pasted lines above which a paste is shown as one word."""
-TWICE_SECONDS = 2.0
+MAX_INLINE_PASTE_LINES = 20
+"""A paste of more lines is shown as a placeholder."""
+QUIT_SECONDS = 2.0
 ESCAPE_SECONDS = 0.05
-"""How long nothing may follow an Esc: what another key sends comes at once."""
+"""An Esc is a key of its own if nothing follows for so long: key sequences arrive at once."""
 TYPED_ENTER = Keys.F24
-"""Stands for an Enter that was pressed while spd was busy: it sends its line, whatever follows."""
+"""Replaces an Enter that was pressed while spd was busy: it submits its line in any case."""
 
-Words = Callable[[], Iterable[str]]
-"""What may be typed behind a command."""
+CompletionSource = Callable[[], Iterable[str]]
+"""Returns completions of a command's argument."""
 
 
 class Editor:
-    """Line editing on a terminal, with a bottom line that shows `status`.
+    """A line editor on a terminal, with a toolbar that shows `status`.
 
-    It is drawn anew until `loaded` says True; what that raises ends `read`. `commands` are completed, and
-    what stands behind them: by words, or as a path where there are none.
+    The toolbar is redrawn until `loaded` returns True; an exception of `loaded` ends `read`.
+    `commands` are completed, and so are their arguments: by their source, or as paths if it is None.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class Editor:
         status: Callable[[], str],
         warn: Callable[[str], None],
         loaded: Callable[[], bool],
-        commands: Mapping[str, Words | None],
+        commands: Mapping[str, CompletionSource | None],
     ) -> None:
         self._status = status
-        self._loaded = loaded
+        self._is_loaded = loaded
         self._pastes: dict[str, str] = {}
-        self._draft = ""
-        """What was refused, while lines that were typed meanwhile are still to be read."""
-        self._ahead = 0
-        """Lines that were typed while spd was busy and have not been read."""
-        self._interrupted = -TWICE_SECONDS
+        self._refused_draft = ""
+        """A refused message that waits until lines typed meanwhile are read."""
+        self._queued_lines = 0
+        """The number of unread lines that were typed while spd was busy."""
+        self._last_interrupt = -QUIT_SECONDS
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
             prompt_continuation="  ",
-            history=_WholeHistory(history, self.expand, warn),
+            history=_ExpandedHistory(history, self.expand, warn),
             enable_history_search=True,
             enable_open_in_editor=True,
             tempfile_suffix=".md",
             complete_while_typing=False,
             completer=_CommandCompleter(commands),
-            key_bindings=self._bindings(),
-            bottom_toolbar=self._bottom,
+            key_bindings=self._make_key_bindings(),
+            bottom_toolbar=self._toolbar_text,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
             reserve_space_for_menu=4,
         )
@@ -83,26 +83,29 @@ class Editor:
     def read(self, draft: str = "") -> str | None:
         """Return the next message, or None at the end. Raises Interrupted after a second Ctrl-C.
 
-        Lines that were typed while spd was busy come first, one by one. A `draft`, which was refused,
-        waits until they are read; those that are no commands are added to it, for it came before them.
+        Lines that were typed while spd was busy come first, one by one. A refused `draft` waits
+        until they are read; lines that are no commands are appended to it, as it is older.
         """
-        self._keep_cooked_lines()
-        draft = "\n".join(filter(None, (self._draft, draft)))
-        self._draft = ""
-        while draft and self._ahead:
+        self._queue_cooked_lines()
+        draft = "\n".join(filter(None, (self._refused_draft, draft)))
+        self._refused_draft = ""
+        while draft and self._queued_lines:
             text = self._prompt("")
             if text is None or is_command(text):
-                self._draft = draft
+                self._refused_draft = draft
                 return text
             draft = "\n".join(filter(None, (draft, text)))
         return self._prompt(draft)
 
     def _prompt(self, draft: str) -> str | None:
-        """Return what is typed behind a draft, or None at the end."""
-        for chip, pasted in self._pastes.items():  # a refused message comes back as it stood
-            draft = draft.replace(pasted, chip)
+        """Return the message edited from a draft, or None at the end."""
+        for (
+            placeholder,
+            pasted_text,
+        ) in self._pastes.items():  # a refused message shows its placeholders again
+            draft = draft.replace(pasted_text, placeholder)
         try:
-            text = self._session.prompt(default=draft, pre_run=self._watch_loading)
+            text = self._session.prompt(default=draft, pre_run=self._redraw_while_loading)
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -110,59 +113,59 @@ class Editor:
         return self.expand(text)
 
     def expand(self, text: str) -> str:
-        """Text with every paste in its own words."""
-        for chip, pasted in self._pastes.items():
-            text = text.replace(chip, pasted)
+        """Return text with placeholders replaced by their pastes."""
+        for placeholder, pasted_text in self._pastes.items():
+            text = text.replace(placeholder, pasted_text)
         return text
 
-    def _keep_cooked_lines(self) -> None:
-        """Keep whole lines that were typed while the terminal was in its usual mode."""
+    def _queue_cooked_lines(self) -> None:
+        """Queue lines that were typed while the terminal was in cooked mode."""
         source = self._session.input
         presses = list[KeyPress]()
         with suppress(OSError, ValueError, termios.error):
-            while self._is_cooked() and _waiting_bytes(source.fileno()):
+            while self._is_cooked() and _readable_bytes(source.fileno()):
                 presses += source.read_keys()
         for number, press in enumerate(presses):
-            if press.key == Keys.ControlJ:  # as the terminal passes Enter on
+            if press.key == Keys.ControlJ:  # a cooked terminal sends Enter as a newline
                 presses[number] = KeyPress(Keys.ControlM, press.data)
-        self._keep(presses)
+        self._queue_keys(presses)
 
     def _is_cooked(self) -> bool:
-        """True if the terminal hands out whole lines."""
+        """True if the terminal is in cooked (line) mode."""
         local_flags: int = termios.tcgetattr(self._session.input.fileno())[3]
         return bool(local_flags & termios.ICANON)
 
-    def _keep(self, presses: list[KeyPress]) -> None:
-        """Keep keys for the next messages; each Enter among them ends one."""
+    def _queue_keys(self, presses: list[KeyPress]) -> None:
+        """Queue keys for the next messages; each Enter among them ends one."""
         for number, press in enumerate(presses):
             if press.key == Keys.ControlM:
                 presses[number] = KeyPress(TYPED_ENTER, "")
-                self._ahead += 1
+                self._queued_lines += 1
         store_typeahead(self._session.input, presses)
 
     @contextmanager
-    def replying(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Keep keys that are typed inside off the screen, for the next messages; Esc calls `stop`."""
-        self._keep_cooked_lines()
+    def capture_typing(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Capture keys typed inside without echo, and queue them for the next messages; Esc calls `stop`."""
+        self._queue_cooked_lines()
         source = self._session.input
         output = self._session.output
         done = threading.Event()
-        kept = list[KeyPress]()
+        captured_presses = list[KeyPress]()
 
         def watch() -> None:
-            with suppress(OSError, ValueError):  # a terminal that has gone types nothing
+            with suppress(OSError, ValueError):  # a closed terminal sends nothing
                 while not done.is_set() and not source.closed:
-                    typed = select.select([source.fileno()], [], [], ESCAPE_SECONDS)[0]
-                    for press in source.read_keys() if typed else source.flush_keys():
+                    has_input = select.select([source.fileno()], [], [], ESCAPE_SECONDS)[0]
+                    for press in source.read_keys() if has_input else source.flush_keys():
                         if press.key == Keys.Escape:
                             stop()
                         else:
-                            kept.append(press)
+                            captured_presses.append(press)
 
         thread = threading.Thread(target=watch, name="keys", daemon=True)
         with source.raw_mode():
             mode = termios.tcgetattr(source.fileno())
-            mode[3] |= termios.ISIG | termios.NOFLSH  # Ctrl-C is a signal, and drops nothing typed
+            mode[3] |= termios.ISIG | termios.NOFLSH  # Ctrl-C is a signal, and drops no input
             termios.tcsetattr(source.fileno(), termios.TCSANOW, mode)
             with suppress(OSError):
                 output.enable_bracketed_paste()
@@ -173,17 +176,18 @@ class Editor:
             finally:
                 done.set()
                 thread.join()
-                self._keep(kept)
+                self._queue_keys(captured_presses)
                 with suppress(OSError):
                     output.disable_bracketed_paste()
                     output.flush()
 
-    def _watch_loading(self) -> None:
+    def _redraw_while_loading(self) -> None:
+        """Redraw the toolbar until the model is loaded; end the prompt with what loading raises."""
         app = self._session.app
 
         async def watch() -> None:
             try:
-                while not self._loaded():
+                while not self._is_loaded():
                     await asyncio.sleep(0.1)
                     app.invalidate()
             except Exception as error:
@@ -192,27 +196,33 @@ class Editor:
 
         app.create_background_task(watch())
 
-    def _bottom(self) -> str:
-        hinted = time.monotonic() - self._interrupted < TWICE_SECONDS
-        return " Ctrl-C again, Ctrl-D or /exit quits" if hinted else self._status()
+    def _toolbar_text(self) -> str:
+        """Return the status, or after a first Ctrl-C the hint how to quit."""
+        shows_quit_hint = time.monotonic() - self._last_interrupt < QUIT_SECONDS
+        return " Ctrl-C again, Ctrl-D or /exit quits" if shows_quit_hint else self._status()
 
-    def _bindings(self) -> KeyBindings:
+    def _make_key_bindings(self) -> KeyBindings:
+        """Return the keys that submit, begin a line, open an editor, paste and interrupt."""
         keys = KeyBindings()
 
         @keys.add("enter")
         def _(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
             queue = event.key_processor.input_queue
-            more = any(len(press.key) == 1 or press.key == Keys.ControlM for press in queue)
-            if more and not _continues(buffer):  # a paste that the terminal did not mark
+            has_more_keys = any(
+                len(press.key) == 1 or press.key == Keys.ControlM for press in queue
+            )
+            if has_more_keys and not _asks_for_line(
+                buffer
+            ):  # a paste that the terminal did not mark
                 buffer.insert_text("\n")
             else:
-                _send(buffer)
+                _submit(buffer)
 
         @keys.add(TYPED_ENTER)
         def _(event: KeyPressEvent) -> None:
-            self._ahead -= 1
-            _send(event.current_buffer)
+            self._queued_lines -= 1
+            _submit(event.current_buffer)
 
         @keys.add("escape", "enter")
         @keys.add("c-j")
@@ -226,7 +236,7 @@ class Editor:
 
         @keys.add(Keys.BracketedPaste)
         def _(event: KeyPressEvent) -> None:
-            event.current_buffer.insert_text(self._chip(event.data))
+            event.current_buffer.insert_text(self._paste_text(event.data))
 
         @keys.add("c-c")
         @keys.add("<sigint>")
@@ -234,48 +244,48 @@ class Editor:
             now = time.monotonic()
             if event.current_buffer.text:
                 event.current_buffer.reset()
-            elif now - self._interrupted < TWICE_SECONDS:
+            elif now - self._last_interrupt < QUIT_SECONDS:
                 event.app.exit(exception=KeyboardInterrupt)
             else:
-                self._interrupted = now
+                self._last_interrupt = now
 
         return keys
 
-    def _chip(self, pasted: str) -> str:
-        """A paste as it is, or one word for it if it is long."""
+    def _paste_text(self, pasted: str) -> str:
+        """Return the text of a paste, or a placeholder if it is long."""
         text = pasted.replace("\r\n", "\n").replace("\r", "\n")
         lines = len(text.splitlines())
-        if lines <= CHIP_LINES:
+        if lines <= MAX_INLINE_PASTE_LINES:
             return text
-        chip = f"[paste {len(self._pastes) + 1}: {lines:,} lines]"
-        self._pastes[chip] = text
-        return chip
+        placeholder = f"[paste {len(self._pastes) + 1}: {lines:,} lines]"
+        self._pastes[placeholder] = text
+        return placeholder
 
 
-def _send(buffer: Buffer) -> None:
-    """Send a message, unless it asks for another line."""
-    if _continues(buffer):
+def _submit(buffer: Buffer) -> None:
+    """Submit the message, or begin another line after a backslash."""
+    if _asks_for_line(buffer):
         buffer.delete_before_cursor(1)
         buffer.insert_text("\n")
     else:
         buffer.validate_and_handle()
 
 
-def _continues(buffer: Buffer) -> bool:
-    """True if a message ends with a backslash, which asks for another line."""
+def _asks_for_line(buffer: Buffer) -> bool:
+    """True if a message ends with a backslash at the cursor, which continues it on another line."""
     return buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end
 
 
-def _waiting_bytes(descriptor: int) -> int:
-    """Return how many bytes a terminal has to be read."""
+def _readable_bytes(descriptor: int) -> int:
+    """Return how many bytes can be read from a terminal."""
     count = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     return int(count[0])
 
 
-class _WholeHistory(FileHistory):
-    """For its owner alone; a long paste is kept whole, not as the word that stood for it.
+class _ExpandedHistory(FileHistory):
+    """A history file that only its owner can read, with pastes in full instead of placeholders.
 
-    `warn` hears where nothing can be kept.
+    `warn` is called with a message if the file cannot be written.
     """
 
     def __init__(
@@ -293,34 +303,37 @@ class _WholeHistory(FileHistory):
     def load_history_strings(self) -> Iterable[str]:
         try:
             return super().load_history_strings()
-        except OSError:  # which the chat began with
+        except OSError:  # the chat began with a warning about it
             return []
 
     def append_string(self, string: str) -> None:
         super().append_string(self._expand(string))
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError, UnicodeError):  # a full disk is no reason to lose the message
+        with suppress(OSError, UnicodeError):  # a full disk must not lose the message
             super().store_string(string)
 
 
 class _CommandCompleter(Completer):
-    """Completes slash commands, and what stands behind them."""
+    """Completes slash commands and their arguments."""
 
-    def __init__(self, commands: Mapping[str, Words | None]) -> None:
+    def __init__(self, commands: Mapping[str, CompletionSource | None]) -> None:
         self._commands = commands
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
-        command, blank, rest = document.text_before_cursor.partition(" ")
-        word = rest.rsplit(" ", 1)[-1] if blank else command
+        """Yield completions of the command or argument before the cursor."""
+        command, blank, arguments = document.text_before_cursor.partition(" ")
+        word = arguments.rsplit(" ", 1)[-1] if blank else command
         if not command.startswith("/") or (blank and command not in self._commands):
             return
-        words = self._commands[command] if blank else self._commands.keys
-        if words is None:
+        candidates = self._commands[command] if blank else self._commands.keys
+        if candidates is None:
             yield from PathCompleter(expanduser=True).get_completions(
                 Document(word), complete_event
             )
         else:
-            yield from (Completion(each, -len(word)) for each in words() if each.startswith(word))
+            for candidate in candidates():
+                if candidate.startswith(word):
+                    yield Completion(candidate, -len(word))

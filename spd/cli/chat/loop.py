@@ -1,4 +1,7 @@
-"""A conversation, saved as it goes: drawn on a terminal, elsewhere plain lines in and plain text out."""
+"""The loop of a chat: reads messages, shows replies and saves the conversation.
+
+On a terminal replies are rendered; elsewhere it reads plain lines and writes plain text.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from spd.cli import prompt_input as prompt
 from spd.cli.chat.conversation import PROMPT, Conversation, SessionStore, Turn, is_command
@@ -15,13 +18,13 @@ from spd.cli.chat.model import ChatModel
 from spd.cli.commands.models import ensure_models
 from spd.cli.reply_view import (
     DIM,
-    DraftedText,
+    DraftedTextSplitter,
     ReplyView,
     stats_line,
 )
 from spd.cli.signals import raise_interrupt
-from spd.cli.terminal.console import Session, tell, write_error, write_stderr
-from spd.cli.terminal.plain_text import as_line, shortened
+from spd.cli.terminal.console import Session, write_error, write_stderr, write_stderr_line
+from spd.cli.terminal.plain_text import as_line, shorten
 from spd.cli.terminal.sink import OutputClosed, Sink, to_json
 from spd.cli.terminal.streams import is_terminal, terminal_size
 from spd.conversation.messages import check_text
@@ -43,30 +46,33 @@ REQUEST_ID = "reply"
 
 
 def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
-    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
+    """Return the name to save under and the saved conversation, if any, and lock it.
+
+    Raises NotFoundError and UsageError.
+    """
     if options.continue_ is None:
         return ("" if options.no_save else store.open_new()), None
     name = options.continue_ or next(iter(store.names()), "")
     if not name:
         raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
-    saved = store.path(name).exists()
-    if not (saved and options.no_save):
+    is_saved = store.path(name).exists()
+    if not (is_saved and options.no_save):
         store.open(name)
-    return name, store.load(name) if saved else None
+    return name, store.load(name) if is_saved else None
 
 
 class SlashCommands(Protocol):
-    """The commands of a chat."""
+    """The slash commands of a chat."""
 
     def run(self, line: str) -> None:
         """Run a typed command. Raises UsageError for an unknown one, and what the command raises."""
 
     def completions(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
-        """Return every command, and what TAB offers behind it; None for paths."""
+        """Return every command and the source of its completions; None stands for paths."""
 
 
 class Chat:
-    """One conversation with one model at a time, and everything that commands may change."""
+    """One conversation with one model at a time, and the state that slash commands change."""
 
     def __init__(
         self, session: Session, options: ChatOptions, sink: Sink, store: SessionStore
@@ -84,13 +90,13 @@ class Chat:
         seed = options.seed if saved is None or "seed" in options.typed else None
         if saved is not None and seed == saved.seed:
             seed = None  # the next reply's, not the first one's again
-        conversation = (saved or Conversation(self.model.name)).with_wishes(
+        conversation = (saved or Conversation(self.model.name)).with_overrides(
             prompt.system_text(system), seed
         )
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
         self.attached = [(path, prompt.read_text(path)) for path in options.file or ()]
         self.draft = ""
-        self.leaving = False
+        self.should_exit = False
         self.styled = sink.is_terminal and not session.dumb_terminal
         self.stats = sink.is_terminal if options.stats is None else options.stats
         if options.show_drafts and not self.styled:
@@ -100,12 +106,12 @@ class Chat:
         self.interactive = False
         self.source: PlainLines | Editor
         self._saving = not options.no_save
-        self._warned = False
+        self._has_warned_unsaved = False
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self, commands: SlashCommands, interactive: bool) -> int:
-        """Read messages and reply until there are no more; returns the exit status."""
+        """Read messages and reply until there are no more; return the exit status."""
         self.interactive = interactive
         self.source = PlainLines()
         if interactive and not self.session.dumb_terminal:
@@ -116,65 +122,67 @@ class Chat:
                 color=self.session.console.color,
                 status=self._status,
                 warn=self.session.console.note,
-                loaded=lambda: not self.model.loading_words(),
+                loaded=lambda: not self.model.loading_text(),
                 commands=commands.completions(),
             )
         if interactive:
-            self.tell(
+            self.print_line(
                 f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving)
             )
             if self.model.name in DEMOS:
-                self.tell(
+                self.print_line(
                     "The demo is a toy: spd pull Qwen/Qwen3-0.6B downloads a model that can talk."
                 )
-            self.tell("Type a message, /help for commands, Ctrl-D to quit.")
-        self.go_on_with(self.conversation)
+            self.print_line("Type a message, /help for commands, Ctrl-D to quit.")
+        self.resume(self.conversation)
         self.model.start()
-        said = False
-        while not self.leaving:
-            draft, self.draft = self.draft, ""
-            if (text := self.source.read(draft)) is None:
+        has_message = False
+        while not self.should_exit:
+            draft = self.draft
+            self.draft = ""
+            text = self.source.read(draft)
+            if text is None:
                 break
-            said = said or bool(text.strip())
+            has_message = has_message or bool(text.strip())
             try:
                 if is_command(text):
                     self._run_command(commands, text)
                 elif text.strip() or self.attached:
-                    self.say(text)
-                self.answer_calls()
+                    self.send(text)
+                self.run_tool_calls()
             except SpdError as error:
-                if not interactive or self._ends(error):
+                if not interactive or self._is_fatal(error):
                     raise
                 write_error(error, self._console, as_json=False)
-        if not (said or interactive):
+        if not (has_message or interactive):
             fix = ["spd chat in a terminal", "spd chat < messages.txt, one message a line"]
             raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
         return 0
 
     def _run_command(self, commands: SlashCommands, text: str) -> None:
-        """Run a command; on a terminal Ctrl-C gives it up, and the chat goes on."""
+        """Run a slash command; on a terminal Ctrl-C interrupts it, and the chat continues."""
         if not self.interactive:
             commands.run(text)
             return
         try:
-            with self.session.guard.soften(raise_interrupt):
+            with self.session.guard.intercept_sigint(raise_interrupt):
                 commands.run(text)
         except KeyboardInterrupt:
-            self.tell(f"[interrupted] the chat goes on with {self.model.name}")
+            self.print_line(f"[interrupted] the chat goes on with {self.model.name}")
 
     def _status(self) -> str:
-        """The line at the bottom."""
-        if loading := self.model.loading_words():
-            return f" {loading}"
-        slow = ["slow: no C compiler"] * ("no C compiler" in self.model.info.kernels_reason)
+        """Return the text of the toolbar."""
+        if loading_text := self.model.loading_text():
+            return f" {loading_text}"
+        warnings = ["slow: no C compiler"] * ("no C compiler" in self.model.info.kernels_reason)
         return " " + " · ".join(
-            (self._used(), as_line(self.model.name), self.model.spec_words(), *slow)
+            (self._context_usage(), as_line(self.model.name), self.model.spec_text(), *warnings)
         )
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
-        """Send a message and show the reply. Raises what the message or the engine raises."""
+    def send(self, text: str) -> None:
+        """Send a message and show the reply. Raises what checking it or the engine raises."""
         message = text.removeprefix("/") if text.startswith("//") else text
         parts = [
             *(content for _, content in self.attached),
@@ -186,142 +194,155 @@ class Chat:
             self.attached = []
 
     def reply(self, conversation: Conversation, draft: str = "") -> bool:
-        """Let the model reply to the last turn, or go on with its reply. False: none came, `draft` waits."""
-        before = self.conversation
-        self.change(conversation)  # saved now: whatever happens, the message is not lost
+        """Run the reply to the last turn, or its continuation; False if none came and `draft` is kept."""
+        previous = self.conversation
+        self.update(conversation)  # saved before the reply, so that the message is never lost
         try:
-            replied = run_reply(self, conversation)
+            extended = run_reply(self, conversation)
         except (Exception, KeyboardInterrupt) as error:
             self.draft = draft
-            if not self._ends(error):  # else the message waits in the file
-                self.change(before)
+            if not self._is_fatal(error):  # a fatal error leaves the message in the file
+                self.update(previous)
             if isinstance(error, IncompatibleError) and error.code == "context_overflow":
-                error.fix = self._room_fixes(before)
+                error.fix = self._context_fixes(previous)
             raise
-        if replied is conversation:
-            self.change(before)
+        if extended is conversation:
+            self.update(previous)
             self.draft = draft
             return False
-        self.change(replied)
+        self.update(extended)
         if self.stats and self.model.metrics is not None:
             figures = stats_line(dataclasses.replace(self.model.metrics, load_ms=0.0))
-            self.tell(f"  {figures} · {self._used()}")
-        turn = replied.turns[-1]
+            self.print_line(f"  {figures} · {self._context_usage()}")
+        turn = extended.turns[-1]
         if turn.finish == "length" and self.interactive:
-            self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
-        if turn.finish == "stop" and self._only_thought(replied):
-            self.tell(UNANSWERED)
+            self.print_line(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
+        if turn.finish == "stop" and self._has_only_thinking(extended):
+            self.print_line(UNANSWERED)
         return True
 
-    def _only_thought(self, conversation: Conversation) -> bool:
-        """True if the last reply is thinking without an answer or a call."""
+    def _has_only_thinking(self, conversation: Conversation) -> bool:
+        """True if the last reply is thinking without an answer or a tool call."""
         marks = self.model.settings.vocabulary.marks
-        inside = opens_thinking(self.model.encoder.encode(conversation).text, marks)
+        inside_thinking = opens_thinking(self.model.encoder.encode(conversation).text, marks)
         turn = conversation.turns[-1]
         tools = self.model.tools
-        thought, answer = split_thinking(turn.reply or "", inside, marks)
-        if thought is None or answer.strip():
+        thinking, answer = split_thinking(turn.reply or "", inside_thinking, marks)
+        if thinking is None or answer.strip():
             return False
-        return tools is None or tools.called(turn, inside) is None
+        return tools is None or tools.parse_calls(turn, inside_thinking) is None
 
-    def _room_fixes(self, said: Conversation) -> tuple[str, ...]:
-        """Return what to type where a message does not fit behind what has been said."""
-        most = self.model.settings.vocabulary.config.max_positions
+    def _context_fixes(self, conversation: Conversation) -> tuple[str, ...]:
+        """Return the fixes for a message that does not fit the context after the conversation."""
+        max_positions = self.model.settings.vocabulary.config.max_positions
         fixes = ["/file none"] * bool(self.attached)
-        fixes += ["/undo or /clear"] * bool(said.turns)
-        fixes += [f"spd chat -c --ctx N, up to {most:,}"] * (self.model.info.ctx < most)
+        fixes += ["/undo or /clear"] * bool(conversation.turns)
+        fixes += [f"spd chat -c --ctx N, up to {max_positions:,}"] * (
+            self.model.info.ctx < max_positions
+        )
         return tuple(fixes or ["a shorter message"])
 
-    def answer_calls(self) -> None:
-        """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
+    def run_tool_calls(self) -> None:
+        """Run the tool calls of the last reply, each after consent, and continue unless one was refused."""
         while (tools := self.model.tools) and self.conversation.turns:
             turn = self.conversation.turns[-1]
             text = self.model.encoder.encode(self.conversation).text
-            inside = opens_thinking(text, self.model.settings.vocabulary.marks)
-            message = tools.called(turn, inside) if turn.finish == "stop" else None
+            inside_thinking = opens_thinking(text, self.model.settings.vocabulary.marks)
+            message = tools.parse_calls(turn, inside_thinking) if turn.finish == "stop" else None
             if message is None or turn.answered:
                 return
-            results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
-            said = [message, *(result for result, _ in results)]
-            answered = self.conversation.with_last(answered=tuple(map(to_json, said)))
-            self.change(answered)
-            goes_on = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
-            if not all(ran for _, ran in results) or not self.reply(goes_on):
+            results = [tools.run_call(call, self.session.guard) for call in message["tool_calls"]]
+            new_messages = [message, *(result for result, _ in results)]
+            answered_turn = dataclasses.replace(turn, answered=tuple(map(to_json, new_messages)))
+            answered = self.conversation.with_last(answered_turn)
+            self.update(answered)
+            continued = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
+            if not all(was_allowed for _, was_allowed in results) or not self.reply(continued):
                 return
 
-    def change(self, conversation: Conversation) -> None:
-        """Go on with a changed conversation, and save it."""
+    def update(self, conversation: Conversation) -> None:
+        """Replace the conversation and save it."""
         self.conversation = conversation
         if not self._saving or not (conversation.turns or self.store.path(self.name).exists()):
             return
         try:
             self.store.save(self.name, conversation)
         except SpdError as error:
-            if not self._warned:
+            if not self._has_warned_unsaved:
                 write_error(error, self._console, as_json=False)
-            self._warned = True
+            self._has_warned_unsaved = True
 
-    def go_on_with(self, conversation: Conversation) -> None:
-        """Go on with a saved conversation: its last turns are shown, an unanswered message is the draft."""
+    def resume(self, conversation: Conversation) -> None:
+        """Continue a saved conversation: show its last turns, and make an unanswered message the draft."""
         self.conversation = conversation
         turns = conversation.turns
         if turns and turns[-1].reply is None:
             self.draft = turns[-1].user
             self.conversation = conversation.without_last()
         for turn in self.conversation.turns[-2:] if self.interactive else ():
-            self.tell(f"› {shortened(turn.user, 300)}", shortened(turn.reply or "", 300))
+            self.print_line(f"› {shorten(turn.user, 300)}")
+            self.print_line(shorten(turn.reply or "", 300))
 
-    def _ends(self, error: BaseException) -> bool:
-        """Whether a chat cannot go on: the terminal is gone, or there is no model."""
-        gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
-        return gone or error is self.model.thread.failure
+    def _is_fatal(self, error: BaseException) -> bool:
+        """True if an error ends the chat: the output is lost, or loading the model failed."""
+        is_output_lost = (
+            isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
+        )
+        return is_output_lost or error is self.model.thread.failure
 
-    def _used(self) -> str:
-        """How much of the context the conversation uses."""
-        used = 0
-        with suppress(SpdError):  # the next message will meet the error
-            used = self.model.encoder.length(self.conversation)
-        return f"ctx {used:,}/{self.model.info.ctx:,}"
+    def _context_usage(self) -> str:
+        """Return how much of the context the conversation uses, as text."""
+        num_tokens = 0
+        with suppress(SpdError):  # the next message raises the error
+            num_tokens = self.model.encoder.count_tokens(self.conversation)
+        return f"ctx {num_tokens:,}/{self.model.info.ctx:,}"
 
     # -- what commands change ------------------------------------------------------------------------
 
-    def tell(self, *lines: str) -> None:
-        """Answer a command, or say what happens: never part of the conversation."""
-        for line in lines:
-            tell(line, DIM if self.styled else "")
+    def print_line(self, text: str) -> None:
+        """Write a line about the chat, such as the output of a command, to standard error."""
+        write_stderr_line(text, DIM if self.styled else "")
+
+    def print_lines(self, lines: Iterable[str]) -> None:
+        """Write several lines, see `print_line`."""
+        for line in list(lines):
+            self.print_line(line)
 
     def start_new(self) -> None:
-        """Leave this chat as it was saved and begin another with the same system message."""
+        """Begin another chat with the same system message; the current one stays saved."""
         if self._saving:
             self.name = self.store.open_new()
         old = self.conversation
-        self.change(Conversation(old.model, system=old.system, vocabulary=old.vocabulary))
+        self.update(Conversation(old.model, system=old.system, vocabulary=old.vocabulary))
         self.attached = []
 
     def load(self, name: str) -> None:
-        """Go on with a saved chat."""
+        """Continue a saved chat. Raises what loading and locking raise."""
         saved = self.store.load(name)
         if self._saving:
             self.store.open(name)
         self.name = name
-        self.go_on_with(saved.for_model(self.model.name, self.model.fingerprint))
+        self.resume(saved.for_model(self.model.name, self.model.fingerprint))
 
-    def reload(self, **changes: Any) -> None:
-        """Load with other options, and go back to the old ones if that fails or is interrupted."""
-        ensure_models(self.session, dataclasses.replace(self.model.options, **changes))
+    def reload(self, options: ChatOptions) -> None:
+        """Load the model with other options; restore the old ones on failure or interruption."""
+        ensure_models(self.session, options)
         stopped = threading.Event()
-        stoppable = self.session.guard.soften(stopped.set) if self.interactive else nullcontext()
-        with stoppable, self.source.replying(stopped.set):
-            self.model.reload(stopped, **changes)
-        self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
-        self.tell(*self.model.lines())
+        stoppable = (
+            self.session.guard.intercept_sigint(stopped.set) if self.interactive else nullcontext()
+        )
+        with stoppable, self.source.capture_typing(stopped.set):
+            self.model.reload(stopped, options)
+        self.update(self.conversation.for_model(self.model.name, self.model.fingerprint))
+        self.print_lines(self.model.summary_lines())
 
 
 def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
-    """The conversation with the reply to its last turn, or with more of it; shown while it comes.
+    """Run a reply and show it while it streams; return the conversation extended by it.
 
-    On a terminal Ctrl-C and Esc stop the reply; the conversation is as it was if nothing had come. Raises
-    IncompatibleError if it does not fit the context, and what the engine raises.
+    The reply answers the last turn, or continues its reply. On a terminal Ctrl-C and Esc stop it;
+    without a token the conversation is returned unchanged. Raises IncompatibleError if it does not
+    fit the context, and what the engine raises.
     """
     model = chat.model
     guard = chat.session.guard
@@ -334,48 +355,61 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.thread.end(REQUEST_ID)
 
     # Without a terminal, Ctrl-C ends the whole chat.
-    with guard.soften(stop) if chat.interactive else nullcontext(), chat.source.replying(stop):
-        model.wait(lambda: not stopped.is_set())
+    with (
+        guard.intercept_sigint(stop) if chat.interactive else nullcontext(),
+        chat.source.capture_typing(stop),
+    ):
+        model.wait_until_loaded(lambda: not stopped.is_set())
         if stopped.is_set():
             return conversation
         encoded = model.encoder.encode(conversation)
-        if stopped.is_set():  # a long file takes its time
+        if stopped.is_set():  # encoding a long file takes time
             return conversation
         marks = model.settings.vocabulary.marks
         splitter = ThinkingSplitter(opens_thinking(encoded.text, marks), marks)
         splitter.feed(turn.reply or "")
-        request = _request(model, conversation, splitter.thinking)
-        view = _view(chat, splitter)
-        model.thread.engine().prefilling = view.reading
+        request = _make_request(model, conversation, splitter.thinking)
+        view = _make_view(chat, splitter)
+        model.thread.engine().prefilling = view.report_prefill
         try:
             for event in model.thread.run(request):
                 gathered.add(event)
-                with guard.hold():
-                    view.take(event)
-                if stopped.is_set():  # perhaps before it had begun
+                with guard.defer():
+                    view.write_event(event)
+                if stopped.is_set():  # possibly before the request was added
                     stop()
         finally:
             model.metrics = model.thread.metrics(request.id)
-            with guard.hold() if guard.received is None else nullcontext():
+            with guard.defer() if guard.received is None else nullcontext():
                 view.finish()
     if stopped.is_set():
-        chat.tell("[interrupted]")
+        chat.print_line("[interrupted]")
     if gathered.finish_reason == "error":
-        why = ["What came before the fault was shown; it is not kept."]
+        reason = ["What came before the fault was shown; it is not kept."]
         raise EngineError(
-            "the model failed while replying", reason=why, fix=["/regen, or --dtype float32"]
+            "the model failed while replying", reason=reason, fix=["/regen, or --dtype float32"]
         )
     if stopped.is_set() and not gathered.token_ids:
         return conversation
-    reply = (turn.reply or "") + gathered.text
-    ids = (*turn.reply_ids, *gathered.token_ids)
-    ended = {"finish": gathered.finish_reason, "seed": request.params.seed}
-    replied = conversation.with_last(reply=reply, reply_ids=ids, **ended)
-    return dataclasses.replace(replied, draws=conversation.draws + (turn.reply is None))
+    return _extend(conversation, gathered, request.params.seed)
 
 
-def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Request:
-    """The order for the engine; `inside` says whether what comes next is thinking."""
+def _extend(conversation: Conversation, gathered: RequestOutput, seed: int | None) -> Conversation:
+    """Return the conversation with a reply, or its continuation, added to the last turn."""
+    turn = conversation.turns[-1]
+    extended_turn = dataclasses.replace(
+        turn,
+        reply=(turn.reply or "") + gathered.text,
+        reply_ids=(*turn.reply_ids, *gathered.token_ids),
+        finish=gathered.finish_reason,
+        seed=seed,
+    )
+    extended = conversation.with_last(extended_turn)
+    return dataclasses.replace(extended, draws=conversation.draws + (turn.reply is None))
+
+
+def _make_request(model: ChatModel, conversation: Conversation, inside_thinking: bool) -> Request:
+    """Return the request of a reply; `inside_thinking`: its next token is thinking."""
     turn = conversation.turns[-1]
     encoded = model.encoder.encode(conversation)
     context = model.info.ctx
@@ -384,22 +418,24 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
     if turn.reply_ids:
         spans = (*spans, ("generated", len(turn.reply_ids)))
     if len(ids) >= context:
-        words = f"the conversation is {len(ids):,} tokens but the context is {context:,}"
-        raise IncompatibleError(words, code="context_overflow")
+        message = f"the conversation is {len(ids):,} tokens but the context is {context:,}"
+        raise IncompatibleError(message, code="context_overflow")
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
     thinking = thinking_budget(
-        model.options.think, model.settings.vocabulary, inside, turn.reply_ids
+        model.options.think, model.settings.vocabulary, inside_thinking, turn.reply_ids
     )
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 
-def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
-    """How this terminal, or a pipe, shows a reply."""
+def _make_view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
+    """Return the view that shows a reply on this terminal or pipe."""
     console = chat.session.console
     options = chat.model.options
     view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")
     if chat.styled and options.show_drafts:
-        view.drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
+        view.drafted = DraftedTextSplitter(
+            chat.model.settings.vocabulary.need_tokenizer().token_bytes
+        )
     elif chat.styled and options.markdown != "off":
         from spd.cli.terminal.markdown import MarkdownStream
 
@@ -408,10 +444,10 @@ def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
 
 
 class PlainLines:
-    """Lines from standard input; a terminal that cannot move its cursor gets a prompt."""
+    """Reads lines from standard input; writes a prompt if that is a (dumb) terminal."""
 
     def read(self, draft: str = "") -> str | None:
-        """The next line. Raises UsageError."""
+        """Return the next line, None at the end. Raises UsageError."""
         if is_terminal(sys.stdin):
             write_stderr(PROMPT)
         data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
@@ -423,6 +459,6 @@ class PlainLines:
             fix = "iconv -f ENCODING -t utf-8 FILE | spd chat"
             raise UsageError("a line of stdin is not UTF-8 text", fix=[fix]) from None
 
-    def replying(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Nothing: what is typed stays in the terminal."""
+    def capture_typing(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return a context that captures nothing: typed keys stay in the terminal."""
         return nullcontext()

@@ -14,7 +14,7 @@ from spd.cli.run_settings import plan_settings
 from spd.cli.served import served_engine
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.plain_text import as_line
-from spd.cli.terminal.progress import WORDS, compiling, loading
+from spd.cli.terminal.progress import PHASE_LABELS, compiling, loading
 from spd.cli.terminal.tables import Size, fact_lines
 from spd.conversation.notes import thinking_note
 from spd.errors import UsageError
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from spd.runtime import EngineClient, EngineInfo, Progress, RequestMetrics, SamplingParams
 
 ABANDON_SECONDS = 1.0
-"""How long a model that is not wanted any more may take to end its loading; it goes on unseen."""
+"""How long to wait for the thread of an abandoned model; after that it ends in the background."""
 
 
 class ChatModel:
-    """Everything that changes when a chat loads another model, or changes how it draws."""
+    """The model of a chat with its options, settings, tools and engine, all of which may be replaced."""
 
     def __init__(self, options: ChatOptions, session: Session) -> None:
         self._session = session
         self._console = session.console
-        self._first = options
+        self._initial_options = options
         self.metrics: RequestMetrics | None = None
-        """Of the last reply."""
+        """The metrics of the last reply."""
         self.thread: EngineThread[EngineClient]
-        self._use(options, ModelFolder.resolve(options.model))
+        self._apply_options(options, ModelFolder.resolve(options.model))
 
-    def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
-        """Read the small files and check every option. Raises before anything has changed."""
+    def _apply_options(self, options: ChatOptions, folder: ModelFolder) -> None:
+        """Read the small files, check every option, then set the fields. Raises before any field changes."""
         settings = plan_settings(options, folder)
         variables = prompt.template_variables(options)
         tools = None
@@ -51,9 +51,9 @@ class ChatModel:
             from spd.cli.chat.tools import ChatTools
 
             tools = ChatTools(options.tools, settings.vocabulary)
-            variables["tools"] = tools.shown
-            for words in tools.notes:
-                self._console.note(words)
+            variables["tools"] = tools.definitions
+            for tool_note in tools.notes:
+                self._console.note(tool_note)
         self.encoder = ChatEncoder(settings.vocabulary, variables)
         self.tools = tools
         self.options = options
@@ -65,83 +65,96 @@ class ChatModel:
 
     @property
     def fingerprint(self) -> str:
-        """What tells whether saved token ids are this model's."""
+        """The fingerprint of the tokenizer: saved token ids of another one are not reused."""
         return self.settings.vocabulary.need_tokenizer().fingerprint
 
-    def change(self, **changes: Any) -> None:
-        """Change options that are not the engine's. Raises UsageError, and changes nothing then."""
-        self._use(dataclasses.replace(self.options, **changes), self.folder)
+    def update_options(self, options: ChatOptions) -> None:
+        """Set options that differ in none of the engine's. Raises UsageError, and changes nothing then."""
+        self._apply_options(options, self.folder)
 
     def params(self, seed: int) -> SamplingParams:
-        """Sampling parameters with a reply's own seed."""
+        """Return the sampling parameters with the seed of a reply."""
         return dataclasses.replace(self.settings.sampling.params, seed=seed)
 
     # -- the engine ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to load in the background, unless a server has the engine."""
+        """Start loading in the background, unless a running server has the engine."""
         config = self.settings.config
-        served = served_engine(self._session, self.options)
+        served_by = served_engine(self._session, self.options)
 
         def build(progress: Progress) -> EngineClient:
-            """Return a server's engine, or load one."""
-            if served is not None:
-                return served
+            """Return the server's engine, or load one."""
+            if served_by is not None:
+                return served_by
             from spd.runtime import Engine
 
-            with compiling(lambda words: setattr(self, "_doing", words)):
+            with compiling(lambda text: setattr(self, "_doing", text)):
                 return Engine(config, progress=progress)
 
-        self._doing = f"loading {as_line(self.name)}"
+        self._loading_label = f"loading {as_line(self.name)}"
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
     def close(self, seconds: float = 5.0) -> bool:
-        """Let go of the engine; False if its thread does not come back."""
+        """Close the engine; False if its thread does not end in time."""
         return not hasattr(self, "thread") or self.thread.close(seconds)
 
-    def reload(self, stopped: threading.Event, **changes: Any) -> None:
-        """Load with changed options, or go back to the old ones, which load in the background.
+    def reload(self, stopped: threading.Event, new_options: ChatOptions) -> None:
+        """Load with other options; on failure restore the old ones, which load in the background.
 
         Raises what loading raises, and KeyboardInterrupt once `stopped` is set.
         """
-        before = self.options
+        previous_options = self.options
         folder = self.folder
-        options = self._with_drafter(dataclasses.replace(before, **changes))
-        self._use(
-            options, folder if options.model == before.model else ModelFolder.resolve(options.model)
+        options = self._restore_drafter(new_options)
+        self._apply_options(
+            options,
+            folder
+            if options.model == previous_options.model
+            else ModelFolder.resolve(options.model),
         )
         self.close()
         try:
             self.start()
-            self.wait(lambda: not stopped.is_set())
+            self.wait_until_loaded(lambda: not stopped.is_set())
             if stopped.is_set():
                 raise KeyboardInterrupt
             self.thread.engine()
         except (Exception, KeyboardInterrupt):
             self.close(ABANDON_SECONDS)
-            self._use(before, folder)
+            self._apply_options(previous_options, folder)
             self.start()
             raise
 
-    def _with_drafter(self, options: ChatOptions) -> ChatOptions:
-        """Options with the drafter that the chat began with, where its model and the method still take it."""
+    def _restore_drafter(self, options: ChatOptions) -> ChatOptions:
+        """Return the options with the initial drafter if the model and the method still support it."""
         method, _ = split_spec(options.spec)
-        taken = METHODS[method].weights if options.model == self._first.model else ()
-        unused = {"draft_model", "mtp"} - {*taken} if taken else {*DRAFTER_OPTIONS}
-        present = [name for name in DRAFTER_OPTIONS if hasattr(options, name)]
-        changes: dict[str, Any] = dict.fromkeys(present)
-        changes |= {name: getattr(self._first, name) for name in present if name not in unused}
+        supported_weights = (
+            METHODS[method].weights if options.model == self._initial_options.model else ()
+        )
+        unused = (
+            {"draft_model", "mtp"} - {*supported_weights}
+            if supported_weights
+            else {*DRAFTER_OPTIONS}
+        )
+        weight_options = [name for name in DRAFTER_OPTIONS if hasattr(options, name)]
+        changes: dict[str, Any] = dict.fromkeys(weight_options)
+        changes |= {
+            name: getattr(self._initial_options, name)
+            for name in weight_options
+            if name not in unused
+        }
         if method == "off":
             changes |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **changes)
 
-    def wait(self, go_on: Callable[[], bool]) -> None:
-        """Show how far loading is until it has ended, or `go_on` says no."""
+    def wait_until_loaded(self, should_wait: Callable[[], bool]) -> None:
+        """Show the progress of loading until it has ended, or `should_wait` returns False."""
         if self.thread.ready.is_set():
             return
-        with loading(self._doing, self._console) as display:
-            while not self.thread.ready.wait(0.1) and go_on():
+        with loading(self._loading_label, self._console) as display:
+            while not self.thread.ready.wait(0.1) and should_wait():
                 if self.thread.progress is not None:
                     display(self.thread.progress)
 
@@ -149,41 +162,46 @@ class ChatModel:
 
     @property
     def info(self) -> EngineInfo:
-        """What runs, once it is loaded. Raises what loading raised."""
+        """The description of the loaded engine. Raises what loading raised."""
         return self.thread.engine().info
 
-    def spec_words(self) -> str:
-        """What proposes tokens, and how many."""
+    def spec_text(self) -> str:
+        """Return the proposer and its number of drafts as text."""
         info = self.info
-        most = "" if info.spec == "off" else f", up to {info.draft_max}"
-        return f"spec {info.spec}{most}{', adaptive' if info.adaptive and most else ''}"
+        limit_text = "" if info.spec == "off" else f", up to {info.draft_max}"
+        return f"spec {info.spec}{limit_text}{', adaptive' if info.adaptive and limit_text else ''}"
 
-    def loading_words(self) -> str:
-        """How far loading is; nothing once it has ended. Raises what ended it."""
+    def loading_text(self) -> str:
+        """Return the progress of loading as text, empty once it has ended. Raises what loading raised."""
         if self.thread.ready.is_set():
             self.thread.engine()
             return ""
         if (progress := self.thread.progress) is not None and progress.total:
-            done = f"{WORDS[progress.phase]} {100 * progress.done // progress.total}%"
-            self._doing = f"loading {as_line(self.name)} · {done}"
-        return self._doing
+            progress_text = (
+                f"{PHASE_LABELS[progress.phase]} {100 * progress.done // progress.total}%"
+            )
+            self._loading_label = f"loading {as_line(self.name)} · {progress_text}"
+        return self._loading_label
 
     def last_stats(self) -> Iterator[str]:
-        """Return what was counted for the last reply. Raises UsageError."""
+        """Return lines of statistics of the last reply. Raises UsageError."""
         if self.metrics is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
         return fact_lines(stats_facts(self.metrics, self.info))
 
     def sampling_lines(self) -> Iterator[str]:
-        """How it draws, and where each value comes from."""
-        words = self.settings.sampling.describe()
-        del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
-        return fact_lines(words)
+        """Return lines of the sampling parameters and where each value comes from."""
+        parameters = self.settings.sampling.describe()
+        del (
+            parameters["seed"],
+            parameters["logprobs"],
+        )  # a seed belongs to a reply, and a chat shows no logprobs
+        return fact_lines(parameters)
 
-    def lines(self) -> Iterator[str]:
-        """The model, what drafts for it, and the memory they take."""
+    def summary_lines(self) -> Iterator[str]:
+        """Return lines about the model, its drafter, and the memory they take."""
         plan = self.info.plan
-        shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
-        sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
-        facts = {name: plan[name] for name in shown}
-        return fact_lines(facts | {name: Size(plan[name]) for name in sizes})
+        field_names = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
+        size_names = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
+        facts = {name: plan[name] for name in field_names}
+        return fact_lines(facts | {name: Size(plan[name]) for name in size_names})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from spd.cli.options import ModelArgument, ReplyOptions, first, option
+from spd.cli.options import ModelArgument, ReplyOptions, main_option, option
 
 _chat = partial(option, "Chat")
 
@@ -15,8 +15,10 @@ _chat = partial(option, "Chat")
 class ChatOptions(ModelArgument, ReplyOptions):
     """Everything `spd chat` takes."""
 
-    file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
-    continue_: str | None = first(
+    file: list[str] | None = main_option(
+        None, "FILE", "Goes with the first message. Repeatable.", "-f"
+    )
+    continue_: str | None = main_option(
         None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue"
     )
     tools: str | None = _chat(

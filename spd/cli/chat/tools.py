@@ -1,8 +1,8 @@
-"""Tools of a chat: functions that the model may call, each a command of this machine that runs after a yes.
+"""Tools of a chat: functions that the model may call; each runs a local command after consent.
 
-The file is JSON: a list of objects with `name`, `description`, `parameters` (a JSON schema) and `command`, a
-list of words in which {name} stands for an argument. No shell reads them; a word whose argument a call leaves
-out is left out.
+The file is JSON: a list of objects with `name`, `description`, `parameters` (a JSON schema) and
+`command`, a list of words in which {name} stands for an argument. No shell interprets them; a word
+whose argument is missing from a call is left out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 from spd.cli.chat.conversation import Turn
 from spd.cli.prompt_input import read_json
 from spd.cli.signals import SignalGuard
-from spd.cli.terminal.console import tell, write_stderr
-from spd.cli.terminal.plain_text import as_line, shortened
+from spd.cli.terminal.console import write_stderr, write_stderr_line
+from spd.cli.terminal.plain_text import as_line, shorten
 from spd.conversation.fields import (
     OBJECT,
     TEXT,
@@ -54,169 +54,201 @@ from spd.runtime.engine.request import Event
 
 EXAMPLE = """[{"name": "show", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, \
 "command": ["cat", "{path}"]}]"""
-PLACE = re.compile(r"\{(\w+)\}")
-SECONDS = 120.0
-"""For which a command may run."""
-MOST = 8 << 20
-"""Bytes that a command may write."""
-OUTPUT_LIMIT = 32_000
-"""Characters of them that the model gets: their beginning and end."""
-SHOWN = 4_000
-"""Characters of a command that may be asked for, all of them shown."""
-BLANK = "\u115f\u1160\u3164\uffa0"
-"""Letters that are not seen."""
-_TOOL = {
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+TIMEOUT_SECONDS = 120.0
+"""The time limit of a command."""
+MAX_OUTPUT_BYTES = 8 << 20
+"""The limit of a command's output."""
+MODEL_OUTPUT_LIMIT = 32_000
+"""Characters of the output that the model gets: its beginning and end."""
+MAX_COMMAND_LENGTH = 4_000
+"""The most characters of a command that may run: all are shown before consent."""
+INVISIBLE_LETTERS = "\u115f\u1160\u3164\uffa0"
+"""Letters that are invisible; they are shown escaped."""
+_TOOL_FIELDS = {
     "name": function_name,
     "description": TEXT,
     "parameters": OBJECT,
     "command": array_of(TEXT, 256),
 }
-_tools = array_of(strict_object(_TOOL, "name", "command"), 128)
+_parse_tools = array_of(strict_object(_TOOL_FIELDS, "name", "command"), 128)
 
 
 class ChatTools:
-    """The tools of a file, for one model. Raises UsageError naming file and field, and IncompatibleError."""
+    """The tools of a file for one model.
+
+    Raises UsageError naming file and field, and IncompatibleError.
+    """
 
     def __init__(self, file: str, vocabulary: Vocabulary) -> None:
         template = vocabulary.need_template()
         self._template = template.tools_template
         self._tokenizer = vocabulary.need_tokenizer()
         self.notes = [UNKNOWN_FORM] if checked_form(template) is FALLBACK_FORM else []
-        """What the user may not expect of them."""
+        """Notes about the tools that the user may not expect."""
         self._marks = vocabulary.marks
         if not template.supports_tools:
-            words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
+            message = (
+                f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
+            )
             fix = ["a model that knows tools", "leave --tools out"]
-            raise IncompatibleError(words, fix=fix, code="no_tools")
+            raise IncompatibleError(message, fix=fix, code="no_tools")
         try:
-            found = _tools(read_json(file, EXAMPLE), "tools")
+            tools = _parse_tools(read_json(file, EXAMPLE), "tools")
             self._commands = {
-                tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)
+                tool["name"]: _checked_command(tool, f"tools[{index}]")
+                for index, tool in enumerate(tools)
             }
-            self.shown = [function_tool(tool) for tool in found]
-            """As chat templates are told of them."""
-            self._tools = read_tools(self.shown, template, self._tokenizer)
+            self.definitions = [function_tool(tool) for tool in tools]
+            """The tools as chat templates get them."""
+            self._tools = read_tools(self.definitions, template, self._tokenizer)
         except FieldError as error:
             raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
 
-    def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
-        """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
-        choice = ReplyBuilder(0, inside, self._tools, self._tokenizer, marks=self._marks)
+    def parse_calls(self, turn: Turn, inside_thinking: bool) -> dict[str, Any] | None:
+        """Return a reply as a message with its tool calls; None if it has none.
+
+        inside_thinking: as in `ThinkingSplitter`.
+        """
+        choice = ReplyBuilder(0, inside_thinking, self._tools, self._tokenizer, marks=self._marks)
         choice.add_event(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = past_arguments(call["function"]["arguments"], "")
         return for_template(message, self._template) if choice.calls else None
 
-    def result(self, call: Mapping[str, Any], guard: SignalGuard) -> tuple[dict[str, Any], bool]:
-        """What a call brings, as a message, and whether the model may go on with it."""
+    def run_call(self, call: Mapping[str, Any], guard: SignalGuard) -> tuple[dict[str, Any], bool]:
+        """Return the result of a call as a message, and False if the user did not allow it."""
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         text = f"there is no tool {name}"
-        may_go_on = True
+        is_allowed = True
         if name in self._commands:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
+            argument_values = json.loads(arguments) if isinstance(arguments, str) else arguments
             values = {
-                key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()
+                key: value if isinstance(value, str) else json.dumps(value)
+                for key, value in argument_values.items()
             }
-            there = (
-                each for each in self._commands[name] if values.keys() >= {*PLACE.findall(each)}
+            complete_words = (
+                word
+                for word in self._commands[name]
+                if values.keys() >= {*PLACEHOLDER.findall(word)}
             )
-            words = [PLACE.sub(lambda place: values[place[1]], each) for each in there]
-            may_go_on = consents(words, guard)
-            text = run(words, guard) if may_go_on else "the user did not allow this call"
-        tell(f"     {shortened(text, 200)}")
+            command = [
+                PLACEHOLDER.sub(lambda match: values[match[1]], word) for word in complete_words
+            ]
+            is_allowed = ask_consent(command, guard)
+            text = run_command(command, guard) if is_allowed else "the user did not allow this call"
+        write_stderr_line(f"     {shorten(text, 200)}")
         return {
             "role": "tool",
             "content": text,
             "tool_call_id": call["id"],
             "name": name,
-        }, may_go_on
+        }, is_allowed
 
 
-def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
-    """A tool's command, whose program is fixed and whose places are arguments. Raises FieldError."""
-    known = Arguments(tool.get("parameters", {})).names
-    for at, word in enumerate(tool["command"]):
-        for place in PLACE.findall(word):
-            if not at or place not in known:
-                why = (
-                    f"{{{place}}} is not among its parameters"
-                    if at
+def _checked_command(tool: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Return a tool's command: a fixed program, and placeholders of its parameters. Raises FieldError."""
+    parameter_names = Arguments(tool.get("parameters", {})).names
+    for index, word in enumerate(tool["command"]):
+        for parameter in PLACEHOLDER.findall(word):
+            if not index or parameter not in parameter_names:
+                reason = (
+                    f"{{{parameter}}} is not among its parameters"
+                    if index
                     else "the program has to be fixed"
                 )
-                refuse(f"{name}.command[{at}]", why)
-    words: Sequence[str] = tool["command"]
-    return words or refuse(f"{name}.command", "expected a program and its arguments")
+                refuse(f"{name}.command[{index}]", reason)
+    command: Sequence[str] = tool["command"]
+    return command or refuse(f"{name}.command", "expected a program and its arguments")
 
 
-def consents(words: Sequence[str], guard: SignalGuard) -> bool:
-    """Show a whole command and ask whether to run it: what was typed before the question is no yes."""
-    line = as_line(shlex.join(words))
-    visible = (ascii(one)[1:-1] if one in BLANK or not one.isprintable() else one for one in line)
-    if len(shown := "".join(visible)) > SHOWN:
-        write_stderr(f"not run: a command of {len(shown):,} characters, more than {SHOWN:,}\n")
+def ask_consent(command: Sequence[str], guard: SignalGuard) -> bool:
+    """Show a command in full and ask whether to run it; input typed before the question is dropped."""
+    line = as_line(shlex.join(command))
+    visible = (
+        ascii(letter)[1:-1] if letter in INVISIBLE_LETTERS or not letter.isprintable() else letter
+        for letter in line
+    )
+    display_text = "".join(visible)
+    if len(display_text) > MAX_COMMAND_LENGTH:
+        write_stderr(
+            f"not run: a command of {len(display_text):,} characters, more than {MAX_COMMAND_LENGTH:,}\n"
+        )
         return False
     interrupt = partial(signal.default_int_handler, signal.SIGINT, None)
-    with suppress(KeyboardInterrupt), guard.soften(interrupt):
+    with suppress(KeyboardInterrupt), guard.intercept_sigint(interrupt):
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-        write_stderr(f"run  {shown}\nrun it? [y/N] ")
+        write_stderr(f"run  {display_text}\nrun it? [y/N] ")
         return sys.stdin.buffer.readline().strip().lower() in (b"y", b"yes")
     write_stderr("\n")
     return False
 
 
-def _started_by(process: int) -> set[int]:
-    """What a running process has started, and what that has, where the system tells it (Linux)."""
-    found = {process}
+def _descendants(process: int) -> set[int]:
+    """Return the ids of all descendants of a process; empty without /proc (Linux)."""
+    processes = {process}
     parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
-    while more := {one for one, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {process}
+    while True:
+        children = {child for child, parent in parents.items() if parent in processes}
+        if children <= processes:
+            return processes - {process}
+        processes |= children
 
 
-def run(words: Sequence[str], guard: SignalGuard) -> str:
-    """A command's output with its errors, and how it ended where that is not well.
+def run_command(command: Sequence[str], guard: SignalGuard) -> str:
+    """Return a command's stdout and stderr, and how it ended if that was not success.
 
-    It gets no input, and is ended with all that it has started by Ctrl-C, by time and by too much output.
+    It gets no input. Ctrl-C, the time limit and too much output kill it with all its descendants.
     """
     stopped = threading.Event()
-    ends = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     output = bytearray()
     note = ""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(words, **pipes, start_new_session=True)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     except (OSError, ValueError) as error:
         return f"(it cannot be run: {error})"
-    with process, guard.soften(stopped.set):
-        reading = True
+    with process, guard.intercept_sigint(stopped.set):
+        is_open = True
+        assert process.stdout is not None
         source = process.stdout.fileno()
         try:
             while not note:
-                over = process.poll() is not None  # what it has started may still hold its output
-                if select.select([source] * reading, (), (), 0.0 if over else 0.05)[0]:
+                # A descendant may hold the output open after the process has ended.
+                has_ended = process.poll() is not None
+                if select.select([source] * is_open, (), (), 0.0 if has_ended else 0.05)[0]:
                     data = os.read(source, 1 << 16)
-                    reading = bool(data)
+                    is_open = bool(data)
                     output = output + data
-                elif over:
+                elif has_ended:
                     break
                 if stopped.is_set():
                     note = "it was stopped"
-                elif time.monotonic() > ends or len(output) > MOST:
-                    note = f"it was ended: more than {SECONDS:g} s, or {MOST >> 20} MiB"
+                elif time.monotonic() > deadline or len(output) > MAX_OUTPUT_BYTES:
+                    note = f"it was ended: more than {TIMEOUT_SECONDS:g} s, or {MAX_OUTPUT_BYTES >> 20} MiB"
         finally:
-            left = _started_by(process.pid)
-            for end, one in ((os.killpg, process.pid), *((os.kill, each) for each in left)):
+            descendants = _descendants(process.pid)
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for descendant in descendants:
                 with suppress(OSError):
-                    end(one, signal.SIGKILL)
+                    os.kill(descendant, signal.SIGKILL)
     if not note and process.returncode:
         note = f"exit status {process.returncode}"
     text = output.decode("utf-8", "replace")
-    if (lost := len(text) - OUTPUT_LIMIT) > 0:
-        half = OUTPUT_LIMIT // 2
-        text = f"{text[:half]}\n… {lost:,} characters are left out …\n{text[-half:]}"
+    num_omitted = len(text) - MODEL_OUTPUT_LIMIT
+    if num_omitted > 0:
+        half = MODEL_OUTPUT_LIMIT // 2
+        text = f"{text[:half]}\n… {num_omitted:,} characters are left out …\n{text[-half:]}"
     return f"{text}\n({note})" if note else text

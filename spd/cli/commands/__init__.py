@@ -1,4 +1,4 @@
-"""The commands: where each is, and what it is for; one is imported only when it is named."""
+"""The table of commands and the Typer application; a command is imported only when it is named."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ COMMAND_TABLE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "completions": ("doctor", "Print the completion script of a shell."),
     }
 )
-"""Of each command: its module, and what the list of commands says; its own help is its docstring."""
+"""The module of each command and its line in the list of commands; its help is its docstring."""
 COMMANDS = tuple(COMMAND_TABLE)
 
 
-def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
-    """The Typer application of the commands in `loaded`; of none: of all, with only their names and help."""
+def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
+    """Return the Typer application of the commands in `names`.
+
+    Without a known name it has all commands, unloaded, with only their names and help.
+    """
     app = typer.Typer(
         name="spd",
         help=ROOT_HELP,
@@ -65,9 +68,9 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
-    known = [name for name in COMMANDS if name in loaded]
-    for name in known or COMMANDS:
-        body = load_command(name) if known else lambda: None
+    command_names = [name for name in COMMANDS if name in names]
+    for name in command_names or COMMANDS:
+        body = load_command(name) if command_names else lambda: None
         short = COMMAND_TABLE[name][1]
         help, _, examples = (cleandoc(body.__doc__ or "")).partition("\n\n")
         app.command(name, cls=Command, help=help, short_help=short, epilog=f"\b\n{examples}")(body)
@@ -75,7 +78,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
 
 
 def complete(app: typer.Typer, variable: str) -> int:
-    """Answer a shell's question from the environment and end."""
+    """Print completions for the shell's request in the environment; return the exit status."""
     from typer.completion import completion_init  # type: ignore[attr-defined]
 
     completion_init()
@@ -83,27 +86,28 @@ def complete(app: typer.Typer, variable: str) -> int:
         get_command(app)(args=[], prog_name="spd", complete_var=variable, standalone_mode=False)
     except SystemExit as stop:
         return int(stop.code or 0)
-    except Exception:  # a broken answer must never spill into a shell's prompt
+    except Exception:  # a traceback must never reach a shell's prompt
         return 1
     return 1
 
 
 def load_command(name: str) -> Callable[..., int | None]:
-    """Import a command: a function with one parameter for each of its options, as Typer reads commands."""
-    from spd.cli.options import read_settings, take_model
+    """Import a command and return it as Typer needs it: a function with one parameter per option."""
+    from spd.cli.options import merge_model_argument, parse_settings
 
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))
     options = get_type_hints(body)["options"]
     hints = get_type_hints(options)
-    form = cast(Any, Annotated)
+    annotated = cast(Any, Annotated)
 
     def run(context: typer.Context, **values: Any) -> int | None:
+        """Run the command with the values that Typer has parsed."""
         session: Session = context.obj
-        session.listen(values)
-        values |= read_settings(values.get("set") or ())
+        session.apply_output_options(values["color"], values["quiet"], values["verbose"])
+        values |= parse_settings(values.get("set") or ())
         sources = {name: str(context.get_parameter_source(name)) for name in values}
         typed = frozenset(name for name in values if "COMMANDLINE" in sources[name])
-        take_model(values, typed)
+        merge_model_argument(values, typed)
         if "rendezvous" in hints:
             values["rendezvous"] = session.rendezvous
         if "typed" in hints:
@@ -112,21 +116,21 @@ def load_command(name: str) -> Callable[..., int | None]:
 
     parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field in dataclasses.fields(options):
-        if "option" not in field.metadata:  # not typed: set by name, or found
+        if "option" not in field.metadata:  # no option: set by name or by the application
             continue
         names = field.metadata["names"]
-        shown = field.metadata["option"]
+        settings = field.metadata["option"]
         if names is None:
-            kind = typer.Argument(**shown)
+            parameter_kind = typer.Argument(**settings)
         else:
-            long = (
+            long_name = (
                 []
                 if any(n.startswith("--") for n in names)
                 else [f"--{field.name.replace('_', '-')}"]
             )
-            kind = typer.Option(*names, *long, **shown)
+            parameter_kind = typer.Option(*names, *long_name, **settings)
         default = Parameter.empty if field.default is dataclasses.MISSING else field.default
-        hint = form[hints[field.name], kind]
+        hint = annotated[hints[field.name], parameter_kind]
         parameters.append(
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         )
@@ -136,8 +140,9 @@ def load_command(name: str) -> Callable[..., int | None]:
     return run
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    """Print the version and exit if --version is set."""
+    if requested:
         typer.echo(f"spd {__version__}")
         raise typer.Exit
 
@@ -152,4 +157,4 @@ def root(
         help="Print the version and exit.",
     ),
 ) -> None:
-    """Holds the options that stand before a command."""
+    """Define the options before a command."""

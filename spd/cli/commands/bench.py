@@ -1,4 +1,4 @@
-"""`spd bench`: models and ways of decoding on the same prompts, interleaved with plain decoding."""
+"""`spd bench`: measures models and methods on the same prompts, interleaved with plain decoding."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.bench_table import SCHEMA, bench_text
+from spd.cli.bench_table import SCHEMA, BenchResult, bench_text
 from spd.cli.options import (
     ModelArgument,
     ModelOptions,
-    advanced,
+    advanced_option,
     argument,
-    first,
+    main_option,
     option,
 )
-from spd.cli.parser import in_order, parse_as, parse_size
+from spd.cli.parser import normalize_spec, parse_size, parse_value
 from spd.cli.plot import PLOT_HELP, check_plot, plot_bench
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
@@ -33,97 +33,103 @@ if TYPE_CHECKING:
     from spd.runtime.lab import EncodedPrompt, Prompt, Sweep
 
 
-def split(text: str, flag: str) -> list[str]:
-    """The members of a comma list, each once. Raises UsageError for an empty member."""
+def split_list(text: str, flag: str) -> list[str]:
+    """Return the distinct members of a comma list. Raises UsageError for an empty member."""
     members = [member.strip() for member in text.split(",")]
     if not all(members):
         raise UsageError(f"{flag} {text!r} has an empty member", fix=[f"{flag} A,B"])
     return list(dict.fromkeys(members))
 
 
-def numbers(
-    text: str, flag: str, kind: Literal["int", "float"], low: float, high: float
+def parse_numbers(
+    text: str, flag: str, annotation: Literal["int", "float"], low: float, high: float
 ) -> list[float]:
-    """A comma list of numbers within bounds. Raises UsageError naming the one that is not."""
-    found = [float(parse_as(flag, kind, member)) for member in split(text, flag)]
-    for value in found:
+    """Return the distinct numbers of a comma list. Raises UsageError for one out of bounds."""
+    values = [float(parse_value(flag, annotation, member)) for member in split_list(text, flag)]
+    for value in values:
         if not low <= value <= high:
             raise UsageError(
                 f"{flag} {value:g} is out of range", reason=[f"valid: {low:g} to {high:g}"]
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
-def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
-    """The prompts asked for: of a file all, of spd's own two of each category."""
+def requested_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
+    """Return the prompts of a file, or two of each category of spd's own."""
     from spd.runtime.lab import BUILTIN_PROMPTS, read_prompts, select_prompts
 
-    categories = split(category, "--category") if category is not None else None
-    chosen: tuple[Prompt, ...] = select_prompts(
+    categories = split_list(category, "--category") if category is not None else None
+    prompts: tuple[Prompt, ...] = select_prompts(
         read_prompts(path or BUILTIN_PROMPTS), categories, None if path else 2
     )
-    return chosen
+    return prompts
 
 
-BEGINNING = 2000  # characters of each prompt by which tokenizers are compared
-ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
-"""Options that all engines share; of others there are lists, and an engine for each combination."""
+TOKENIZER_SAMPLE = 2000  # leading characters of each prompt, by which tokenizers are compared
+SHARED_FIELDS = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
+"""Fields that all engines share; the others are lists, with one engine per combination."""
 
-_sweep = partial(option, "What is compared")
-_work = partial(option, "What is asked")
+_sweep_option = partial(option, "What is compared")
+_work_option = partial(option, "What is asked")
 
 
-MODELS = "A folder, GGUF file, org/name or demo; a list of them compares them."
+MODELS_HELP = "A folder, GGUF file, org/name or demo; a list of them compares them."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchOptions(ModelArgument, ModelOptions):
-    """Everything `spd bench` takes. The axes of the sweep are comma lists."""
+    """The options of `spd bench`. The axes of the sweep are comma lists."""
 
-    model_argument: str | None = argument("MODEL,…", MODELS, None)
-    model: str = first("demo", "MODEL,…", MODELS, "-m", envvar="SPD_MODEL")
+    model_argument: str | None = argument("MODEL,…", MODELS_HELP, None)
+    model: str = main_option("demo", "MODEL,…", MODELS_HELP, "-m", envvar="SPD_MODEL")
 
-    spec: str = first(
+    spec: str = main_option(
         "auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured."
     )
-    draft_model: str | None = first(
+    draft_model: str | None = main_option(
         None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant."
     )
-    draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
-    temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
-    concurrency: str = first("1", "N,…", "Requests at a time; with --rate, most slots. Default: 1.")
-    json: bool = first(False, None, "One JSON object with every sample.")
-    output: Path | None = first(None, "FILE", "Write the JSON object there too.", "-o")
-    plot: Path | None = first(None, "FILE", PLOT_HELP)
-    mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _sweep(
+    draft_max: str = main_option(
+        "auto", "K,…", "Draft tokens a round; a list of them is held fixed."
+    )
+    temperature: str = main_option("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
+    max_tokens: int = main_option(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
+    concurrency: str = main_option(
+        "1", "N,…", "Requests at a time; with --rate, most slots. Default: 1."
+    )
+    json: bool = main_option(False, None, "One JSON object with every sample.")
+    output: Path | None = main_option(None, "FILE", "Write the JSON object there too.", "-o")
+    plot: Path | None = main_option(None, "FILE", PLOT_HELP)
+    mtp: str | None = _sweep_option(None, "HEAD", "A folder with an MTP head.")
+    adaptive: bool | None = _sweep_option(
         None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive"
     )
-    verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
-    synthetic_acceptance: float | None = _sweep(
+    verify: str = _sweep_option("coupled", "RULES", "coupled, rejection, block.")
+    synthetic_acceptance: float | None = _sweep_option(
         None, "LENGTH", "Impose so many tokens a round: speed only."
     )
-    load: Literal["auto", "dummy"] = _sweep("auto", "HOW", "dummy: random weights, speed only.")
-    category: str | None = _work(
+    load: Literal["auto", "dummy"] = _sweep_option(
+        "auto", "HOW", "dummy: random weights, speed only."
+    )
+    category: str | None = _work_option(
         None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all."
     )
-    prompts: Path | None = _work(
+    prompts: Path | None = _work_option(
         None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.'
     )
-    prompt_tokens: str | None = _work(
+    prompt_tokens: str | None = _work_option(
         None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k."
     )
-    ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")
-    rate: str | None = _work(None, "R,…", "Requests a second, Poisson arrivals (open loop).")
-    repetitions: int | None = _work(
+    ignore_eos: bool = _work_option(False, None, "Do not stop at the end of the text.")
+    rate: str | None = _work_option(None, "R,…", "Requests a second, Poisson arrivals (open loop).")
+    repetitions: int | None = _work_option(
         None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r", min=1
     )
-    lag: str = advanced("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
-    graphs: str = advanced("auto", "MODES", "CUDA graphs: auto, on, off.")
-    tp: str = advanced("1", "N,…", "Tensor parallel ranks. Default: 1.")
-    draft_tp: str = advanced("auto", "N,…", "Ranks that share the drafter, or auto.")
-    memory_fraction: float = advanced(
+    lag: str = advanced_option("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
+    graphs: str = advanced_option("auto", "MODES", "CUDA graphs: auto, on, off.")
+    tp: str = advanced_option("1", "N,…", "Tensor parallel ranks. Default: 1.")
+    draft_tp: str = advanced_option("auto", "N,…", "Ranks that share the drafter, or auto.")
+    memory_fraction: float = advanced_option(
         0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
     )
 
@@ -141,31 +147,33 @@ def bench(session: Session, options: BenchOptions) -> None:
     if options.output is not None:
         check_writable(options.output)
     check_plot(options.plot)
-    slots = numbers(options.concurrency, "--concurrency", "int", 1, 1024)
+    slots = parse_numbers(options.concurrency, "--concurrency", "int", 1, 1024)
     rates: Sequence[float | None] = [None]
     if options.rate is not None:
-        rates = numbers(options.rate, "--rate", "float", 1e-3, 1e4)
+        rates = parse_numbers(options.rate, "--rate", "float", 1e-3, 1e4)
     settings = Settings(
-        temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
+        temperatures=tuple(parse_numbers(options.temperature, "--temperature", "float", 0, 100)),
         loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
         **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
     )
     sink = Sink.stdout()
-    by_model = {model: sweep_configs(options, model) for model in model_list(options.model)}
+    configs_by_model = {model: sweep_configs(options, model) for model in model_list(options.model)}
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
-        lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
-    prompts = chosen_prompts(options.prompts, options.category)
+        lengths = [
+            parse_size(size) for size in split_list(options.prompt_tokens, "--prompt-tokens")
+        ]
+    prompts = requested_prompts(options.prompts, options.category)
     configs: list[EngineConfig] = []
     questions: list[Sequence[EncodedPrompt]] = []
-    for its_configs in by_model.values():
-        encoded = encode_prompts(its_configs[0].model, prompts, lengths, settings.max_tokens)
+    for model_configs in configs_by_model.values():
+        encoded = encode_prompts(model_configs[0].model, prompts, lengths, settings.max_tokens)
         longest = max(len(question.ids) for question in encoded)
-        # The cache holds no more than is asked.
+        # The cache has room for the longest prompt and reply only.
         ctx = longest + settings.max_tokens
-        configs += [replace(config, ctx=ctx) for config in its_configs]
-        questions += [encoded] * len(its_configs)
-    names = [model for model, its_configs in by_model.items() for _ in its_configs]
+        configs += [replace(config, ctx=ctx) for config in model_configs]
+        questions += [encoded] * len(model_configs)
+    names = [model for model, model_configs in configs_by_model.items() for _ in model_configs]
     sweep = Sweep(configs, questions, settings)
     sweep.watch = lambda ended: session.guard.check()
     try:
@@ -173,100 +181,106 @@ def bench(session: Session, options: BenchOptions) -> None:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:
-        _deliver(options, bench_result(options, sweep, names, interrupted=True), sink)
+        _write_results(options, bench_result(options, sweep, names, interrupted=True), sink)
         raise
     result = bench_result(options, sweep, names, interrupted=False)
-    _deliver(options, result, sink)
+    _write_results(options, result, sink)
     if sweep.differences:
-        words = f"{len(sweep.differences)} texts differ from plain decoding"
-        raise CheckFailedError(words, fix=["spd verify"])
+        message = f"{len(sweep.differences)} texts differ from plain decoding"
+        raise CheckFailedError(message, fix=["spd verify"])
     if not result["rows"]:
-        words = "nothing was measured: every reply ended at its first token"
-        raise CheckFailedError(words, fix=["--ignore-eos", "a larger -n"])
+        message = "nothing was measured: every reply ended at its first token"
+        raise CheckFailedError(message, fix=["--ignore-eos", "a larger -n"])
 
 
 def model_list(text: str) -> list[str]:
-    """Return the models of a comma list; a path that is there is one model, whatever its name."""
-    return [text] if Path(text).expanduser().exists() else split(text, "--model")
+    """Return the models of a comma list; an existing path is one model, even with a comma in its name."""
+    return [text] if Path(text).expanduser().exists() else split_list(text, "--model")
 
 
 def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConfig]:
-    """Return a configuration for each way of decoding, plain ones first, one for each machine setting."""
+    """Return the engine configurations of a model: one plain per machine setting, then those that draft."""
     from spd.formats.folder import ModelFolder
 
     base = EngineConfig(
         model=ModelFolder.resolve(model),
-        prefix_sharing=False,  # a repeated prompt would be no prompt
+        prefix_sharing=False,  # a repeated prompt would skip its prefill
         spec="off",
-        **{name: getattr(options, name) for name in ALIKE},
+        **{name: getattr(options, name) for name in SHARED_FIELDS},
     )
-    machines = [replace(base, **changes) for changes in _combinations(options, MACHINE_SETTINGS)]
-    ranks = {machine.tp for machine in machines}
-    alone = None if max(ranks) > 1 else options.rendezvous
     machines = [
-        replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines
+        replace(base, **changes) for changes in _option_combinations(options, MACHINE_SETTINGS)
     ]
-    given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
+    ranks = {machine.tp for machine in machines}
+    single_rank_rendezvous = None if max(ranks) > 1 else options.rendezvous
+    machines = [
+        replace(
+            machine,
+            rendezvous=options.rendezvous if machine.tp > 1 else single_rank_rendezvous,
+        )
+        for machine in machines
+    ]
+    drafter_names = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {
-        name: ModelFolder.resolve(value) for name, value in given.items() if value is not None
+        name: ModelFolder.resolve(value)
+        for name, value in drafter_names.items()
+        if value is not None
     }
     configs = list(machines)
-    for machine, changes in product(
-        machines, list(_combinations(options, ("spec", *DRAFTING_SETTINGS)))
-    ):
-        method = changes["spec"] = in_order(changes["spec"])
-        size = changes["draft_tp"]
-        taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights
-        drafters = {name: folder for name, folder in folders.items() if name in taken}
-        dividing = [
-            tp for tp in ranks if not size or tp % size == 0
-        ] or ranks  # what no --tp fits is refused
-        if method in ("off", "plain", "none") or machine.tp not in dividing:
+    drafting_changes = list(_option_combinations(options, ("spec", *DRAFTING_SETTINGS)))
+    for machine, changes in product(machines, drafting_changes):
+        method = normalize_spec(changes["spec"])
+        draft_tp = changes["draft_tp"]
+        supported_weights = METHODS.get(split_spec(method)[0], METHODS["off"]).weights
+        drafters = {name: folder for name, folder in folders.items() if name in supported_weights}
+        divisible_ranks = [tp for tp in ranks if not draft_tp or tp % draft_tp == 0]
+        usable_ranks = divisible_ranks or ranks  # EngineConfig refuses a value that fits no --tp
+        if method in ("off", "plain", "none") or machine.tp not in usable_ranks:
             continue
-        fixed = options.synthetic_acceptance is not None or changes["verify"] != "coupled"
+        is_fixed = options.synthetic_acceptance is not None or changes["verify"] != "coupled"
         adaptive = "," not in options.draft_max if options.adaptive is None else options.adaptive
         changes = {
             **changes,
-            "adaptive": adaptive and not fixed,
-            "draft_tp": size if taken else None,
+            "spec": method,
+            "adaptive": adaptive and not is_fixed,
+            "draft_tp": draft_tp if supported_weights else None,
+            "synthetic_acceptance": options.synthetic_acceptance,
         }
-        changes["synthetic_acceptance"] = options.synthetic_acceptance
         config = replace(machine, **changes, **drafters)
-        if config not in configs:  # lookup has no ranks of its own
+        if config not in configs:  # n-gram lookup has no ranks, so its combinations repeat
             configs.append(config)
     return configs
 
 
-def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every combination of the members of some options that take a list."""
-    kinds = {field.name: str(field.type) for field in fields(EngineConfig)}
+def _option_combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Return every combination of the members of options that are lists, by option."""
+    annotations = {field.name: str(field.type) for field in fields(EngineConfig)}
     axes = []
     for name in names:
         flag = "--" + name.replace("_", "-")
-        axes.append(
-            [parse_as(flag, kinds[name], word) for word in split(getattr(options, name), flag)]
-        )
+        members = split_list(getattr(options, name), flag)
+        axes.append([parse_value(flag, annotations[name], member) for member in members])
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 
-def same_tokens(sweep: Sweep) -> bool:
-    """True if all models cut the prompts into the same tokens, so that their tok/s count the same."""
+def have_same_tokens(sweep: Sweep) -> bool:
+    """True if all models encode the prompts to the same tokens, so that their tok/s are comparable."""
     from spd.formats.folder import ModelFolder
 
     folders = [ModelFolder.from_path(model) for model in {config.model for config in sweep.configs}]
     if len(folders) == 1:
         return True
-    beginnings = [question.prompt.text[:BEGINNING] for question in sweep.prompts[0]]
-    tokens = [
-        [folder.tokenizer.encode(text) for text in beginnings] if folder.tokenizer else None
+    samples = [question.prompt.text[:TOKENIZER_SAMPLE] for question in sweep.prompts[0]]
+    encoded_samples = [
+        [folder.tokenizer.encode(text) for text in samples] if folder.tokenizer else None
         for folder in folders
     ]
-    return all(ids == tokens[0] for ids in tokens)
+    return all(ids == encoded_samples[0] for ids in encoded_samples)
 
 
-def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
-    """Print what has been measured, and write and draw it to the files that were named."""
-    sink.answer(options.json, result, bench_text(result, sink.glyphs()))
+def _write_results(options: BenchOptions, result: BenchResult, sink: Sink) -> None:
+    """Print the result, and write and plot it to the files of the options."""
+    sink.write_result(options.json, result, bench_text(result, sink.glyphs()))
     if options.output is not None:
         with closing(Sink(options.output)) as file:
             file.write(to_json(result) + "\n")
@@ -276,7 +290,7 @@ def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
 
 def bench_result(
     options: BenchOptions, sweep: Sweep, models: Sequence[str], *, interrupted: bool
-) -> dict[str, Any]:
+) -> BenchResult:
     """Return the object of `spd bench --json`, whose schema is shipped in `spd/runtime/lab/schemas`.
 
     models: the name of each configuration's model.
@@ -293,7 +307,7 @@ def bench_result(
         "prompts": {q.prompt.name: q.prompt.digest for q in sweep.prompts[0]},
         "plans": sweep.plans,
         "rows": make_rows(sweep.samples, sweep.plans, models),
-        "same_tokens": same_tokens(sweep),
+        "same_tokens": have_same_tokens(sweep),
         "equality": {"tokens": sweep.compared, "differences": sweep.differences},
         "samples": [asdict(sample) for sample in sweep.samples],
         "interrupted": interrupted,

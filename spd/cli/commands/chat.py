@@ -1,4 +1,4 @@
-"""`spd chat`: what it needs of a terminal, and the chat itself."""
+"""`spd chat`: checks the terminal, then runs the chat."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def chat(session: Session, options: ChatOptions) -> int:
       spd chat Qwen/Qwen3-4B -s "Be terse"
       spd chat demo < messages.txt
     """
-    from spd.cli.run_settings import check_shared
+    from spd.cli.run_settings import check_reply_options
 
-    check_shared(options)
+    check_reply_options(options)
     sink = Sink.stdout()
     interactive = is_terminal(sys.stdin)
     if interactive and not sink.is_terminal:
-        words = "spd chat needs a terminal on both sides, and standard output is not one"
+        message = "spd chat needs a terminal on both sides, and standard output is not one"
         fix = ['spd generate "your prompt"', "spd chat < messages.txt, one message a line"]
-        raise UsageError(words, fix=fix, code="no_terminal")
+        raise UsageError(message, fix=fix, code="no_terminal")
     if options.tools is not None and not (interactive and is_terminal(sys.stderr)):
-        words = (
+        message = (
             "--tools asks before it runs anything, and standard input or error is not a terminal"
         )
-        raise UsageError(words, fix=["leave --tools out"], code="no_terminal")
+        raise UsageError(message, fix=["leave --tools out"], code="no_terminal")
     from spd.cli.chat.conversation import SessionStore
     from spd.cli.chat.loop import Chat
     from spd.cli.chat.slash import Commands
 
     with closing(SessionStore(session.state_folder / "sessions")) as store:
-        talk = Chat(session, options, sink, store)
+        conversation_loop = Chat(session, options, sink, store)
         try:
-            return talk.run(Commands(talk), interactive)
+            return conversation_loop.run(Commands(conversation_loop), interactive)
         finally:
-            if session.guard.received is None:  # a signal ends the process at once
-                talk.model.close()
+            if session.guard.received is None:  # after a signal the process ends at once
+                conversation_loop.model.close()

@@ -1,13 +1,13 @@
-"""`spd convert-mtp`, which cuts an MTP head out of a checkpoint without torch, and `spd quantize`."""
+"""`spd convert-mtp`, which copies an MTP head out of a checkpoint without torch, and `spd quantize`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spd.cli.options import JsonOptions, ModelArgument, argument, printed, same_as_argument
+from spd.cli.options import JsonOptions, ModelArgument, argument, output_option, same_as_argument
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, check_new_folder
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConvertOptions(ModelArgument, JsonOptions):
-    """Everything `spd convert-mtp` takes."""
+    """The options of `spd convert-mtp`."""
 
     model_argument: str | None = argument(
         "MODEL", "A folder or org/name with MTP layers, or a head.", None
     )
     destination: Path | None = argument("DIR", "Folder to write. Default: NAME-mtp here.", None)
     model: str = same_as_argument()
-    dry_run: bool = printed(False, None, "Read headers, write nothing.")
+    dry_run: bool = output_option(False, None, "Read headers, write nothing.")
 
 
 def convert_mtp(session: Session, options: ConvertOptions) -> None:
@@ -51,30 +51,43 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     check_new_folder(destination)
     plan = plan_head(source, options.model, check_source)
     with plan.checkpoint:
-        own = None if options.dry_run else _write(session, plan, destination)
-    shown = _facts(plan, options.model, destination, own)
-    Sink.stdout().answer(options.json, shown, fact_lines(shown | {"mapped": len(plan.tensors)}))
+        own_tables = None if options.dry_run else _write_head(session, plan, destination)
+    facts = _head_facts(plan, options.model, destination, own_tables)
+    Sink.stdout().write_result(
+        options.json, facts, fact_lines(facts | {"mapped": len(plan.tensors)})
+    )
 
 
-def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
-    """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
+def _write_head(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
+    """Write the folder, which gets its name once it is complete; return names of the head's own tables."""
     from spd.formats.mtp import find_differing_copies, make_head_config
 
-    own = find_differing_copies(plan)
+    own_tables = find_differing_copies(plan)
     head = plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
-        tensors = output_tensors(plan.checkpoint, [*plan.tensors, *own])
+        tensors = output_tensors(plan.checkpoint, [*plan.tensors, *own_tables])
         write_tensors(
             stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=format_size)
         )
         plan.checkpoint.check_unchanged()
-        told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
-        write_json(stage / CONFIG_FILE, make_head_config(*told, quantized=plan.is_quantized))
-    return [tensor.name for tensor in own]
+        config = make_head_config(
+            head.folder.fields.values,
+            head.verifier,
+            head.verifier_sha256,
+            head.layout.modules,
+            quantized=plan.is_quantized,
+        )
+        write_json(stage / CONFIG_FILE, config)
+    return [tensor.name for tensor in own_tables]
 
 
-def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None) -> dict[str, Any]:
-    """The one JSON object: every tensor by name. `own`: tables unlike the target's; None: not written."""
+def _head_facts(
+    plan: HeadPlan, source: str, destination: Path, own_tables: list[str] | None
+) -> dict[str, object]:
+    """Return the JSON object, with every tensor by name.
+
+    own_tables: tables that differ from the target's; None if nothing was written.
+    """
     return {
         "schema": "spd.convert-mtp/1",
         "source": source,
@@ -83,33 +96,37 @@ def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None
         "declared_modules": plan.declared_modules,
         "found": plan.head.layout.description,
         "destination": str(destination),
-        "written": own is not None,
+        "written": own_tables is not None,
         "bytes": Size(sum(tensor.nbytes for tensor in plan.tensors)),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "mapped": [
             {
-                "name": each.name,
-                "shard": each.shard.name,
-                "shape": list(each.shape),
-                "dtype": each.dtype,
+                "name": tensor.name,
+                "shard": tensor.shard.name,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
             }
-            for each in plan.tensors
+            for tensor in plan.tensors
         ],
-        "shared": [copy.name for copy, _ in plan.table_copies if copy.name not in (own or ())],
-        "own": own or [],
+        "shared": [
+            copy.name for copy, _ in plan.table_copies if copy.name not in (own_tables or ())
+        ],
+        "own": own_tables or [],
         "dropped": list(plan.unused_tensors),
     }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class QuantizeOptions(ModelArgument, JsonOptions):
-    """Everything `spd quantize` takes."""
+    """The options of `spd quantize`."""
 
     model_argument: str | None = argument("MODEL", "A folder, or org/name in the cache.", None)
     destination: Path | None = argument("DIR", "Folder to write.", None)
     model: str = same_as_argument()
-    mtp_too: bool = printed(False, None, "Round MTP layers too. Default: they stay as they are.")
-    dry_run: bool = printed(False, None, "Read headers, write nothing.")
+    mtp_too: bool = output_option(
+        False, None, "Round MTP layers too. Default: they stay as they are."
+    )
+    dry_run: bool = output_option(False, None, "Read headers, write nothing.")
 
 
 def quantize(session: Session, options: QuantizeOptions) -> None:
@@ -128,7 +145,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     source.require_folder("spd quantize")
     destination = options.destination.expanduser()
     check_new_folder(destination)
-    beside, notes = side_files(source.path, excluded=(CONFIG_FILE,))
+    extra_files, notes = side_files(source.path, excluded=(CONFIG_FILE,))
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:
@@ -146,17 +163,17 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
                 write_tensors(stage / WEIGHTS_FILE, output_tensors, report)
                 checkpoint.check_unchanged()
                 write_json(stage / CONFIG_FILE, config)
-                copy_side_files(beside, stage)
-        kept = len(checkpoint.tensors) - len(rounded)
-        before = checkpoint.total_bytes
-    after = sum(each.nbytes for each in output_tensors)
+                copy_side_files(extra_files, stage)
+        num_unrounded = len(checkpoint.tensors) - len(rounded)
+        bytes_before = checkpoint.total_bytes
+    bytes_after = sum(output.nbytes for output in output_tensors)
     result = {
         "schema": "spd.quantize/1",
         "model": options.model,
         "destination": str(destination),
         "written": not options.dry_run,
         "rounded": len(rounded),
-        "kept": kept,
-        "bytes": {"before": Size(before), "after": Size(after)},
+        "kept": num_unrounded,
+        "bytes": {"before": Size(bytes_before), "after": Size(bytes_after)},
     }
-    Sink.stdout().answer(options.json, result)
+    Sink.stdout().write_result(options.json, result)

@@ -1,4 +1,4 @@
-"""`spd doctor`: whether this machine can run `spd`, what to do where not; and what its shells complete."""
+"""`spd doctor`, which checks this machine, and `spd completions`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from spd.cli.options import CommonOptions, JsonOptions, argument, printed
+from spd.cli.options import CommonOptions, JsonOptions, argument, output_option
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import loading
 from spd.cli.terminal.sink import Sink, to_json
@@ -16,9 +16,9 @@ from spd.cli.terminal.sink import Sink, to_json
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DoctorOptions(JsonOptions):
-    """Everything `spd doctor` takes."""
+    """The options of `spd doctor`."""
 
-    quick: bool = printed(False, None, "Look only: compile and generate nothing.")
+    quick: bool = output_option(False, None, "Look only: compile and generate nothing.")
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:
@@ -30,26 +30,28 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     from spd.runtime.lab import Finding, diagnostic_steps
 
     sink = Sink.stdout()
-    done: dict[str, Finding] = {}
-    checks: list[dict[str, Any]] = []
+    findings: dict[str, Finding] = {}
+    checks: list[dict[str, object]] = []
     for step in diagnostic_steps(quick=options.quick):
-        began = time.perf_counter()
+        start = time.perf_counter()
         with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
-            finding = done[step.name] = step.run(done)
+            finding = findings[step.name] = step.run(findings)
         checks.append(
-            {"name": step.name, **asdict(finding), "seconds": time.perf_counter() - began}
+            {"name": step.name, **asdict(finding), "seconds": time.perf_counter() - start}
         )
         if not options.json:
             line = f"{finding.status:<8}  {step.name:<12}  {finding.line}"
             sink.write_lines([line, *(f"    fix: {fix}" for fix in finding.fix)])
-    failed = sum(finding.status == "failed" for finding in done.values())
+    num_failed = sum(finding.status == "failed" for finding in findings.values())
     if options.json:
-        sink.write(to_json({"schema": "spd.doctor/1", "ok": not failed, "checks": checks}) + "\n")
+        sink.write(
+            to_json({"schema": "spd.doctor/1", "ok": not num_failed, "checks": checks}) + "\n"
+        )
     else:
         sink.write_lines(
-            [f"{failed or 'no'} problem{'s' * (failed != 1)} · details: spd doctor --json"]
+            [f"{num_failed or 'no'} problem{'s' * (num_failed != 1)} · details: spd doctor --json"]
         )
-    return 1 if failed else 0
+    return 1 if num_failed else 0
 
 
 FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
@@ -57,7 +59,7 @@ FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CompletionOptions(CommonOptions):
-    """Everything `spd completions` takes."""
+    """The options of `spd completions`."""
 
     shell: Literal["bash", "zsh", "fish"] = argument("SHELL", "The shell whose script is printed.")
 

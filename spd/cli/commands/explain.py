@@ -1,4 +1,4 @@
-"""`spd explain`: why speculation pays or does not, from a trace: a table, and a paragraph in words."""
+"""`spd explain`: explains from a trace why speculation pays or not, in a table and a paragraph."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from spd.cli.options import JsonOptions, argument, printed
+from spd.cli.options import JsonOptions, argument, output_option
 from spd.cli.plot import PLOT_HELP, check_plot, plot_explanation
-from spd.cli.terminal.bars import NARROW, Bar, BarGlyphs, bar_lines
+from spd.cli.terminal.bars import NARROW_COLUMNS, Bar, BarGlyphs, bar_lines
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.plain_text import WIDTH
 from spd.cli.terminal.sink import Sink
@@ -28,10 +28,10 @@ from spd.runtime.lab import (
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExplainOptions(JsonOptions):
-    """Everything `spd explain` takes."""
+    """The options of `spd explain`."""
 
     files: list[Path] = argument("TRACE …", "Files of --trace, all of one model.")
-    plot: Path | None = printed(None, "FILE", PLOT_HELP)
+    plot: Path | None = output_option(None, "FILE", PLOT_HELP)
 
 
 def explain(session: Session, options: ExplainOptions) -> None:
@@ -45,66 +45,79 @@ def explain(session: Session, options: ExplainOptions) -> None:
     sink = Sink.stdout()
     traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces}
-    ways = {_way(trace.header) for trace in traces if any(record.k for record in trace.rounds)}
-    if len(models) > 1 or len(ways) > 1:
-        words = "the traces are of different models or different ways of drafting"
+    drafting_methods = {
+        _drafting_method(trace.header)
+        for trace in traces
+        if any(record.k for record in trace.rounds)
+    }
+    if len(models) > 1 or len(drafting_methods) > 1:
+        message = "the traces are of different models or different ways of drafting"
         fix = ["spd explain each by itself, with one of plain decoding beside it"]
-        raise IncompatibleError(words, reason=sorted(models | ways), fix=fix)
-    found = explain_traces(traces)
+        raise IncompatibleError(message, reason=sorted(models | drafting_methods), fix=fix)
+    explanation = explain_traces(traces)
     columns = columns_of(sys.stdout) or WIDTH
-    lines = explanation_lines(found, columns, sink.glyphs())
-    sink.answer(options.json, found.as_dict(), lines)
+    lines = explanation_lines(explanation, columns, sink.glyphs())
+    sink.write_result(options.json, explanation.as_dict(), lines)
     if options.plot is not None:
-        plot_explanation(found, options.plot)
+        plot_explanation(explanation, options.plot)
 
 
-def _way(header: TraceHeader) -> str:
-    """What decides acceptance besides k."""
+def _drafting_method(header: TraceHeader) -> str:
+    """Return the settings that decide acceptance besides k, as text."""
     plan = header.plan
-    words = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {header.temperature:g}"]
+    parts = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {header.temperature:g}"]
     return ", ".join(
-        str(word) for word in (*words, plan.get("draft_model"), plan.get("mtp_head")) if word
+        str(part) for part in (*parts, plan.get("draft_model"), plan.get("mtp_head")) if part
     )
 
 
-def _prospect_cells(name: str, prospect: Estimate, found: Explanation, mark: str) -> list[str]:
-    """Return a row of the table."""
+def _prospect_cells(
+    name: str, prospect: Estimate, explanation: Explanation, mark: str
+) -> list[str]:
+    """Return a row of the table of predictions."""
     return [
         name,
         f"{prospect.round_ms:.2f}",
         f"{prospect.length:.2f}",
-        f"{prospect.round_ms / found.plain.round_ms:.2f}",
+        f"{prospect.round_ms / explanation.plain.round_ms:.2f}",
         f"{prospect.tokens_per_second:.1f}",
         f"{prospect.speed_up:.2f}",
         mark,
     ]
 
 
-def explanation_lines(found: Explanation, columns: int, glyphs: BarGlyphs | None) -> list[str]:
-    """Return the table of the run and of prospects, acceptance by position, and the paragraph.
+def explanation_lines(
+    explanation: Explanation, columns: int, glyphs: BarGlyphs | None
+) -> list[str]:
+    """Return the table of the run and of predictions, acceptance by position, and the paragraph.
 
-    glyphs: those of bars, on a terminal of so many columns.
+    glyphs: characters of bars; None prints acceptance without bars.
     """
-    rows = [_prospect_cells("this run", found.now, found, "← now")]
-    for prospect in found.prospects:
-        if prospect.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k):
-            name = f"{found.method} k={prospect.k}" if prospect.k else "plain"
-            mark = "← best" if prospect is found.best else ""
-            rows.append(_prospect_cells(name, prospect, found, mark))
+    shown_counts = {0, 1, 2, 3, 4, 6, 8, 12, 16, len(explanation.prospects) - 1}
+    shown_counts |= {explanation.k, explanation.best.k}
+    rows = [_prospect_cells("this run", explanation.now, explanation, "← now")]
+    for prospect in explanation.prospects:
+        if prospect.k in shown_counts:
+            name = f"{explanation.method} k={prospect.k}" if prospect.k else "plain"
+            mark = "← best" if prospect is explanation.best else ""
+            rows.append(_prospect_cells(name, prospect, explanation, mark))
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
-    if columns < NARROW:
-        header, *rows = ([cells[0], *cells[4:]] for cells in (header, *rows))
+    if columns < NARROW_COLUMNS:
+        header = [header[0], *header[4:]]
+        rows = [[cells[0], *cells[4:]] for cells in rows]
     lines = table_lines(header, rows)
-    shares = [f"{share:.0%}" for share in found.survival]
+    shares = [f"{share:.0%}" for share in explanation.survival]
     if shares and glyphs is None:
         lines.append(f"accepted by position: {' '.join(shares)}")
     elif shares and glyphs is not None:
         bars = [
-            Bar(f"draft {position}", share, words)
-            for position, (share, words) in enumerate(zip(found.survival, shares, strict=True), 1)
+            Bar(f"draft {position}", share, share_text)
+            for position, (share, share_text) in enumerate(
+                zip(explanation.survival, shares, strict=True), 1
+            )
         ]
         lines += ["", "accepted by position", *bar_lines(bars, columns, glyphs, axis=1.0), ""]
     return [
         *lines,
-        *textwrap.wrap(summarize(found), min(WIDTH, columns - 1), break_on_hyphens=False),
+        *textwrap.wrap(summarize(explanation), min(WIDTH, columns - 1), break_on_hyphens=False),
     ]

@@ -1,4 +1,4 @@
-"""`spd generate`: one prompt in, one reply out; what can be refused is refused before torch is imported."""
+"""`spd generate`: one prompt in, one reply out; options are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from spd.cli.engine import load, say_before, say_load, say_notes
+from spd.cli.engine import load, print_load_note, print_notes, print_run_notes
 from spd.cli.options import GenerateOptions
-from spd.cli.terminal.console import Session, tell
+from spd.cli.terminal.console import Session, write_stderr_line
 from spd.cli.terminal.sink import Sink, check_writable, to_json
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -n 200 -s "Be terse" "Summarise"
     """
-    from spd.cli.reply_view import Delivery
+    from spd.cli.reply_view import GenerateRun
     from spd.cli.run_settings import check_conflicts, plan_settings
     from spd.conversation.prompt import render_prompt
 
-    check_conflicts(options)  # and options are final from here on: a server gets them as they are
+    check_conflicts(options)  # options are final from here on: a server gets them as they are
     for path in (options.output, options.trace):
         if path is not None:
             check_writable(path)
@@ -45,73 +45,73 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.prompt_input import cut_named, gather
+        from spd.cli.prompt_input import read_prompt, suggest_cut
         from spd.conversation.settings import REQUEST_ID
 
         settings = plan_settings(options)
-        asked = gather(options)
-        with cut_named(options, asked, settings.context, lambda: settings.vocabulary.tokenizer):
-            request, inside = settings.prepare(REQUEST_ID, asked)
+        prompt = read_prompt(options)
+        with suggest_cut(options, prompt, settings.context, lambda: settings.vocabulary.tokenizer):
+            request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
         if options.dry_run:
-            text = render_prompt(asked, settings.vocabulary, request.prompt_ids)
-            _show_prompt(options, settings.context, text, request, sink)
+            text = render_prompt(prompt, settings.vocabulary, request.prompt_ids)
+            _write_prompt(options, settings.context, text, request, sink)
             return 0
         engine = load(session.console, options.model, settings.config)
-        if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
+        if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
-            with cut_named(options, asked, settings.context, lambda: engine.tokenizer):
-                request, inside = settings.prepare(REQUEST_ID, asked)
-        say_before(session.console, settings, engine, request)
+            with suggest_cut(options, prompt, settings.context, lambda: engine.tokenizer):
+                request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
+        print_run_notes(session.console, settings, engine, request)
         if not (options.json or options.no_server):
-            say_load(session.console, options.model, engine)
+            print_load_note(session.console, options.model, engine)
         marks = settings.vocabulary.marks
-        delivery = Delivery(session, options, sink, engine, request, inside, marks)
+        delivery = GenerateRun(session, options, sink, engine, request, inside_thinking, marks)
         if options.trace is None:
             return delivery.run()
         with closing(Sink(options.trace)) as trace:
-            _record(engine, options.model, request, trace)
+            _record_trace(engine, options.model, request, trace)
             return delivery.run()
 
 
 def _generate_served(
     session: Session, options: GenerateOptions, sink: Sink, engine: ServedEngine
 ) -> int:
-    """Answer one prompt by a running server."""
-    from spd.cli.prompt_input import cut_named, gather, read_grammar
-    from spd.cli.reply_view import Delivery
-    from spd.cli.run_settings import sampling_wishes
+    """Answer one prompt with the engine of a running server."""
+    from spd.cli.prompt_input import read_grammar, read_prompt, suggest_cut
+    from spd.cli.reply_view import GenerateRun
+    from spd.cli.run_settings import requested_sampling
 
-    wishes = sampling_wishes(options)
-    asked = gather(options)
-    with cut_named(options, asked, engine.info.ctx, lambda: engine.tokenizer):
-        served = engine.prepare(asked, wishes, read_grammar(options), options.think)
-    say_notes(session.console, served.notes, engine, served.parameters)
-    delivery = Delivery(
+    sampling = requested_sampling(options)
+    prompt = read_prompt(options)
+    with suggest_cut(options, prompt, engine.info.ctx, lambda: engine.tokenizer):
+        served = engine.prepare(prompt, sampling, read_grammar(options), options.think)
+    print_notes(session.console, served.notes, engine, served.parameters)
+    delivery = GenerateRun(
         session, options, sink, engine, served.request, served.inside_thinking, served.marks
     )
     return delivery.run()
 
 
-def _record(engine: Engine, model: str, request: Request, trace: Sink) -> None:
-    """Write a line about the run, and one for each round from now on."""
+def _record_trace(engine: Engine, model: str, request: Request, trace: Sink) -> None:
+    """Write a trace: a line about the run now, and one for each later round."""
     from spd.runtime.lab import TraceHeader
 
-    def record(line: TraceHeader | RoundRecord) -> None:
+    def write_record(line: TraceHeader | RoundRecord) -> None:
         trace.write(to_json(dataclasses.asdict(line)) + "\n")
 
-    record(TraceHeader(model, request.params.temperature, engine.plan.as_dict()))
-    engine.trace = record
+    write_record(TraceHeader(model, request.params.temperature, engine.plan.as_dict()))
+    engine.trace = write_record
 
 
-def _show_prompt(
+def _write_prompt(
     options: GenerateOptions, context: int, text: str, request: Request, sink: Sink
 ) -> None:
-    """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
+    """Write the output of --dry-run: the prompt on stdout and its token count on stderr, or JSON."""
     ids = request.prompt_ids
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")
-        tell(f"{len(ids):,} tokens of {context:,}")
+        write_stderr_line(f"{len(ids):,} tokens of {context:,}")
         return
-    shown = {"schema": "spd.prompt/1", "model": options.model, "prompt": text, "prompt_ids": ids}
-    more = {"prompt_tokens": len(ids), "context": context, "params": vars(request.params)}
-    sink.write(to_json(shown | more) + "\n")
+    result = {"schema": "spd.prompt/1", "model": options.model, "prompt": text, "prompt_ids": ids}
+    details = {"prompt_tokens": len(ids), "context": context, "params": vars(request.params)}
+    sink.write(to_json(result | details) + "\n")

@@ -1,4 +1,4 @@
-"""`spd inspect`: what a model folder holds and what a run would need, by headers and JSON, without torch."""
+"""`spd inspect`: describes a model folder and the memory of a run from headers and JSON, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import JsonOptions, ModelArgument, printed, same_as_argument
+from spd.cli.options import JsonOptions, ModelArgument, output_option, same_as_argument
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import Size
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from spd.runtime import Drafter, EnginePlan
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
-"""Lengths whose memory is told, as far as the model goes."""
+"""Context lengths whose memory is reported, up to the model's maximum."""
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InspectOptions(ModelArgument, JsonOptions):
-    """Everything `spd inspect` takes."""
+    """The options of `spd inspect`."""
 
     model: str = same_as_argument("demo", envvar="SPD_MODEL")
-    draft: str | None = printed(
+    draft: str | None = output_option(
         None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model"
     )
-    quantize: Literal["none", "int8", "int4"] = printed(
+    quantize: Literal["none", "int8", "int4"] = output_option(
         "none", "FORM", "Count with --quantize int8 or int4."
     )
-    tp: int = printed(1, "N", "Show the memory of one of N ranks.")
+    tp: int = output_option(1, "N", "Show the memory of one of N ranks.")
 
 
 def inspect(session: Session, options: InspectOptions) -> None:
@@ -51,41 +51,41 @@ def inspect(session: Session, options: InspectOptions) -> None:
     draft = None
     name = options.model
     folder = ModelFolder.resolve(name)
-    # It has a process of its own, which may start meanwhile.
+    # Templates render in another process, which starts meanwhile.
     threading.Thread(target=template_state, args=(folder,), daemon=True).start()
     target = describe(name, folder)
-    shown: Facts = {"schema": "spd.inspect/1", "target": target}
+    result: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
         draft = ModelFolder.resolve(options.draft)
-        shown["draft"] = describe(options.draft, draft)
-    choice = _choose(folder, draft)
+        result["draft"] = describe(options.draft, draft)
+    choice = _choose_drafter(folder, draft)
     refusal = None
     if draft is not None:
         refusal = choice if isinstance(choice, SpdError) else None
-        shown["compatible"] = refusal is None
+        result["compatible"] = refusal is None
         if draft.config.eagle3 is not None and refusal is None:
-            shown["draft"]["head"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
-    if target["head"] is None:  # a head by itself runs nothing
-        shown["speculation"] = speculation(choice, folder, draft)
+            result["draft"]["head"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
+    if target["head"] is None:  # a head cannot run without a target
+        result["speculation"] = speculation_facts(choice, folder, draft)
         config = EngineConfig(
             model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp
         )
-        shown["needs"] = needs(config, choice)
+        result["needs"] = memory_needs(config, choice)
     target["template"] = template_state(folder)
     if draft is not None:
-        shown["draft"]["template"] = template_state(draft)
+        result["draft"]["template"] = template_state(draft)
     if refusal is None or not options.json:  # else the one object on standard output is the error's
-        sink.answer(options.json, shown)
+        sink.write_result(options.json, result)
     if refusal is not None:
         raise refusal
 
 
 def describe(name: str, folder: ModelFolder) -> Facts:
-    """Every fact about one model folder, as JSON values. Raises CheckpointError."""
+    """Return the JSON object of one model folder. Raises CheckpointError."""
     from spd.runtime import DTYPE_BYTES, unused_tensors
     from spd.runtime.plan.memory import position_size, state_bytes
 
-    config = folder.config  # before the weights: what is no model folder at all lacks this first
+    config = folder.config  # before the weights: a folder that is no model fails here first
     checkpoint = folder.checkpoint
     tokenizer = folder.tokenizer
     return {
@@ -117,13 +117,13 @@ def describe(name: str, folder: ModelFolder) -> Facts:
             "used": None if tokenizer is None else tokenizer.vocab_size,
             "sha256": None if tokenizer is None else tokenizer.fingerprint,
         },
-        "template": None,  # it is waited for last
+        "template": None,  # set last, as rendering takes longest
         "notes": list(checkpoint.notes),
     }
 
 
-def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
-    """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
+def mtp_facts(folder: ModelFolder) -> Facts | None:
+    """Return the JSON object of the checkpoint's MTP head, held or lost; None if none is declared."""
     from spd.formats.mtp import declared_module_count, find_mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
@@ -159,8 +159,8 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     }
 
 
-def head_facts(config: ModelConfig) -> dict[str, Any] | None:
-    """How an EAGLE-3 head or an assistant reads its target; None for a model."""
+def head_facts(config: ModelConfig) -> Facts | None:
+    """Return the JSON object of an EAGLE-3 head or an assistant; None for a model."""
     facts = config.eagle3 or config.assistant
     eagle3 = config.eagle3
     if facts is None:
@@ -174,7 +174,7 @@ def head_facts(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def template_state(folder: ModelFolder) -> str:
-    """Whether there is a chat template, and whether it renders a greeting."""
+    """Return the state of the chat template: none, renders, or does not render, with the error."""
     try:
         if folder.template is None:
             return "none: use --raw"
@@ -184,10 +184,10 @@ def template_state(folder: ModelFolder) -> str:
     return "renders"
 
 
-def _choose(
+def _choose_drafter(
     folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
 ) -> Drafter | SpdError:
-    """What drafts, by small files and headers, or what the run would be refused with."""
+    """Return the drafter that small files and headers determine, or the error of such a run."""
     from spd.runtime import choose_drafter
 
     try:
@@ -196,48 +196,52 @@ def _choose(
         return error
 
 
-def speculation(
+def speculation_facts(
     choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None
 ) -> Facts:
-    """What `--spec auto` takes, and whether each method would run, with the draft model if it takes one."""
-    found: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
+    """Return the method that `--spec auto` takes, and for each method the reason if it would not run.
+
+    A method that takes a draft model is tried with `draft`.
+    """
+    facts: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
     if isinstance(choice, SpdError):
-        found["reason"] = choice.message
+        facts["reason"] = choice.message
     else:
         reason = choice.reason if draft is None else "it is given with --draft"
-        found |= {
+        facts |= {
             "method": choice.method,
             "reason": reason,
             "draft_max": METHODS[choice.method].draft_max,
         }
     for name, method in METHODS.items():
         if name not in ("auto", "off"):
-            tried = _choose(folder, draft if "draft_model" in method.weights else None, name)
-            why = tried.message if isinstance(tried, SpdError) else None
-            found["methods"][name] = {"possible": why is None, "why": why}
-    return found
+            method_draft = draft if "draft_model" in method.weights else None
+            attempt = _choose_drafter(folder, method_draft, name)
+            refusal = attempt.message if isinstance(attempt, SpdError) else None
+            facts["methods"][name] = {"possible": refusal is None, "why": refusal}
+    return facts
 
 
-def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
-    """For weights as they are stored, and rounded at load: their bytes, and the longest context that fits."""
+def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
+    """Return the bytes and longest context of weights as stored and as rounded at load."""
     from spd.runtime import machine_from_driver, resolve_plan
     from spd.runtime.plan.memory import longest_context, measure
 
-    found = []
+    forms = []
     usable = plan.memory_budget_bytes
     for name in QUANTIZE:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
-            other = replace(config, quantize=name)
-            shape = (
-                plan if name == config.quantize else resolve_plan(other, machine_from_driver())
-            ).shape
+            form_plan = plan
+            if name != config.quantize:
+                form_plan = resolve_plan(replace(config, quantize=name), machine_from_driver())
+            shape = form_plan.shape
             facts = {"weights": Size(measure(shape).weights), "ctx": longest_context(shape, usable)}
-            found.append({"quantize": name, **facts})
-    return found
+            forms.append({"quantize": name, **facts})
+    return forms
 
 
-def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
-    """What one request takes here and at other contexts; of a pair that cannot run, its target alone."""
+def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
+    """Return the memory of one request at several contexts; without the drafter if it cannot run."""
     from spd.runtime import draft_context, machine_from_driver, resolve_plan
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fit_to_memory, measure
 
@@ -245,26 +249,26 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     if isinstance(choice, SpdError):
         config = replace(config, draft_model=None)
     plan = resolve_plan(config, machine)
-    whole = plan.shape
+    full_shape = plan.shape
     free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     try:
-        shape = fit_to_memory(whole, config, machine.device, free)
+        shape = fit_to_memory(full_shape, config, machine.device, free)
         fits = True
     except SpdError:
-        shape = whole
+        shape = full_shape
         fits = False
-    need = measure(shape)
+    usage = measure(shape)
     usable = plan.memory_budget_bytes
-    most = whole.target.max_positions
+    max_positions = full_shape.target.max_positions
     totals = {}
-    for ctx in sorted({shape.ctx, most, *(n for n in CONTEXTS if n < most)}):
-        # with a drafter that goes as far as the context, or as its own model does
-        unlimited = replace(whole, draft_ctx=draft_context(whole.draft, ctx))
+    for ctx in sorted({shape.ctx, max_positions, *(n for n in CONTEXTS if n < max_positions)}):
+        # The drafter's context is as long as the target's, or as its model allows.
+        unlimited = replace(full_shape, draft_ctx=draft_context(full_shape.draft, ctx))
         totals[ctx] = measure(at_context(unlimited, ctx)).total
     return {
         "ctx": shape.ctx,
-        "total": Size(need.total),
-        "parts": {name: Size(size) for name, size in vars(need).items()},
+        "total": Size(usage.total),
+        "parts": {name: Size(size) for name, size in vars(usage).items()},
         "checkpoint_bytes": Size(
             shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0
         ),
@@ -278,7 +282,7 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "draft_tp_reason": plan.draft_tp_reason,
         "usable": Size(usable),
         "fits": fits,
-        "forms": forms(config, plan),
+        "forms": quantized_forms(config, plan),
         "contexts": [
             {"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()
         ],

@@ -1,4 +1,4 @@
-"""`spd generate --jsonl`: a prompt a line in, a reply a line out or what is wrong, in the same order."""
+"""`spd generate --jsonl`: one prompt per input line, one reply or error per output line, in order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.engine import load, say_before
+from spd.cli.engine import load, print_run_notes
 from spd.cli.options import GenerateOptions
-from spd.cli.prompt_input import gather_shared
+from spd.cli.prompt_input import read_shared_prompt
 from spd.cli.reply_view import reply_failure, reply_fields
 from spd.cli.run_settings import plan_settings
 from spd.cli.served import served_engine
 from spd.cli.signals import Interrupted
-from spd.cli.terminal.console import Session, tell
-from spd.cli.terminal.progress import Ticker, clock
-from spd.cli.terminal.sink import Sink, cannot_write, to_json
+from spd.cli.terminal.console import Session, write_stderr_line
+from spd.cli.terminal.progress import Ticker, format_clock
+from spd.cli.terminal.sink import Sink, output_error, to_json
 from spd.conversation.fields import (
     TEXT,
     FieldError,
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from spd.runtime import EngineClient
 
 SCHEMA = "spd.generate.line/1"
-BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
-"""Of an answer, and of a line that says what is wrong."""
-SHAPES: dict[str, Literal["schema", "regex", "lark"]]
-SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
-"""What says how the whole reply looks, and how the engine calls it."""
-PARAMETERS = strict_object(
+ANSWER_PREFIXES = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
+"""The beginnings of an answer and of an error."""
+GRAMMAR_KINDS: dict[str, Literal["schema", "regex", "lark"]]
+GRAMMAR_KINDS = {"schema": "schema", "regex": "regex", "grammar": "lark"}
+"""Parameters of a line that constrain the reply, and the engine's kind of grammar."""
+PARAMETER_FIELDS = strict_object(
     {
         **SAMPLING_FIELDS,
         "logprobs": integer(0, MAX_LOGPROBS),
@@ -58,83 +58,94 @@ PARAMETERS = strict_object(
         "grammar": TEXT,
     }
 )
-LINE = strict_object(
+LINE_FIELDS = strict_object(
     {"id": any_value, "prompt": TEXT, "messages": any_value, "prompt_ids": IDS, "system": TEXT}
-    | {"params": PARAMETERS}
+    | {"params": PARAMETER_FIELDS}
 )
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
-    """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
+    """Answer every line of the input; return the exit status. Raises PartialError if a line failed."""
     settings = plan_settings(options)
-    shared = gather_shared(options)
+    shared = read_shared_prompt(options)
     lines = read_lines(options.file[0] if options.file else "-")
-    done = failed = 0
+    num_done = num_failed = 0
     if options.resume and options.output is not None:
-        done, failed = resume(options.output, lines, sink)
-    if rest := lines[done:]:
+        num_done, num_failed = resume(options.output, lines, sink)
+    remaining_lines = lines[num_done:]
+    if remaining_lines:
         served = served_engine(session, options, settings.config.slots)
         engine = served or load(session.console, options.model, settings.config)
-        if len(rest) > (slots := engine.info.slots):
+        slots = engine.info.slots
+        if len(remaining_lines) > slots:
             engine.capture_ahead([settings.sampling.params], concurrency=slots)
-        say_before(session.console, settings, engine, None)
+        print_run_notes(session.console, settings, engine, None)
         settings = dataclasses.replace(settings, context=engine.info.ctx)
-        began = now()
-        batch = Batch(session, settings, shared, options.raw, engine, sink, done, failed)
+        start = now()
+        batch = LineBatch(
+            session, settings, shared, options.raw, engine, sink, num_done, num_failed
+        )
         try:
-            batch.run(rest)
+            batch.run(remaining_lines)
         except Interrupted:
-            how = "--resume goes on" + (" from here" if options.output else ", with -o FILE")
-            session.console.note(f"stopped after {batch.done:,} of {len(lines):,} lines; {how}")
+            resume_hint = "--resume goes on" + (
+                " from here" if options.output else ", with -o FILE"
+            )
+            session.console.note(
+                f"stopped after {batch.done:,} of {len(lines):,} lines; {resume_hint}"
+            )
             raise
         engine.close()
-        done = batch.done
-        failed = batch.failed
-        seconds = now() - began
+        num_done = batch.done
+        num_failed = batch.failed
+        seconds = now() - start
         if options.stats:
             rate = f"{batch.tokens / seconds:.1f} tok/s"
-            tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
-    if failed:
-        why = ["Each says why in its `error`; the others are complete."]
+            write_stderr_line(
+                f"{num_done:,} lines · {batch.tokens:,} tok · {format_clock(seconds)} · {rate}"
+            )
+    if num_failed:
+        reason = ["Each says why in its `error`; the others are complete."]
         fix = ["jq -c 'select(.error)'"]
-        raise PartialError(f"{failed:,} of {done:,} lines failed", reason=why, fix=fix)
+        raise PartialError(f"{num_failed:,} of {num_done:,} lines failed", reason=reason, fix=fix)
     return 0
 
 
-# -- what a line asks for ------------------------------------------------------------------------
+# -- what a line requests ------------------------------------------------------------------------
 
 
 @dataclass
 class Line:
-    """One line of the input: its number, its JSON value or what is wrong with it, and what came of it."""
+    """One line of the input: its number, its JSON value or its error, its request and its answer."""
 
     number: int
     value: Mapping[str, Any]
     error: SpdError | None = None
     request: Request | None = None
-    inside: bool | None = None
-    parts: RequestOutput | None = None
-    answer: dict[str, Any] | None = None
+    inside_thinking: bool | None = None
+    gathered: RequestOutput | None = None
+    answer: Mapping[str, object] | None = None
 
     @property
-    def id(self) -> Any:
-        """What the line calls itself; its number where it has no name."""
-        name = self.value.get("id")
-        return self.number if name is None else name
+    def id(self) -> str | float:
+        """The id of the line; its number if it has none."""
+        line_id: str | float | None = self.value.get("id")
+        return self.number if line_id is None else line_id
 
 
 def read_lines(name: str) -> list[Line]:
-    """Every line of a file, or of stdin (-), that is not blank. Raises UsageError and NotFoundError."""
+    """Return the lines of a file, or of stdin (-), that are not blank. Raises UsageError, NotFoundError."""
     data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
-    lines = [_read(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+    lines = [_parse_line(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
-        why = f"{'stdin' if name == '-' else name} is empty."
+        reason = f"{'stdin' if name == '-' else name} is empty."
         fix = """echo '{"prompt": "Hello"}' | spd generate --jsonl"""
-        raise UsageError("no lines to answer", reason=[why], fix=[fix], code="no_prompt")
+        raise UsageError("no lines to answer", reason=[reason], fix=[fix], code="no_prompt")
     return lines
 
 
-def _read(number: int, raw: bytes) -> Line:
+def _parse_line(number: int, raw: bytes) -> Line:
+    """Return a line with its JSON object, or with the error of an invalid one."""
     error = UsageError(f"longer than {INPUT_LIMIT >> 20} MiB")
     if len(raw) <= INPUT_LIMIT:
         try:
@@ -145,33 +156,34 @@ def _read(number: int, raw: bytes) -> Line:
                 error = UsageError("the line's id is neither a text nor a number")
             else:
                 return Line(number, value)
-        except (ValueError, RecursionError) as why:
-            error = UsageError(f"not JSON: {why}")
+        except (ValueError, RecursionError) as failure:
+            error = UsageError(f"not JSON: {failure}")
     return Line(number, {}, error)
 
 
 def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> PreparedRequest:
-    """Return what a line asks for, over what the flags say. Raises SpdError and FieldError."""
+    """Return the request of a line, whose parameters override the flags. Raises SpdError and FieldError."""
     if line.error is not None:
         raise line.error
-    value = LINE(dict(line.value), "")
+    value = LINE_FIELDS(dict(line.value), "")
     grammar = settings.grammar
     values = value.get("params", {})
-    shapes = {name: values.pop(name) for name in SHAPES if name in values}
-    if len(shapes) > 1:
-        names = " and ".join(f"params.{name}" for name in shapes)
+    grammar_values = {name: values.pop(name) for name in GRAMMAR_KINDS if name in values}
+    if len(grammar_values) > 1:
+        names = " and ".join(f"params.{name}" for name in grammar_values)
         raise UsageError(f"{names} each say what the whole reply looks like")
-    for name, wish in shapes.items():
-        grammar = GrammarSpec(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
+    for name, grammar_value in grammar_values.items():
+        text = grammar_value if isinstance(grammar_value, str) else json.dumps(grammar_value)
+        grammar = GrammarSpec(GRAMMAR_KINDS[name], text)
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     params = settings.params_with(**values)
-    asked = _asked(value, shared, raw)
-    check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
-    return settings.prepare(str(line.number), asked, params, grammar)
+    prompt = _line_prompt(value, shared, raw)
+    check_ids(prompt.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
+    return settings.prepare(str(line.number), prompt, params, grammar)
 
 
-def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
-    """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
+def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
+    """Return the prompt of a line after the shared messages; its own system message replaces theirs."""
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
     if len(kinds) != 1 or line.get("prompt_ids") == ():
         raise UsageError(
@@ -196,24 +208,24 @@ def _asked(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
         turns = check_messages(line["messages"], "the line")
     else:
         turns = ({"role": "user", "content": check_text(line["prompt"], "`prompt`")},)
-    own = turns[0]["role"] == "system"
-    if own and system is not None:
+    has_system = turns[0]["role"] == "system"
+    if has_system and system is not None:
         raise UsageError("the system message is given twice: `system` and the first of `messages`")
     if system is not None:
         turns = ({"role": "system", "content": check_text(system, "`system`")}, *turns)
-    if own or system is not None:
+    if has_system or system is not None:
         common = (turns[0], *(m for m in common if m["role"] != "system"))
         turns = turns[1:]
     return Prompt(messages=(*common, *turns), variables=shared.variables)
 
 
-# -- what has been answered ----------------------------------------------------------------------
+# -- answers and errors --------------------------------------------------------------------------
 
 
 def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
-    """How many answers a file holds, and how many failed; the beginning of one more answer is cut off.
+    """Return how many answers a file holds and how many of them failed; cut an incomplete last one off.
 
-    Raises UsageError for a file that was not made from these lines, or is being written; it stays as it is.
+    Raises UsageError for a file that does not match the lines, or is being written; it is unchanged.
     """
     try:
         sink.open()  # locked from here on
@@ -221,28 +233,36 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
             raise UsageError(
                 f"{path}: cannot be continued", fix=["leave --resume out, or another -o FILE"]
             )
-        *whole, rest = path.read_bytes().split(b"\n")
-        entries = [_read(n, raw).value for n, raw in enumerate(whole, 1)]
-        ours = json.loads(
+        *complete_lines, partial_line = path.read_bytes().split(b"\n")
+        entries = [_parse_line(n, raw).value for n, raw in enumerate(complete_lines, 1)]
+        expected_ids = json.loads(
             to_json([(line.number, line.id) for line in lines]).encode("utf-8", "replace")
         )
-        wrong = [
-            n for n, e in enumerate(entries) if [[e.get("line"), e.get("id")]] != ours[n : n + 1]
+        mismatches = [
+            n
+            for n, e in enumerate(entries)
+            if [[e.get("line"), e.get("id")]] != expected_ids[n : n + 1]
         ]
-        if not any(rest[: len(b)] == b[: len(rest)] for b in BEGINNINGS):  # no interruption left it
-            wrong.append(len(whole))
-        if wrong:
-            words = f"{path}: line {wrong[0] + 1} does not answer the input's line {wrong[0] + 1}"
-            raise UsageError(words, fix=["give the same input, or another -o FILE"], code="resume")
-        os.truncate(path, path.stat().st_size - len(rest))
+        is_answer_start = any(
+            partial_line[: len(prefix)] == prefix[: len(partial_line)] for prefix in ANSWER_PREFIXES
+        )
+        if not is_answer_start:  # an interrupted run leaves the beginning of an answer
+            mismatches.append(len(complete_lines))
+        if mismatches:
+            number = mismatches[0] + 1
+            message = f"{path}: line {number} does not answer the input's line {number}"
+            raise UsageError(
+                message, fix=["give the same input, or another -o FILE"], code="resume"
+            )
+        os.truncate(path, path.stat().st_size - len(partial_line))
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise output_error(path, error) from error
     return len(entries), sum("error" in entry for entry in entries)
 
 
 @dataclass
-class Batch:
-    """Keeps the engine fed, and writes what is finished in the order of the input, a whole line at a time."""
+class LineBatch:
+    """Runs the requests of lines, and writes finished answers in the order of the input, line by line."""
 
     session: Session
     settings: Settings
@@ -251,96 +271,106 @@ class Batch:
     engine: EngineClient
     sink: Sink
     done: int
-    """Lines answered so far, those of an earlier run too, and how many of them failed."""
+    """Lines answered so far, including those of an earlier run."""
     failed: int
+    """How many of the answered lines failed."""
     tokens: int = 0
-    begun: deque[Line] = field(default_factory=deque)
-    """In the order of the input, without those that were written."""
-    open: dict[str, Line] = field(default_factory=dict)
-    """Those that the engine works on, by the names of their requests."""
+    unwritten: deque[Line] = field(default_factory=deque)
+    """Started lines whose answer is not written, in the order of the input."""
+    running: dict[str, Line] = field(default_factory=dict)
+    """Lines whose requests the engine runs, by request id."""
 
     def run(self, lines: Sequence[Line]) -> None:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
-        before = self.done
-        total = self.done + len(lines)
-        rest = iter(lines)
+        num_before = self.done
+        remaining_lines = iter(lines)
         guard = self.session.guard
 
-        def short(error: SpdError) -> None:
+        def report_shortage(error: SpdError) -> None:
             self.session.console.note(f"{error.message}: the lines running at that time failed")
 
         with Ticker(self.session.console) as ticker:
-            for events in drive(self.engine.step, lambda: self._fill(rest), short):
+            for events in drive(
+                self.engine.step, lambda: self._start_lines(remaining_lines), report_shortage
+            ):
                 for event in events:
-                    self._take(event)
-                if self.sink.is_terminal and self.begun and self.begun[0].answer is not None:
+                    self._collect(event)
+                has_answer = bool(self.unwritten) and self.unwritten[0].answer is not None
+                if self.sink.is_terminal and has_answer:
                     ticker.write("")
-                with guard.hold():
-                    self._flush()
+                with guard.defer():
+                    self._write_answers()
                 guard.check()
-                ticker.count("answering", self.done - before, total - before, "{:,} lines".format)
+                ticker.count("answering", self.done - num_before, len(lines), "{:,} lines".format)
 
-    def _fill(self, rest: Iterator[Line]) -> bool:
-        """Begin lines while there is room; False when all are answered."""
-        while (
-            len(self.open) < 2 * self.engine.info.slots and len(self.begun) < 512
-        ):  # order costs memory
-            line = next(rest, None)
+    def _start_lines(self, remaining_lines: Iterator[Line]) -> bool:
+        """Start lines while there is room; False when all are answered."""
+        max_running = 2 * self.engine.info.slots
+        # Answers wait in memory for those before them.
+        while len(self.running) < max_running and len(self.unwritten) < 512:
+            line = next(remaining_lines, None)
             if line is None:
                 break
-            self._begin(line)
-        return bool(self.begun)
+            self._start_line(line)
+        return bool(self.unwritten)
 
-    def _begin(self, line: Line) -> None:
-        """Hand a line to the engine, or answer it at once with what is wrong with it."""
-        self.begun.append(line)
+    def _start_line(self, line: Line) -> None:
+        """Add the request of a line to the engine, or set its error as the answer."""
+        self.unwritten.append(line)
         try:
-            request, line.inside = read_request(line, self.settings, self.shared, self.raw)
+            request, line.inside_thinking = read_request(line, self.settings, self.shared, self.raw)
             self.engine.add(request)
-            line.request, line.parts, self.open[request.id] = request, RequestOutput(), line
+            line.request = request
+            line.gathered = RequestOutput()
+            self.running[request.id] = line
         except (FieldError, RecursionError) as error:
-            wrong = UsageError(
+            refusal = UsageError(
                 error.message if isinstance(error, FieldError) else "nested too deep"
             )
-            line.answer = _refusal(line, wrong)
-        except EngineError:  # it has gone
+            line.answer = _error_answer(line, refusal)
+        except EngineError:  # the engine has ended
             raise
         except SpdError as error:
-            line.answer = _refusal(line, error)
+            line.answer = _error_answer(line, error)
 
-    def _take(self, event: Event) -> None:
-        line = self.open[event.request_id]
+    def _collect(self, event: Event) -> None:
+        """Add an event to its line; set the answer when the reply has ended."""
+        line = self.running[event.request_id]
         request = line.request
-        parts = line.parts
-        assert request is not None and parts is not None
-        parts.add(event)
+        gathered = line.gathered
+        assert request is not None and gathered is not None
+        gathered.add(event)
         if event.finish_reason is None:
             return
-        del self.open[event.request_id]
-        self.tokens += len(parts.token_ids)
+        del self.running[event.request_id]
+        self.tokens += len(gathered.token_ids)
         metrics = self.engine.metrics(request.id)
         marks = self.settings.vocabulary.marks
-        fields = reply_fields(parts, metrics, self.engine, request, line.inside, marks)
-        line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
-        failure = reply_failure(parts, request)
+        fields = reply_fields(gathered, metrics, self.engine, request, line.inside_thinking, marks)
+        answer: dict[str, object] = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
+        failure = reply_failure(gathered, request)
         if failure is not None:
             code = failure.code
-            if parts.finish_reason == "error" and request.grammar is not None:
+            if gathered.finish_reason == "error" and request.grammar is not None:
                 code = "grammar"
-            line.answer["error"] = {"code": code, "message": failure.message}
+            answer["error"] = {"code": code, "message": failure.message}
+        line.answer = answer
 
-    def _flush(self) -> None:
-        """Write every answer that is next in the order of the input."""
-        while self.begun and (answer := self.begun[0].answer) is not None:
+    def _write_answers(self) -> None:
+        """Write the answers that are next in the order of the input."""
+        while self.unwritten:
+            answer = self.unwritten[0].answer
+            if answer is None:
+                break
             self.sink.write(to_json(answer) + "\n")
-            self.begun.popleft()
+            self.unwritten.popleft()
             self.done += 1
             self.failed += "error" in answer
 
 
-def _refusal(line: Line, error: SpdError) -> dict[str, Any]:
-    """What is said in the place of an answer."""
-    shown = {"code": error.code, "message": error.message}
+def _error_answer(line: Line, error: SpdError) -> dict[str, object]:
+    """Return the output line of a line that has no reply."""
+    description = {"code": error.code, "message": error.message}
     if error.reason:
-        shown["reason"] = " ".join(error.reason)
-    return {"id": line.id, "line": line.number, "error": shown}
+        description["reason"] = " ".join(error.reason)
+    return {"id": line.id, "line": line.number, "error": description}

@@ -1,4 +1,4 @@
-"""`spd pull`, `spd ls`, `spd rm`: models on this machine, downloaded into the hub's cache on request only."""
+"""`spd pull`, `spd ls`, `spd rm`: download, list and remove models; downloads need consent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from spd.cli.options import (
     CommonOptions,
@@ -14,11 +14,11 @@ from spd.cli.options import (
     ModelArgument,
     RunOptions,
     argument,
-    printed,
+    merge_model_arguments,
+    output_option,
     same_as_argument,
-    take_models,
 )
-from spd.cli.terminal.console import Session, tell, write_stderr
+from spd.cli.terminal.console import Session, write_stderr, write_stderr_line
 from spd.cli.terminal.plain_text import as_line
 from spd.cli.terminal.progress import loading
 from spd.cli.terminal.sink import Sink
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PullOptions(ModelArgument, JsonOptions):
-    """Everything `spd pull` takes."""
+    """The options of `spd pull`."""
 
     model_argument: str | None = argument(
         "MODEL", "org/name on the Hugging Face hub; of GGUF files org/name:Q4_K_M.", None
     )
     model: str = same_as_argument()
-    revision: str | None = printed(None, "REV", "Branch, tag or commit.")
-    dry_run: bool = printed(False, None, "List the files; download none of the weights.")
+    revision: str | None = output_option(None, "REV", "Branch, tag or commit.")
+    dry_run: bool = output_option(False, None, "List the files; download none of the weights.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RemoveOptions(CommonOptions):
-    """Everything `spd rm` takes."""
+    """The options of `spd rm`."""
 
     names: list[str] | None = argument("MODEL…", "org/name in the cache.", None)
     model: str = same_as_argument()
-    yes: bool = printed(False, None, "Do not ask.", "-y")
+    yes: bool = output_option(False, None, "Do not ask.", "-y")
     typed: frozenset[str] = frozenset()
 
 
@@ -64,24 +64,31 @@ def pull(session: Session, options: PullOptions) -> None:
       spd pull unsloth/Qwen3-8B-GGUF:Q4_K_M
     """
     sink = Sink.stdout()
-    model = _look_up(session, options.model, options.revision)
+    model = _find_remote_model(session, options.model, options.revision)
     sizes = {file.rfilename: file.size or 0 for file in model.files}
-    shown: dict[str, Any] = {"schema": "spd.pull/1", "model": model.name, "commit": model.commit}
-    shown["files"] = [{"name": name, "size": size} for name, size in sizes.items()]
-    shown |= {"bytes": sum(sizes.values()), "missing_bytes": model.missing_bytes}
-    answer = ""
+    result: dict[str, object] = {
+        "schema": "spd.pull/1",
+        "model": model.name,
+        "commit": model.commit,
+    }
+    result["files"] = [{"name": name, "size": size} for name, size in sizes.items()]
+    result |= {"bytes": sum(sizes.values()), "missing_bytes": model.missing_bytes}
+    location = ""
     if not options.dry_run:
         folder = _download(session, model)
-        shown["folder"] = answer = str(folder)
+        result["folder"] = location = str(folder)
         if model.gguf is not None:
-            shown["file"] = answer = str(folder / model.gguf.files[0])
+            result["file"] = location = str(folder / model.gguf.files[0])
     lines = [f"{format_size(size):>12}  {name}" for name, size in sizes.items()]
-    dry = [*lines, f"{format_size(model.missing_bytes)} to download"]
-    sink.answer(options.json, shown, dry if options.dry_run else [answer])
+    dry_run_lines = [*lines, f"{format_size(model.missing_bytes)} to download"]
+    sink.write_result(options.json, result, dry_run_lines if options.dry_run else [location])
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
-    """Download models that are named and not there, after --pull or a yes at a terminal; else raise."""
+    """Download missing models of the options after --pull or a yes at the terminal.
+
+    Raises NotFoundError without consent.
+    """
     can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)
     for reference in (options.model, options.draft_model):
         if reference is None or not hub.is_repository_name(reference):
@@ -89,17 +96,19 @@ def ensure_models(session: Session, options: RunOptions) -> None:
         try:
             hub.resolve_model(reference)
         except NotFoundError:
-            asked = f"download {reference} from the hub?"  # which hears of it after the yes
-            if hub.is_offline() or not (options.pull or (can_ask and _agrees(asked))):
+            # The hub gets no request before the yes.
+            question = f"download {reference} from the hub?"
+            if hub.is_offline() or not (options.pull or (can_ask and _ask_yes(question))):
                 raise
-            _download(session, _look_up(session, reference, None))
+            _download(session, _find_remote_model(session, reference, None))
 
 
-def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
+def _find_remote_model(session: Session, name: str, revision: str | None) -> RemoteModel:
+    """Return the description of a model on the hub. Raises what the hub raises."""
     from spd.runtime import machine_from_driver
 
     repository, tag = hub.split_tag(name)
-    hub.check_repository_name(repository, revision)  # before anything says that the hub is asked
+    hub.check_repository_name(repository, revision)  # before the message about the hub
     with loading(f"asking the hub for {repository}", session.console):
         from spd.formats.hub_download import look_up_model
 
@@ -107,6 +116,7 @@ def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
 
 
 def _download(session: Session, model: RemoteModel) -> Path:
+    """Download the missing files of a model with progress; return its folder."""
     from spd.formats.hub_download import download
     from spd.runtime import LoadProgress
 
@@ -119,6 +129,7 @@ def _download(session: Session, model: RemoteModel) -> Path:
         done = 0
 
         def report(count: int) -> None:
+            """Add downloaded bytes to the progress."""
             nonlocal done
             done += count
             display(LoadProgress("download", done, max(model.missing_bytes, done)))
@@ -140,7 +151,7 @@ def ls(session: Session, options: JsonOptions) -> None:
         return
     models = [stored_facts(model) for model in stored]
     if not models and not options.json:
-        tell(
+        write_stderr_line(
             "no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in"
         )
         return
@@ -157,19 +168,43 @@ def ls(session: Session, options: JsonOptions) -> None:
         rows.append((model["model"], format_size(model["bytes"]), *facts, runs))
     titles = ("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "STORE", "RUNS")
     lines = table_lines(titles, rows)
-    sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
+    sink.write_result(options.json, {"schema": "spd.ls/1", "models": models}, lines)
 
 
-def stored_facts(stored: StoredModel) -> dict[str, Any]:
-    """Return what is known of one model, from headers only; a fault is its `reason`, never an error."""
+class StoredFacts(TypedDict):
+    """An entry of `spd ls --json`."""
+
+    model: str
+    store: str
+    bytes: int
+    folder: str | None
+    dtype: str | None
+    architecture: str | None
+    reason: str | None
+    mtp: bool
+    head: bool
+    supported: bool
+
+
+def stored_facts(stored: StoredModel) -> StoredFacts:
+    """Return the facts of a stored model, from headers only; a fault is its `reason`, not an error."""
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp_layout import is_mtp_tensor
     from spd.runtime import unused_tensors
 
-    size = stored.nbytes or _bytes_below(hub.cached_folder(stored.name))
-    facts: dict[str, Any] = {"model": stored.name, "store": stored.store, "bytes": size}
-    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
-    facts |= dict.fromkeys(("mtp", "head", "supported"), False)
+    size = stored.nbytes or _folder_bytes(hub.cached_folder(stored.name))
+    facts: StoredFacts = {
+        "model": stored.name,
+        "store": stored.store,
+        "bytes": size,
+        "folder": None,
+        "dtype": None,
+        "architecture": None,
+        "reason": None,
+        "mtp": False,
+        "head": False,
+        "supported": False,
+    }
     if stored.fault:
         facts["reason"] = stored.fault
         return facts
@@ -180,7 +215,9 @@ def stored_facts(stored: StoredModel) -> dict[str, Any]:
         config = folder.config
         checkpoint = folder.checkpoint
         unused_tensors(config, checkpoint)
-        facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
+        facts["dtype"] = config.dtype
+        facts["architecture"] = config.architecture
+        facts["supported"] = True
         facts["mtp"] = any(
             is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors
         )
@@ -198,10 +235,10 @@ def rm(session: Session, options: RemoveOptions) -> None:
       spd rm -y org/one org/two
     """
     folders: dict[str, Path] = {}
-    # A model that a file of options names is for running, not for removal.
+    # The model of a file of options is meant for running, not for removal.
     model = options.model if "model" in options.typed else ""
-    for name in dict.fromkeys(take_models(options.names, model)):
-        _refuse_others(name)
+    for name in dict.fromkeys(merge_model_arguments(options.names, model)):
+        _refuse_unremovable(name)
         hub.check_repository_name(name)
         folder = folders[name] = hub.cached_folder(name)
         if not folder.is_dir():
@@ -209,14 +246,14 @@ def rm(session: Session, options: RemoveOptions) -> None:
                 f"{name} is not in the local cache", fix=["spd ls"], code="not_cached"
             )
     for name, folder in folders.items():
-        tell(f"{format_size(_bytes_below(folder)):>12}  {name}")
+        write_stderr_line(f"{format_size(_folder_bytes(folder)):>12}  {name}")
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError(
                 "spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"]
             )
-        if not _agrees(f"remove {len(folders)} from {hub.cache_folder()}?"):
-            tell("nothing was removed")
+        if not _ask_yes(f"remove {len(folders)} from {hub.cache_folder()}?"):
+            write_stderr_line("nothing was removed")
             return
     for name, folder in folders.items():
         locks = hub.cache_folder() / ".locks" / folder.name
@@ -225,13 +262,13 @@ def rm(session: Session, options: RemoveOptions) -> None:
             if locks.is_dir() and not locks.is_symlink():
                 shutil.rmtree(locks)
         except OSError as error:
-            words = f"cannot remove {error.filename or folder}: {error.strerror or error}"
-            raise ResourceError(words, fix=["check who owns the cache"]) from None
+            message = f"cannot remove {error.filename or folder}: {error.strerror or error}"
+            raise ResourceError(message, fix=["check who owns the cache"]) from None
         session.console.note(f"removed {name}")
 
 
-def _refuse_others(name: str) -> None:
-    """Raise where a name means one file of a repository, or what another program keeps."""
+def _refuse_unremovable(name: str) -> None:
+    """Raise UsageError for a name of one file of a repository, or of another program's model."""
     if hub.cached_folder(name).is_dir():
         return
     stored = next((model for model in hub.list_models() if model.is_named_by(name)), None)
@@ -245,14 +282,14 @@ def _refuse_others(name: str) -> None:
     raise UsageError(message, fix=[stored.removal_command], code="not_ours")
 
 
-def _agrees(question: str) -> bool:
-    """Ask a person; anything but yes is no."""
+def _ask_yes(question: str) -> bool:
+    """Print a question and read the answer; True for yes, False for all else."""
     write_stderr(f"{question} [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _bytes_below(folder: Path) -> int:
-    """Bytes of the files below a folder, links not counted."""
+def _folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files below a folder, without links."""
     return sum(
         path.lstat().st_size
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""`spd serve`: the engine behind HTTP and a Unix socket, for the API's clients and for spd itself."""
+"""`spd serve`: serves an engine over HTTP and a Unix socket, to API clients and to spd itself."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, first, option
+from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, main_option, option
 from spd.cli.signals import Interrupted
-from spd.cli.terminal.console import Session, tell
+from spd.cli.terminal.console import Session, write_stderr_line
 from spd.cli.terminal.progress import loading
 from spd.errors import UsageError
 
@@ -28,7 +28,7 @@ PORT = 7373
 
 
 def parse_seconds(text: str) -> float:
-    """A time such as 90, 90s, 15m or 2h, in seconds. Raises BadParameter."""
+    """Return a time such as 90, 90s, 15m or 2h in seconds. Raises BadParameter."""
     match = re.fullmatch(r"([0-9]{1,9})([smh]?)", text.strip())
     if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m or 2h")
@@ -37,13 +37,13 @@ def parse_seconds(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ServeOptions(ModelArgument, RunOptions):
-    """Everything `spd serve` takes."""
+    """The options of `spd serve`."""
 
-    host: str = first(
+    host: str = main_option(
         "127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key."
     )
-    port: int = first(PORT, "PORT", f"Default: {PORT}. 0: a free one.", min=0, max=65535)
-    api_key: str | None = first(
+    port: int = main_option(PORT, "PORT", f"Default: {PORT}. 0: a free one.", min=0, max=65535)
+    api_key: str | None = main_option(
         None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
     )
     concurrency: int | None = _server(
@@ -60,18 +60,18 @@ class ServeOptions(ModelArgument, RunOptions):
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
     kernels: Literal["auto"] = "auto"
     lag: Literal["auto"] = "auto"
-    """No options here: a server is no measurement."""
+    """Like `kernels` no option here, as a server is no benchmark."""
     pull: bool = False
-    """No option here: `spd pull` downloads before, or a person says yes at the terminal."""
+    """No option here: `spd pull` downloads before, or the user consents at the terminal."""
 
-    def as_generate(self) -> GenerateOptions:
-        """What `spd generate --jsonl` would be asked for the same engine."""
+    def to_generate_options(self) -> GenerateOptions:
+        """Return the options of `spd generate --jsonl` for the same engine."""
         names = {field.name for field in dataclasses.fields(GenerateOptions)}
         values = {name: value for name, value in vars(self).items() if name in names - {"json"}}
         return GenerateOptions(**{**values, "jsonl": True})
 
-    def for_server(self, runtime_folder: Path) -> ServerOptions:
-        """Return what concerns the server and not its engine."""
+    def to_server_options(self, runtime_folder: Path) -> ServerOptions:
+        """Return the options of the server without those of its engine."""
         from spd.server.run import ServerOptions
 
         return ServerOptions(
@@ -99,10 +99,10 @@ def serve(session: Session, options: ServeOptions) -> int:
         from spd.cli import served
 
         if options.detach:
-            return served.detach(session, options.model)
+            return served.start_detached(session, options.model)
         is_named = not {"model", "model_argument"}.isdisjoint(options.typed)
         model = options.model if is_named else None
-        return served.control(session, model, stop=options.stop, as_json=options.json)
+        return served.control_servers(session, model, stop=options.stop, as_json=options.json)
     from spd.cli.commands.models import ensure_models
     from spd.cli.run_settings import plan_settings
     from spd.server.run import check_address, listen, load, run
@@ -111,16 +111,20 @@ def serve(session: Session, options: ServeOptions) -> int:
         with loading(f"loading {options.model}", session.console) as display:
             return load(settings, display)
 
-    def say(words: str) -> None:
+    def print_message(message: str) -> None:
         if not session.console.quiet:
-            tell(words)
+            write_stderr_line(message)
 
     check_address(options.host, options.api_key)
     with listen(options.host, options.port) as listener:
         ensure_models(session, options)
-        settings = plan_settings(options.as_generate())
+        settings = plan_settings(options.to_generate_options())
         received = run(
-            options.for_server(session.runtime_folder), settings, listener, load_engine, say
+            options.to_server_options(session.runtime_folder),
+            settings,
+            listener,
+            load_engine,
+            print_message,
         )
     if received == signal.SIGINT:
         raise Interrupted(received)

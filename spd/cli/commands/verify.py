@@ -1,4 +1,4 @@
-"""`spd verify`: the same prompts with and without speculation, token by token, and a certificate of it."""
+"""`spd verify`: compares replies with and without speculation token by token; writes a certificate."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench import chosen_prompts, numbers, split
-from spd.cli.options import MODEL, EngineOptions, ModelArgument, first, option
-from spd.cli.parser import parse_as
+from spd.cli.commands.bench import parse_numbers, requested_prompts, split_list
+from spd.cli.options import MODEL_PANEL, EngineOptions, ModelArgument, main_option, option
+from spd.cli.parser import parse_value
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink
@@ -20,8 +20,11 @@ from spd.errors import CheckFailedError, UsageError
 from spd.formats.gguf.file_kind import model_files
 from spd.runtime.plan.config import DRAFTER_OPTIONS, METHODS, EngineConfig
 
+if TYPE_CHECKING:
+    from spd.runtime.lab.replay import Replay
+
 SCHEMA = "spd.verify/1"
-SETTINGS = (
+SETTING_NAMES = (
     "spec",
     "draft_max",
     "adaptive",
@@ -40,9 +43,9 @@ SETTINGS = (
     "ngram_min",
     "ngram_max",
 )
-ARITHMETIC = ("device", "dtype", "kernels", "threads", "tp")
-"""Settings between which equal bits are not promised."""
-SHOWN = (
+ROUNDING_SETTINGS = ("device", "dtype", "kernels", "threads", "tp")
+"""Settings whose change may change bits of the arithmetic."""
+SUMMARY_FIELDS = (
     "model",
     "against",
     "temperatures",
@@ -52,26 +55,29 @@ SHOWN = (
     "drafts_accepted",
     "passed",
 )
-DIFFERENCES = 10
-"""What is shown of a certificate, and how many differences."""
+"""Fields of a certificate that are printed."""
+MAX_DIFFERENCES = 10
+"""How many differences are printed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VerifyOptions(ModelArgument, EngineOptions):
-    """Everything `spd verify` takes."""
+    """The options of `spd verify`."""
 
     adaptive: bool = option(
-        MODEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
+        MODEL_PANEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
     )
-    against: str = first(
+    against: str = main_option(
         "spec=off", "SETTING=…", "Compare with spec=off, lag=0, kernels=torch, slots=1 …"
     )
-    temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
-    tokens: int = first(0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0)
-    concurrency: int = first(1, "N", "Requests at a time. Default: 1.", min=1)
-    json: bool = first(False, None, "Print the certificate as JSON.")
-    prompts: Path | None = option(MODEL, None, "FILE", "Your own, as for spd bench.")
+    temperature: str = main_option("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
+    max_tokens: int = main_option(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
+    tokens: int = main_option(
+        0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0
+    )
+    concurrency: int = main_option(1, "N", "Requests at a time. Default: 1.", min=1)
+    json: bool = main_option(False, None, "Print the certificate as JSON.")
+    prompts: Path | None = option(MODEL_PANEL, None, "FILE", "Your own, as for spd bench.")
 
 
 def verify(session: Session, options: VerifyOptions) -> None:
@@ -86,26 +92,28 @@ def verify(session: Session, options: VerifyOptions) -> None:
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
-    temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
+    temperatures = parse_numbers(options.temperature, "--temperature", "float", 0, 100)
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
-    most = options.max_tokens
-    questions = lab.encode_prompts(candidate.model, chosen_prompts(options.prompts), [None], most)
-    ctx = max(len(question.ids) for question in questions) + most
-    reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
-    coupled = candidate.verify == "coupled" and reference.verify == "coupled"
-    compared = [t for t in temperatures if coupled or not t] or [
-        0.0
-    ]  # others promise texts at T 0 only
-    requests = lab.make_requests(questions, compared, max_tokens=most, min_tokens=options.tokens)
+    prompts = requested_prompts(options.prompts)
+    questions = lab.encode_prompts(candidate.model, prompts, [None], options.max_tokens)
+    ctx = max(len(question.ids) for question in questions) + options.max_tokens
+    reference = replace(reference, ctx=ctx)
+    candidate = replace(candidate, ctx=ctx)
+    is_coupled = candidate.verify == "coupled" and reference.verify == "coupled"
+    # Other rules promise equal texts at temperature 0 only.
+    compared_temperatures = [t for t in temperatures if is_coupled or not t] or [0.0]
+    requests = lab.make_requests(
+        questions, compared_temperatures, max_tokens=options.max_tokens, min_tokens=options.tokens
+    )
     with Ticker(session.console) as ticker:
 
-        def watch(what: str, ended: int) -> None:
+        def watch(run_name: str, num_ended: int) -> None:
             session.guard.check()
-            ticker.write(f"{what}: {ended} of {len(requests)} replies")
+            ticker.write(f"{run_name}: {num_ended} of {len(requests)} replies")
 
         result = lab.replay_requests(reference, candidate, requests, watch)
     certificate = {
@@ -117,49 +125,60 @@ def verify(session: Session, options: VerifyOptions) -> None:
         "against": options.against,
         "plans": dict(zip(("reference", "candidate"), result.plans, strict=True)),
         "prompts": {question.prompt.name: question.prompt.digest for question in questions},
-        "temperatures": compared,
-        "untested": [t for t in temperatures if t not in compared],
+        "temperatures": compared_temperatures,
+        "untested": [t for t in temperatures if t not in compared_temperatures],
         "texts": len(requests),
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
         "differences": result.differences,
         "passed": not result.differences,
     }
-    plain, plan = result.plans
-    shown = {
+    facts = _replay_facts(result) | {name: certificate[name] for name in SUMMARY_FIELDS}
+    if not result.speculated and result.plans[1]["spec"] != "off":
+        facts["note"] = "no draft was accepted, so this tested little"
+    sink.write_result(options.json, certificate, fact_lines(facts))
+    if result.differences:
+        raise _difference_error(result, len(requests))
+
+
+def _replay_facts(result: Replay) -> dict[str, object]:
+    """Return the printed facts of a comparison: first differences and the candidate's plan."""
+    plan = result.plans[1]
+    return {
         "differences": [
-            {**each, "seed": str(each["seed"])} for each in result.differences[:DIFFERENCES]
+            {**difference, "seed": str(difference["seed"])}
+            for difference in result.differences[:MAX_DIFFERENCES]
         ],
         "candidate": {name: plan[name] for name in ("spec", "draft_max", "verify", "lag", "dtype")},
-        **{name: certificate[name] for name in SHOWN},
     }
-    if not result.speculated and plan["spec"] != "off":
-        shown["note"] = "no draft was accepted, so this tested little"
-    sink.answer(options.json, certificate, fact_lines(shown))
-    if result.differences:
-        other = [name for name in ARITHMETIC if plain[name] != plan[name]]
-        why = (
-            f"other {' and '.join(other)} may round otherwise"
-            if other
-            else "spd promises equal texts"
-        )
-        fix = "--against with one setting at a time shows which one is at fault; please report it"
-        words = f"{len(result.differences)} of {len(requests)} texts differ"
-        raise CheckFailedError(words, reason=[why], fix=[fix])
+
+
+def _difference_error(result: Replay, num_texts: int) -> CheckFailedError:
+    """Return the error for texts that differ; its reason names settings that may round otherwise."""
+    reference_plan, candidate_plan = result.plans
+    differing_settings = [
+        name for name in ROUNDING_SETTINGS if reference_plan[name] != candidate_plan[name]
+    ]
+    reason = "spd promises equal texts"
+    if differing_settings:
+        reason = f"other {' and '.join(differing_settings)} may round otherwise"
+    fix = "--against with one setting at a time shows which one is at fault; please report it"
+    message = f"{len(result.differences)} of {num_texts} texts differ"
+    return CheckFailedError(message, reason=[reason], fix=[fix])
 
 
 def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
-    """The configuration with `name=value,…` in its place. Raises UsageError naming what is wrong."""
+    """Return the configuration changed by `name=value,…`. Raises UsageError for an invalid setting."""
     changes: dict[str, Any] = {}
-    kinds = {field.name: str(field.type) for field in fields(config)}
-    for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
+    annotations = {field.name: str(field.type) for field in fields(config)}
+    for member in split_list(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
         name, equals, value = member.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or name not in SETTINGS:
-            there = f"there are: {', '.join(SETTINGS).replace('_', '-')}"
+        if not equals or name not in SETTING_NAMES:
+            choices = f"there are: {', '.join(SETTING_NAMES).replace('_', '-')}"
             fix = ["--against spec=off", "--against lag=0"]
-            raise UsageError(f"--against {member} is not a setting", reason=[there], fix=fix)
-        changes[name] = parse_as(f"--against {name}", kinds[name], value)
+            raise UsageError(f"--against {member} is not a setting", reason=[choices], fix=fix)
+        changes[name] = parse_value(f"--against {name}", annotations[name], value)
     method = METHODS.get(changes.get("spec", ""))
     if method is not None and not method.weights:
         changes = {**dict.fromkeys(DRAFTER_OPTIONS), **changes}
@@ -171,8 +190,8 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
 
 
 def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:
-    """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
-    found = {}
+    """Return the SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
+    hashes = {}
     for label, folder in (("", model), ("draft/", draft)):
         if folder is None:
             continue
@@ -183,5 +202,5 @@ def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:
                 with path.open("rb") as file:
                     while block := file.read(2**24):
                         digest.update(block)
-                found[label + path.name] = digest.hexdigest()
-    return found
+                hashes[label + path.name] = digest.hexdigest()
+    return hashes

@@ -1,20 +1,20 @@
-"""Bars with intervals, drawn in characters: in Unicode's blocks, or in ASCII where they cannot be shown."""
+"""Horizontal bars with intervals, drawn in Unicode blocks, or in ASCII where those cannot be shown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spd.cli.terminal.plain_text import cells, shortened
+from spd.cli.terminal.plain_text import cell_width, shorten
 
-NARROW = 60  # columns below which a bar stands under its label
-WIDEST = 60  # characters of a bar at most
-BEYOND = 1.25  # how far beyond the largest value the axis follows an interval
+NARROW_COLUMNS = 60  # terminal columns below which a bar is drawn under its label
+MAX_BAR_WIDTH = 60  # characters
+MAX_AXIS_STRETCH = 1.25  # an interval stretches the axis to at most so many times the largest value
 
 
 @dataclass(frozen=True)
 class BarGlyphs:
-    """The characters of a bar and of the interval over its end."""
+    """The characters that draw a bar and the interval over its end."""
 
     block: str
     low: str
@@ -22,7 +22,7 @@ class BarGlyphs:
     value: str
     high: str
     cut: str
-    """In the last place, where an interval goes on beyond the axis."""
+    """Stands at the end of the axis where an interval continues beyond it."""
 
 
 UNICODE = BarGlyphs("█", "├", "─", "┼", "┤", "▸")
@@ -31,59 +31,60 @@ ASCII = BarGlyphs("#", "[", "-", "+", "]", ">")
 
 @dataclass(frozen=True)
 class Bar:
-    """A value that is not negative, and the interval around it where there is one."""
+    """A value of at least 0, its label and text, and the interval around it if there is one."""
 
     label: str
     value: float
-    words: str
+    text: str
     low: float | None = None
     high: float | None = None
 
 
 def bar_lines(bars: Sequence[Bar], columns: int, glyphs: BarGlyphs, axis: float = 0.0) -> list[str]:
-    """Return a line a bar, or two where the terminal is narrow, each shorter than `columns`.
+    """Return one line per bar, or two on a narrow terminal, each shorter than `columns`.
 
-    axis: the value at the right end; 0: the largest value, and its interval where that is near.
+    axis: the value at the right end; 0 means the largest value, or the end of its interval
+    where that is at most MAX_AXIS_STRETCH times as large.
     """
     if not bars:
         return []
     largest = max(bar.value for bar in bars)
-    reach = max(bar.value if bar.high is None else bar.high for bar in bars)
-    axis = axis or min(reach, BEYOND * largest) or 1.0
-    words = max(cells(bar.words) for bar in bars)
-    if columns < NARROW:
-        width = max(4, min(WIDEST, columns - words - 4))
+    highest = max(bar.value if bar.high is None else bar.high for bar in bars)
+    axis = axis or min(highest, MAX_AXIS_STRETCH * largest) or 1.0
+    text_width = max(cell_width(bar.text) for bar in bars)
+    if columns < NARROW_COLUMNS:
+        width = max(4, min(MAX_BAR_WIDTH, columns - text_width - 4))
         lines = []
         for bar in bars:
-            lines.append(shortened(bar.label, columns - 1))
-            lines.append(f"  {_drawn(bar, width, axis, glyphs)} {bar.words}")
+            lines.append(shorten(bar.label, columns - 1))
+            lines.append(f"  {_draw_bar(bar, width, axis, glyphs)} {bar.text}")
         return lines
-    label_width = min(columns // 3, max(cells(bar.label) for bar in bars))
-    width = max(4, min(WIDEST, columns - label_width - words - 5))
+    label_width = min(columns // 3, max(cell_width(bar.label) for bar in bars))
+    width = max(4, min(MAX_BAR_WIDTH, columns - label_width - text_width - 5))
     return [
-        f"{shortened(bar.label, label_width):<{label_width}}  "
-        f"{_drawn(bar, width, axis, glyphs)} {bar.words}"
+        f"{shorten(bar.label, label_width):<{label_width}}  "
+        f"{_draw_bar(bar, width, axis, glyphs)} {bar.text}"
         for bar in bars
     ]
 
 
-def _drawn(bar: Bar, width: int, axis: float, glyphs: BarGlyphs) -> str:
-    """Return a bar of exactly `width` characters."""
+def _draw_bar(bar: Bar, width: int, axis: float, glyphs: BarGlyphs) -> str:
+    """Return a bar with its interval, padded to exactly `width` characters."""
 
-    def place(value: float) -> int:
-        """Return the character in which a value ends, -1 for none."""
+    def character_index(value: float) -> int:
+        """Return the index of the last character of a value; -1 if the value has none."""
         return min(width, round(value / axis * width)) - 1
 
-    end = place(bar.value)
-    drawn = [glyphs.block] * (end + 1) + [" "] * (width - end - 1)
+    end = character_index(bar.value)
+    characters = [glyphs.block] * (end + 1) + [" "] * (width - end - 1)
     if bar.low is None or bar.high is None:
-        return "".join(drawn)
-    first = max(0, place(bar.low))
-    last = place(bar.high)
+        return "".join(characters)
+    first = max(0, character_index(bar.low))
+    last = character_index(bar.high)
     if first < last:
-        drawn[first : last + 1] = glyphs.span * (last + 1 - first)
-        drawn[first] = glyphs.low
-        drawn[last] = glyphs.cut if bar.high > axis * (1 + 0.5 / width) else glyphs.high
+        characters[first : last + 1] = glyphs.span * (last + 1 - first)
+        characters[first] = glyphs.low
+        characters[last] = glyphs.cut if bar.high > axis * (1 + 0.5 / width) else glyphs.high
         if first < end < last:
-            drawn[end] = glyphs.value
-    return "".join(drawn)
+            characters[end] = glyphs.value
+    return "".join(characters)

@@ -1,15 +1,14 @@
-"""Words for people, on standard error: notes, details and errors."""
+"""Messages for people on standard error: notes, details and errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from spd.cli.terminal.plain_text import as_line, fit_lines, printable
+from spd.cli.terminal.plain_text import as_line, escape_controls, fit_lines
 from spd.cli.terminal.sink import OutputClosed, Sink, to_json
 from spd.cli.terminal.streams import columns_of, paint
 from spd.errors import CheckFailedError, SpdError
@@ -19,29 +18,29 @@ if TYPE_CHECKING:
 
 REPORT = "run it again with -vv, and report what it prints"
 
-USUAL_FIXES = {
+DEFAULT_FIXES = {
     "internal": REPORT,
     "engine": REPORT,
     "checkpoint": "give another model folder, or download this one again",
     "not_found": "check the name or the path",
     "resources": "ask for less (--ctx, --draft-max), or free memory",
 }
-"""What helps against an error of such a kind that says nothing itself; against others, the help."""
+"""The fix shown for an error that has none, by its code; other codes get the command's help."""
 
 
 @dataclass(frozen=True)
 class Console:
-    """How this run talks to standard error."""
+    """The settings for messages on standard error, and the methods that write notes and details."""
 
     color: bool = False
     quiet: bool = False
     verbose: bool = False
     debug: bool = False
     help: str = "spd --help"
-    """What to type where an error knows no better."""
+    """The fix of an error that has none."""
 
     def note(self, text: str) -> None:
-        """One line about something the user may not expect; silent with --quiet."""
+        """Write one line about something the user may not expect, unless --quiet is set."""
         if not self.quiet:
             line = fit_lines(f"note: {as_line(text)}", columns_of(sys.stderr))
             write_stderr(
@@ -49,49 +48,55 @@ class Console:
             )
 
     def detail(self, text: str) -> None:
-        """One line that only --verbose shows."""
+        """Write one line if --verbose is set."""
         if self.verbose:
-            tell(text)
+            write_stderr_line(text)
 
 
 @dataclass
 class Session:
-    """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
+    """What the application passes to a command: console, signal guard, and folders of state and sockets."""
 
     console: Console
     guard: SignalGuard
     state_folder: Path
     runtime_folder: Path
-    """Where servers of this user are found."""
+    """The folder of the sockets of this user's servers."""
     dumb_terminal: bool = False
     rendezvous: int | None = None
-    """How many ranks torchrun has started."""
-    told: list[str] = field(default_factory=list)
-    """Which file set what, for a verbose run and for refusals."""
+    """The number of ranks that torchrun has started; None without torchrun."""
+    config_notes: list[str] = field(default_factory=list)
+    """Lines that name the file of options and what it sets; shown by -v and in refusals."""
 
-    def listen(self, values: Mapping[str, Any]) -> None:
-        """Talk as the options of the command say."""
-        color = {"always": True, "never": False}.get(values["color"], self.console.color)
-        quiet = values["quiet"]
-        verbose = values["verbose"]
-        changes = {"color": color, "quiet": quiet, "verbose": verbose > 0, "debug": verbose > 1}
-        self.console = replace(self.console, **changes)
-        for line in self.told:
+    def apply_output_options(self, color: str, quiet: bool, verbose: int) -> None:
+        """Set color, quiet, verbose and debug from the options of the command."""
+        self.console = replace(
+            self.console,
+            color={"always": True, "never": False}.get(color, self.console.color),
+            quiet=quiet,
+            verbose=verbose > 0,
+            debug=verbose > 1,
+        )
+        for line in self.config_notes:
             self.console.detail(f"config  {line}")
 
 
-def tell(text: str, style: str = "") -> None:
-    """Write a line for people to standard error, broken between words where its terminal is too narrow."""
+def write_stderr_line(text: str, style: str = "") -> None:
+    """Write a line for people to standard error, wrapped between words to the terminal's width."""
     fitted = fit_lines(as_line(text), columns_of(sys.stderr))
     write_stderr(paint(fitted, style, bool(style)) + "\n", styled=True)
 
 
 def write_stderr(text: str, *, styled: bool = False) -> None:
-    """Write to standard error, whatever the text, or what is meant for a terminal; a closed one loses it."""
+    """Write text to standard error; a closed stream loses it.
+
+    Control characters are escaped unless the text is `styled`. Characters that the encoding lacks
+    are written as backslash escapes.
+    """
     stream = getattr(sys.stderr, "raw", sys.stderr)
     if stream is None:
         return
-    text = text if styled else printable(text)
+    text = text if styled else escape_controls(text)
     encoding = stream.encoding or "utf-8"
     with suppress(OSError, ValueError):
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -99,32 +104,37 @@ def write_stderr(text: str, *, styled: bool = False) -> None:
 
 
 class PrintableStderr:
-    """Standard error for all that is not written here: logs of libraries, warnings, tracebacks."""
+    """A stderr that escapes control characters, for logs of libraries, warnings and tracebacks."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
-        self.write = lambda text: raw.write(printable(text))
+        self.write = lambda text: raw.write(escape_controls(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
 
 
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
-    """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
-    fixes = list(error.fix or [USUAL_FIXES.get(error.default_code, console.help)])
-    if as_json and not isinstance(
-        error, CheckFailedError
-    ):  # whose object is on standard output already
-        shown = {"code": error.code, "exit": error.exit_code, "message": error.message}
+    """Write an error, its reasons and its fixes: as lines, or as one JSON object on stdout."""
+    fixes = list(error.fix or [DEFAULT_FIXES.get(error.default_code, console.help)])
+    # The JSON object of a failed check is on standard output already.
+    if as_json and not isinstance(error, CheckFailedError):
+        description = {
+            "code": error.code,
+            "exit": error.exit_code,
+            "message": error.message,
+            "reason": error.reason,
+            "fix": fixes,
+        }
         with suppress(OutputClosed, SpdError):
-            shown = {"error": {**shown, "reason": error.reason, "fix": fixes}}
-            Sink.stdout().write(to_json(shown) + "\n")
+            Sink.stdout().write(to_json({"error": description}) + "\n")
             return
-    lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
+    lines = [f"error: {as_line(error.message)}"]
+    lines += [f"  {as_line(line)}" for line in error.reason]
     lines += [
         f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)
     ]
-    words = fit_lines("\n".join(lines), columns_of(sys.stderr))
-    words = words.replace("error:", paint("error:", "1;31", console.color), 1)
-    words = words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
-    write_stderr(words + "\n", styled=True)
+    text = fit_lines("\n".join(lines), columns_of(sys.stderr))
+    text = text.replace("error:", paint("error:", "1;31", console.color), 1)
+    text = text.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
+    write_stderr(text + "\n", styled=True)

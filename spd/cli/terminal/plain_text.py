@@ -1,76 +1,86 @@
-"""What may be shown on a terminal: text without control characters, cut and broken to its width."""
+"""Text for a terminal: escaping control characters, shortening and wrapping."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 import unicodedata
-from typing import Any
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
 
 MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Those, other line ends, and marks of direction: what follows them is shown in another order."""
+"""Control characters, other line ends, and direction marks, which reorder the text after them."""
 
 
-def printable(text: str, misleading: re.Pattern[str] = MISLEADING) -> str:
-    """Text from outside, with what is misleading spelled out; for a model's own reply CONTROL is enough."""
-    spelled = misleading.sub(lambda match: ascii(match.group())[1:-1], text)
-    return spelled.encode("utf-8", "backslashreplace").decode("utf-8")
+def escape_controls(text: str, pattern: re.Pattern[str] = MISLEADING) -> str:
+    """Return text with the characters that `pattern` matches, and lone surrogates, as backslash escapes.
+
+    For a model's reply CONTROL is enough.
+    """
+    escaped = pattern.sub(lambda match: ascii(match.group())[1:-1], text)
+    return escaped.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def as_line(text: str) -> str:
-    """The same on one line: a name with a line end must not pass for a line of ours."""
-    return printable(text.replace("\n", "\\n"))
+    """Return escaped text on one line: a line end in a name must not look like a line of spd."""
+    return escape_controls(text.replace("\n", "\\n"))
 
 
-def shortened(text: str, size: int) -> str:
-    """The beginning of a text on one line."""
+def shorten(text: str, size: int) -> str:
+    """Return the text on one line, cut to `size` characters with an ellipsis."""
     line = " ".join(text.split())
     return line if len(line) <= size else line[: size - 1] + "…"
 
 
 WIDTH = 80
 
-LABEL = 16
-"""Columns of a name, or as many as the longest needs."""
+LABEL_COLUMNS = 16
+"""The least width of the column of names."""
 
-LISTED = 8
-"""Members of a list that are spelled out."""
+LIST_LIMIT = 8
+"""How many members of a list are spelled out."""
 
-_LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
-"""What stands in front of a fact: one or two words and a gap."""
+_LABEL_PATTERN = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
+"""Matches the label of a fact: one or two words and a gap."""
 
-_PASTED = re.compile(
+_COMMAND_LINE = re.compile(
     r" *(?:fix: )?(?:spd|echo|export|hf|iconv|jq|pip|tail|torchrun|unset|[A-Z_]+=\S*|[-/{]\S*)(?: (?! )|$)"
 )
-"""The beginning of a line that is typed as it stands."""
+"""Matches the beginning of a line that is a command to paste."""
 
 
 def fit_lines(text: str, columns: int | None) -> str:
-    """Wrap text to `columns`; None stands for no terminal, where nothing is wrapped.
+    """Return text wrapped to `columns`; None means no terminal, and the text is unchanged.
 
-    Further rows of a line are indented below its fact or by two blanks. A word longer than a row, and a line
-    to be pasted, are left to the terminal, which copies them whole.
+    Continuation rows are indented to the end of the label, or by two blanks. A word longer than
+    a row, and a command line, are left to the terminal, so that they can be copied in one piece.
     """
     return (
-        text if columns is None else "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+        text
+        if columns is None
+        else "\n".join(_wrap_line(line, columns) for line in text.split("\n"))
     )
 
 
-def _wrapped(line: str, columns: int) -> str:
-    if cells(line) < columns or _PASTED.match(line):
+def _wrap_line(line: str, columns: int) -> str:
+    """Return one line wrapped to `columns`, see `fit_lines`."""
+    if cell_width(line) < columns or _COMMAND_LINE.match(line):
         return line
-    label = _LABEL.match(line)
+    label = _LABEL_PATTERN.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip()) + 2
-    hang = " " * (indent if indent <= columns // 3 else 2)
-    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, columns - 1, subsequent_indent=hang, **whole)
+    hanging_indent = " " * (indent if indent <= columns // 3 else 2)
+    return textwrap.fill(
+        line,
+        columns - 1,
+        subsequent_indent=hanging_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def cells(text: str) -> int:
-    """Columns that a text takes at most."""
+def cell_width(text: str) -> int:
+    """Return the most columns that a text takes: two for wide characters, one for others."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

@@ -1,4 +1,4 @@
-"""How far long work has come, on a terminal."""
+"""Progress of long work, shown on a terminal."""
 
 from __future__ import annotations
 
@@ -17,75 +17,87 @@ if TYPE_CHECKING:
     from spd.runtime import LoadProgress
 
 DELAY = 0.5
-"""Seconds before a bar is worth its while."""
+"""Seconds of work before a bar is drawn."""
 
 INTERVAL = 0.2
 
-BAR = 20
+BAR_WIDTH = 20
 
-WORDS = {"read": "reading weights", "pack": "packing weights", "download": "downloading"}
+PHASE_LABELS = {"read": "reading weights", "pack": "packing weights", "download": "downloading"}
 
 
 class Ticker(AbstractContextManager["Ticker"]):
-    """Rewrites its line at most five times a second, and takes it away at the end."""
+    """One line on standard error, rewritten at most five times a second and cleared at the end.
+
+    Nothing is written with --quiet or without a terminal.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._shows = not console.quiet and is_terminal(sys.stderr)
-        self._drawn = float("-inf")
+        self._is_enabled = not console.quiet and is_terminal(sys.stderr)
+        self._last_write = float("-inf")
         self._width = 0
-        self._counted = ""
-        self._began = 0.0
-        self._first = 0
+        self._task = ""
+        self._task_start = 0.0
+        self._task_first = 0
 
     def __exit__(self, *_: object) -> None:
         self.write("")
 
-    def count(self, what: str, done: int, total: int, amount: Callable[[int], str]) -> None:
-        """As far as the row has room: `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`."""
+    def count(self, task: str, done: int, total: int, amount: Callable[[int], str]) -> None:
+        """Show how much of a task is done, as far as the row has room.
+
+        For example `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`.
+        """
         now = time.perf_counter()
-        if what != self._counted:
-            self._counted = what
-            self._began = now
-            self._first = done
-        if (passed := now - self._began) < DELAY or done <= self._first:
+        if task != self._task:
+            self._task = task
+            self._task_start = now
+            self._task_first = done
+        elapsed = now - self._task_start
+        if elapsed < DELAY or done <= self._task_first:
             return
         if done >= total:
             self.write("")
             return
-        rate = (done - self._first) / passed
-        begin = f"{what} {100 * done // total}%"
-        left = f"{clock((total - done) / rate)} left"
-        facts = [left, f"{amount(done)} of {amount(total)}", f"{amount(round(rate))}/s"]
-        room = (columns_of(sys.stderr) or 80) - len(begin) - 2
-        while len(words := " · ".join(facts)) > room and len(facts) > 1:
-            facts.pop()
-        width = min(BAR, room - len(words) - 3)
+        rate = (done - self._task_first) / elapsed
+        label = f"{task} {100 * done // total}%"
+        remaining = f"{format_clock((total - done) / rate)} left"
+        parts = [remaining, f"{amount(done)} of {amount(total)}", f"{amount(round(rate))}/s"]
+        room = (columns_of(sys.stderr) or 80) - len(label) - 2
+        while len(text := " · ".join(parts)) > room and len(parts) > 1:
+            parts.pop()
+        width = min(BAR_WIDTH, room - len(text) - 3)
         bar = f"[{'#' * (width * done // total):.<{width}}] " if width > 3 else ""
-        self.write(f"{begin} {bar}{words}")
+        self.write(f"{label} {bar}{text}")
 
     def write(self, text: str) -> None:
-        """Put a text in the line's place; an empty one clears it."""
+        """Replace the line by a text; an empty text clears it."""
         now = time.perf_counter()
         if (
-            not self._shows
-            or now - self._drawn < INTERVAL * bool(text)
+            not self._is_enabled
+            or now - self._last_write < INTERVAL * bool(text)
             or not (text or self._width)
         ):
             return
         text = as_line(text)[: (columns_of(sys.stderr) or 80) - 1]
         write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
-        self._drawn = now
+        self._last_write = now
         self._width = len(text)
 
 
 @contextmanager
-def compiling(say: Callable[[str], None]) -> Iterator[None]:
-    """Let `say` hear that kernels are compiled, which happens inside at a first run."""
+def compiling(report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report` with a message when kernels are compiled, which happens inside at a first run."""
     import logging
 
+    class ReportHandler(logging.Handler):
+        """Passes messages on to `report`."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            report(record.getMessage())
+
     logger = logging.getLogger("spd.kernels.native.build.compiling")
-    handler = logging.Handler()
-    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    handler = ReportHandler()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -98,15 +110,15 @@ def compiling(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], None]]:
-    """Say on a terminal what takes its time, until it is done; yields what is to be told of the progress."""
-    with Ticker(console) as ticker, compiling(lambda words: ticker.write(f"{words} …")):
+    """Show a text on the terminal while the block runs; yield the function that takes the progress."""
+    with Ticker(console) as ticker, compiling(lambda message: ticker.write(f"{message} …")):
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(
-            WORDS[progress.phase], progress.done, progress.total, format_size
+            PHASE_LABELS[progress.phase], progress.done, progress.total, format_size
         )
 
 
-def clock(seconds: float) -> str:
-    """Seconds as minutes and seconds."""
-    whole = max(0, round(seconds))
-    return f"{whole // 60}:{whole % 60:02d}"
+def format_clock(seconds: float) -> str:
+    """Return seconds as `minutes:seconds`."""
+    total = max(0, round(seconds))
+    return f"{total // 60}:{total % 60:02d}"

@@ -1,4 +1,4 @@
-"""Standard streams: whether they are terminals, how wide they are, and what a closed one would break."""
+"""Standard streams: terminal tests, widths and colour, and precautions for closed ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import IO
 
 
 def paint(text: str, style: str, color: bool) -> str:
-    """Text in an ANSI style where colour is wanted."""
+    """Return text in an ANSI style if `color` is set."""
     return f"\x1b[{style}m{text}\x1b[0m" if color else text
 
 
-def wants_color(stream: IO[str] | None, environ: Mapping[str, str]) -> bool:
-    """NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the terminal."""
+def is_color_enabled(stream: IO[str] | None, environ: Mapping[str, str]) -> bool:
+    """True if NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the stream allow colour."""
     if environ.get("NO_COLOR"):
         return False
     if environ.get("FORCE_COLOR") or environ.get("CLICOLOR_FORCE", "0") not in ("", "0"):
@@ -24,7 +24,7 @@ def wants_color(stream: IO[str] | None, environ: Mapping[str, str]) -> bool:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether a stream is there, open and a terminal."""
+    """True if a stream exists, is open and is a terminal."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:
@@ -32,20 +32,21 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 
 def columns_of(stream: IO[str] | None) -> int | None:
-    """The current width of a stream's terminal; None if it is not a terminal."""
+    """Return the current width of a stream's terminal; None if it is not a terminal."""
     return terminal_size(stream).columns if is_terminal(stream) else None
 
 
 def terminal_size(stream: IO[str] | None) -> os.terminal_size:
-    """Columns and lines of a stream's terminal now; 80 by 24 where it does not say."""
-    columns = lines = 0
-    with suppress(OSError, ValueError, AttributeError):
-        columns, lines = os.get_terminal_size(stream.fileno())  # type: ignore[union-attr]
-    return os.terminal_size((columns or 80, lines or 24))
+    """Return the current columns and lines of a stream's terminal; 80 by 24 if it does not say."""
+    size = os.terminal_size((0, 0))
+    if stream is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            size = os.get_terminal_size(stream.fileno())
+    return os.terminal_size((size.columns or 80, size.lines or 24))
 
 
-def hold_standard_descriptors() -> None:
-    """Put the null device where 0, 1 or 2 are closed, so that no opened file takes their number."""
+def reserve_standard_descriptors() -> None:
+    """Open the null device for closed descriptors 0, 1 and 2, so that no other file gets their number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -53,8 +54,11 @@ def hold_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def release_streams() -> None:
-    """Send what cannot be flushed nowhere: the interpreter's own last try would make the exit status 120."""
+def flush_streams() -> None:
+    """Flush stdout and stderr; redirect one that fails to the null device.
+
+    Otherwise the interpreter's last flush would fail and make the exit status 120.
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
