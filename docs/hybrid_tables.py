@@ -12,7 +12,7 @@ from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import (
     EngineShape,
     at_context,
-    largest,
+    find_largest,
     measure,
     page_bytes,
     state_bytes,
@@ -40,7 +40,7 @@ LABELS = {
 """Releases and their labels; one release stands for all of its shape."""
 
 
-def plan_of(folder: ModelFolder, tp: int = 1) -> EngineShape:
+def plan_shape(folder: ModelFolder, tp: int = 1) -> EngineShape:
     """Return the shape of an engine for one request of the longest context, with the MTP layer."""
     config = EngineConfig(model=folder, tp=tp, ctx=folder.config.max_positions)
     return resolve_plan(config, Machine("cuda", 0, (9, 0), from_driver_only=True)).shape
@@ -53,7 +53,7 @@ def usable_bytes(card: int) -> int:
 
 def longest_context(shape: EngineShape, card: int) -> str:
     """Return the longest context that fits, in multiples of 1,024 tokens."""
-    context = largest(
+    context = find_largest(
         lambda ctx: measure(at_context(shape, ctx)).total <= usable_bytes(card), shape.ctx, STEP
     )
     return f"{context // STEP}K" if context else "no"
@@ -65,7 +65,8 @@ def count_cards(folder: ModelFolder, weights: int) -> str:
         ranks
         for ranks in RANKS
         if weights / ranks < usable_bytes(CARD_GIB[-1])
-        and measure(at_context(plan_of(folder, ranks), CONTEXT)).total <= usable_bytes(CARD_GIB[-1])
+        and measure(at_context(plan_shape(folder, ranks), CONTEXT)).total
+        <= usable_bytes(CARD_GIB[-1])
     )
     return str(next(fitting_counts))
 
@@ -75,7 +76,7 @@ def make_rows() -> Iterator[tuple[str, ...]]:
     for name, label in LABELS.items():
         with tempfile.TemporaryDirectory() as parent:
             folder = ModelFolder(write_published(Path(parent), RELEASES[name]))
-            shape = plan_of(folder)
+            shape = plan_shape(folder)
             need = measure(shape)
             states = state_bytes(folder.config)
             tokens = page_bytes(folder.config, "bfloat16") / PAGE_SIZE
