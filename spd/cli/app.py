@@ -1,4 +1,4 @@
-"""The application: commands, the one error boundary, the environment, and the end of the process."""
+"""The application: commands, the error boundary, the environment and the exit status."""
 
 from __future__ import annotations
 
@@ -126,7 +126,10 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
 def _read_config_file(
     argv: Sequence[str], session: Session
 ) -> dict[str, dict[str, OptionValue]] | None:
-    """Return the map of defaults for Typer; set `config_notes` of the session. Raises UsageError."""
+    """Return the map of defaults for Typer; set `config_notes` of the session.
+
+    Raises UsageError.
+    """
     variable = os.environ.get("SPD_CONFIG")
     path = _xdg_folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
     has_config = True
@@ -151,7 +154,7 @@ def _read_config_file(
 
 
 def _check_working_folder(argv: Sequence[str]) -> None:
-    """Raise NotFoundError if a command would run in a deleted folder: torch's libraries abort there."""
+    """Raise NotFoundError if the working folder is deleted: torch's libraries abort there."""
     if argv[0] not in COMMANDS or not HELP_FLAGS.isdisjoint(argv):
         return
     try:

@@ -73,7 +73,7 @@ MAX_BARS = 40  # beyond which the table alone is shown
 
 
 def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str]:
-    """Return bars of tokens a second with intervals: per workload a heading and a bar per method."""
+    """Return bars of tokens a second with intervals: a heading per workload, a bar per method."""
     groups: dict[str, list[Row]] = {}
     for row in summary_rows(rows):
         groups.setdefault(workload_name(row), []).append(row)
@@ -106,7 +106,7 @@ def workload_name(row: Row) -> str:
 
 
 def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """Return the function that labels a row among rows of a workload: method, and what varies in `rows`."""
+    """Return the function that labels a row by its method and the key columns that vary."""
     candidates = ("model", "lag", "graphs", "tp", "draft-tp")
     varying_columns = [
         (name, cell)
@@ -183,7 +183,10 @@ def _model_list(result: BenchResult) -> str:
 
 
 def _best_row_text(rows: Sequence[Row]) -> str:
-    """Return the text of the row with the largest speed-up; plain decoding if none is faster beyond noise."""
+    """Return the text of the row with the largest speed-up.
+
+    The text says plain decoding if no row is faster beyond noise.
+    """
     compared_rows = [row for row in rows if row["speed_up"]]
     if not compared_rows:
         return ""
@@ -199,7 +202,7 @@ def _best_row_text(rows: Sequence[Row]) -> str:
 
 
 def _over_first_text(model: str, rows: Sequence[Row]) -> str:
-    """Return a model's plain decoding speed over the first model's, with the intervals of the ratios."""
+    """Return a model's plain decoding speed over the first model's, with intervals."""
     plain_rows = [
         row for row in summary_rows(rows) if row["model"] == model and row["method"] == "plain"
     ]
@@ -266,7 +269,10 @@ def _median_cell(name: str, format_spec: str = ".1f") -> Callable[[Row], str]:
 
 
 def _interval_cell(name: str) -> Callable[[Row], str]:
-    """Return the cell of half an interval as a share of its median; empty for a single repetition."""
+    """Return the cell of half an interval as a share of its median.
+
+    It is empty for a single repetition.
+    """
 
     def format_cell(row: Row) -> str:
         share = (row[name] or {}).get("half_width")

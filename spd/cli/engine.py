@@ -42,7 +42,10 @@ def print_run_notes(
 
 
 def print_load_note(console: Console, name: str, engine: Engine) -> None:
-    """Print a note after a long load if stderr is a terminal; it names the command that avoids it."""
+    """Print a note after a long load if stderr is a terminal.
+
+    It names the command that avoids it.
+    """
     if engine.load_ms >= 1000 * LONG_LOAD and is_terminal(sys.stderr):
         command = f"spd serve --detach -m {shlex.quote(name)}"
         seconds = engine.load_ms / 1000

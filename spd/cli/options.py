@@ -124,7 +124,10 @@ _model_option = partial(option, MODEL_PANEL)
 
 
 def parse_spec(text: str) -> str:
-    """Return the engine's name of a method: `mtp`, or `mtp+ngram` for `ngram,mtp`. Raises BadParameter."""
+    """Return the engine's name of a method: `mtp`, or `mtp+ngram` for `ngram,mtp`.
+
+    Raises BadParameter.
+    """
     methods = spec_names("")
     method = normalize_spec(text)
     if method not in methods:
@@ -176,7 +179,10 @@ class ModelArgument:
 
 
 def same_as_argument(default: str = "", envvar: str | None = None) -> Any:
-    """Return the field `model` of a command that runs no model; without a default it is required."""
+    """Return the field `model` of a command that runs no model.
+
+    Without a default it is required.
+    """
     return output_option(default, "MODEL", "The same as the argument.", "-m", envvar=envvar)
 
 

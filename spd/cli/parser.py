@@ -1,4 +1,4 @@
-"""The command class for Typer: option names of other tools, help in panels, and parsers of values."""
+"""The command class for Typer, with help in panels and names of other tools; value parsers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ COMMAND_FIXES: Mapping[str, str] = MappingProxyType(
         "show": "spd inspect",
     }
 )
-"""Commands of other tools, and what to type instead; `help` is missing, as help is offered anyway."""
+"""Commands of other tools, and what to type instead.
+
+`help` is missing, as help is offered anyway.
+"""
 BEAM_OPTIONS = frozenset(
     {"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"}
 )

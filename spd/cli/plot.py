@@ -52,7 +52,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:
-    """Draw tokens a second with intervals, and acceptance by position, of a result of `spd bench`."""
+    """Draw tokens a second and acceptance by position of a result of `spd bench`."""
     rows = summary_rows(result["rows"])
     labels = bar_labels(result["rows"])
     num_workloads = len({workload_name(row) for row in rows})
@@ -125,7 +125,7 @@ def _category_indices(names: Sequence[str]) -> list[int]:
 
 
 def plot_explanation(explanation: Explanation, path: Path) -> None:
-    """Draw the predicted speed by number of drafts, acceptance by position, and the parts of a round."""
+    """Draw predicted speed by number of drafts, acceptance by position, and parts of a round."""
 
     def draw_draft_counts(axes: Axes) -> None:
         """Draw predicted tokens a second by number of drafts, with the speed of the run."""

@@ -1,4 +1,4 @@
-"""The prompt of a command, read from arguments, files, stdin and chats: UTF-8 text, not yet tokens."""
+"""The prompt of a command from arguments, files, stdin and chats: UTF-8 text, not yet tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
 
 CUT_SHARE = 0.75
-"""The share of the context for the end of a long text; the remaining prompt and the reply get the rest."""
+"""The share of the context for the end of a long text.
+
+The remaining prompt and the reply get the rest.
+"""
 
 
 def read_prompt(options: GenerateOptions) -> Prompt:
@@ -81,7 +84,7 @@ def suggest_cut(
     context: int,
     tokenizer: Callable[[], Tokenizer | None],
 ) -> Iterator[None]:
-    """Put a command that cuts the text first among the fixes of a context overflow raised inside."""
+    """Add a command that cuts the text as first fix of a context overflow raised inside."""
     try:
         yield
     except IncompatibleError as error:
@@ -94,7 +97,10 @@ def suggest_cut(
 def _cut_commands(
     options: GenerateOptions, prompt: Prompt, context: int, tokenizer: Tokenizer
 ) -> list[str]:
-    """Return the command that passes the end of a long file or of stdin; nothing for other prompts."""
+    """Return the command that passes the end of a long file or of stdin.
+
+    Nothing for other prompts.
+    """
     files = [name for name in options.file or () if name != "-"]
     if options.messages is not None or prompt.ids is not None or len(files) > 1:
         return []
@@ -112,7 +118,7 @@ def _cut_commands(
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file, or of stdin (-): at most 64 MiB of UTF-8, without a byte order mark."""
+    """Return the text of a file or stdin (-): at most 64 MiB of UTF-8, a byte order mark removed."""
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     if name != "-" and os.path.isdir(name):
@@ -143,7 +149,10 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def template_variables(options: ReplyOptions) -> dict[str, Any]:
-    """Return the variables for the chat template: JSON values (true, 3), else texts. Raises UsageError."""
+    """Return the variables for the chat template: JSON values (true, 3), else texts.
+
+    Raises UsageError.
+    """
     variables: dict[str, Any] = {}
     for assignment in options.template_arg or ():
         name, equals, value = assignment.partition("=")
@@ -171,14 +180,20 @@ def read_json(name: str, example: str) -> Any:
 
 
 def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the chat of a JSON file: a list of messages, or an object with `messages`. Raises UsageError."""
+    """Return the chat of a JSON file: a list of messages, or an object with `messages`.
+
+    Raises UsageError.
+    """
     loaded = read_json(name, EXAMPLE_CHAT)
     source = "stdin" if name == "-" else name
     return check_messages(loaded.get("messages") if isinstance(loaded, dict) else loaded, source)
 
 
 def read_grammar(options: GenerateOptions) -> GrammarSpec | None:
-    """Return the JSON schema, regex or Lark grammar of the flags. Raises UsageError and NotFoundError."""
+    """Return the JSON schema, regex or Lark grammar of the flags.
+
+    Raises UsageError and NotFoundError.
+    """
     schema = options.schema
     if schema is not None:
         is_file = schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")

@@ -44,7 +44,10 @@ def _watch_parent() -> None:
 
 
 def _exit_rank(spec: RankSpec, status: int) -> None:
-    """End this process; before that, kill a rank 0 that is its parent and hangs, and print its error."""
+    """End this process.
+
+    Before that, kill a rank 0 that is its parent and hangs, and print its error.
+    """
     if status == EXIT_LEADER_LOST and os.getppid() == spec.get("leader"):
         with suppress(OSError):
             os.kill(spec["leader"], signal.SIGKILL)

@@ -50,10 +50,13 @@ class DraftedTextSplitter:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending_flags: list[bool] = []
-        """For each character of decoded tokens whose text has not come yet: True if it is drafted."""
+        """True if drafted, for each character of decoded tokens whose text has not come yet."""
 
     def split_event(self, event: Event) -> Iterator[tuple[str, bool]]:
-        """Yield stretches of the event's text, and True if drafted; text may come later than its tokens."""
+        """Yield stretches of the event's text, and True if drafted.
+
+        Text may come later than its tokens.
+        """
         for token_id, drafted in zip(event.token_ids, event.drafted, strict=False):
             self._pending_flags += [drafted] * len(
                 self._decoder.decode(self._token_bytes(token_id))
@@ -176,7 +179,10 @@ class GenerateRun:
         self._streaming = self.engine.has_tokenizer and not self.options.json
 
     def run(self) -> int:
-        """Decode and write the reply; return the exit status. Raises Interrupted between writes only."""
+        """Decode and write the reply; return the exit status.
+
+        Raises Interrupted between writes only.
+        """
         with closing(self.sink):
             try:
                 self.engine.add(self.request)
@@ -254,7 +260,7 @@ class GenerateRun:
 
 
 def reply_failure(reply: RequestOutput, request: Request) -> SpdError | None:
-    """Return the error of a reply that failed or ended before its grammar was complete, else None."""
+    """Return the error of a reply that failed or ended before its grammar did, else None."""
     if reply.finish_reason == "error":
         fix = "--dtype float32, or run it again with -vv and report what it prints"
         if request.grammar is not None:

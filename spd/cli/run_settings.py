@@ -1,4 +1,7 @@
-"""Checked settings of a run, without its prompts: engine, sampling, vocabulary and grammar. No torch."""
+"""Checked settings of a run, without its prompts: engine, sampling, vocabulary and grammar.
+
+No torch.
+"""
 
 from __future__ import annotations
 

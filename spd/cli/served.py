@@ -121,7 +121,10 @@ def start_detached(session: Session, model: str) -> int:
 
 
 def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> ServedEngine | None:
-    """Return the engine of a running server that fits the options, with `slots`; None if none does."""
+    """Return the engine of a running server that fits the options, with `slots`.
+
+    None if none does.
+    """
     if options.no_server:
         return None
     from spd.cli.run_settings import engine_config

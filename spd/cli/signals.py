@@ -26,11 +26,14 @@ TerminalMode = list[int | list[bytes | int]]
 """Attributes of a terminal as `termios.tcgetattr` returns them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TERMINAL_RESET = "\x1b[?2004l\x1b[?25h\x1b[0m\r\n"
-"""Resets a terminal that was being drawn on: bracketed paste off, cursor shown, no style, a new row."""
+"""Resets a terminal: bracketed paste off, cursor shown, no style, a new row."""
 
 
 class Interrupted(BaseException):
-    """A signal has stopped the program; not an Exception, so that no handler catches it by accident."""
+    """A signal has stopped the program.
+
+    Not an Exception, so that no handler catches it by accident.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -38,7 +41,7 @@ class Interrupted(BaseException):
 
 
 class SignalGuard:
-    """Raises `Interrupted` on the first SIGINT or SIGTERM, but not while output is being written."""
+    """Raises `Interrupted` on the first SIGINT or SIGTERM, but not while output is written."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -70,7 +73,7 @@ class SignalGuard:
         sys.unraisablehook = self._previous_unraisable_hook
 
     def _ignore_restore_races(self, fault: sys.UnraisableHookArgs) -> None:
-        """Report an unraisable exception, except for a signal that came while its handler was restored."""
+        """Report an unraisable exception, but no signal during the restoring of its handler."""
         if not (isinstance(fault.exc_value, OSError) and "race condition" in str(fault.exc_value)):
             self._previous_unraisable_hook(fault)
 
@@ -114,7 +117,10 @@ class SignalGuard:
 
     @contextmanager
     def intercept_sigint(self, action: Callable[[], None]) -> Iterator[None]:
-        """Make the first SIGINT inside only call `action`; a second one, and SIGTERM, unwind as usual."""
+        """Make the first SIGINT inside only call `action`.
+
+        A second one, and SIGTERM, unwind as usual.
+        """
         if signal.SIGINT not in self._previous_handlers:
             yield
             return
@@ -131,7 +137,7 @@ class SignalGuard:
                 signal.signal(signal.SIGINT, previous_handler)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come, even if its exception was swallowed in a callback."""
+        """Raise Interrupted if a signal has come, even if a callback swallowed its exception."""
         if self.received is not None and not self._defer_depth:
             raise Interrupted(self.received)
 
@@ -161,7 +167,10 @@ def _has_job_control() -> bool:
 
 
 def terminal_mode() -> TerminalMode | None:
-    """Return the attributes of the terminal at standard input; None unless it is in the foreground."""
+    """Return the attributes of the terminal at standard input.
+
+    None unless it is in the foreground.
+    """
     with suppress(OSError, ValueError, termios.error):
         if os.tcgetpgrp(0) == os.getpgrp():
             return termios.tcgetattr(0)

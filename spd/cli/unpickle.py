@@ -1,4 +1,4 @@
-"""`python -I -m spd.cli.unpickle FOLDER` converts its pickled weights to safetensors without NumPy."""
+"""`python -I -m spd.cli.unpickle FOLDER` converts pickled weights to safetensors without NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(folder: Path) -> None:
-    """Read pytorch_model*.bin without running their code, and write model.safetensors next to them."""
+    """Convert pytorch_model*.bin, without running their code, to model.safetensors."""
     from torch import load
 
     paths = sorted(folder.glob("pytorch_model*.bin"))

@@ -328,7 +328,10 @@ ASK = "What does os.path.join do?"
 
 
 def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> None:
-    """A trace alone; traces of a plain and a drafting run share costs; two methods are not mixed."""
+    """A trace alone.
+
+    Traces of a plain and a drafting run share costs; two methods are not mixed.
+    """
 
     def traced(name: str, *arguments: object) -> Path:
         ran = spd_run("generate", *QUICK, *arguments, "--stats", "--trace", tmp_path / name, ASK)

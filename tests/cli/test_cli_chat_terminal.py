@@ -55,7 +55,10 @@ class Terminal:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def play(self, *steps: str) -> bytes:
-        """Press the keys after a `<`; for other steps read until their text. Return the last output."""
+        """Press the keys after a `<`; for other steps read until their text.
+
+        Return the last output.
+        """
         start = self._mark
         for step in steps:
             if step[0] == "<":

@@ -218,7 +218,10 @@ TAKE_MODEL = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize",
 
 @pytest.mark.parametrize("command", TAKE_MODEL)
 def test_a_model_is_an_argument_or_an_option(command: str) -> None:
-    """So in every command but `generate`, whose argument is the prompt; also with a folder to write."""
+    """So in every command but `generate`, whose argument is the prompt.
+
+    Also with a folder to write.
+    """
     folder = ["out"] if command in ("quantize", "convert-mtp") else []
     argument_lists = (
         ["M", *folder],

@@ -28,7 +28,10 @@ def matplotlib() -> None:
 
 
 def make_result() -> BenchResult:
-    """Return a result of two models, plain and with drafts; one name is in mathematical notation."""
+    """Return a result of two models, plain and with drafts.
+
+    One name is in mathematical notation.
+    """
     drafts = {"drafted_per_position": [100, 50, 4], "accepted_per_position": [70, 20, 4]}
     samples = [
         make_sample(config, r, (1.0 + 0.1 * r) / speed, **(drafts if config % 2 else {}))

@@ -61,7 +61,10 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
 
 
 def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path: Path) -> None:
-    """Cover a hybrid with and without its MTP layers; a tensor of another shape in a head is unchanged."""
+    """Cover a hybrid with and without its MTP layers.
+
+    A tensor of another shape in a head is unchanged.
+    """
     source = write_tiny_hybrid(
         tmp_path / "source", mtp=True, dtype="bfloat16", hidden_size=64, intermediate_size=128
     )

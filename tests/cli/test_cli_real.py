@@ -1,4 +1,7 @@
-"""The command line with the real engine, the demos and a tiny pair; few runs, as each loads a model."""
+"""The command line with the real engine, the demos and a tiny pair.
+
+Few runs, as each loads a model.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,10 @@ def test_a_missing_numpy_is_no_news() -> None:
 
 
 def test_a_missing_numpy_is_no_news_from_python_either() -> None:
-    """The import of torch through the library's names shows no warning; other warnings are shown."""
+    """The import of torch through the library's names shows no warning.
+
+    Other warnings are shown.
+    """
     code = (
         "import sys, warnings; sys.modules['numpy'] = None; import spd; spd.Engine; spd.chat; "
         "warnings.warn('other news')"

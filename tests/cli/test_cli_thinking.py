@@ -1,4 +1,7 @@
-"""Thinking and answer are separated in text, JSON, on a terminal and in a chat; --think; grammars."""
+"""Thinking and answer are separated in text, JSON, on a terminal and in a chat.
+
+--think; grammars.
+"""
 
 from __future__ import annotations
 
@@ -272,7 +275,10 @@ BASE = ["generate", "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-
 
 
 def test_budget_and_schema_give_the_same_text_with_drafts(spd_run: Callable, thinker: Path) -> None:
-    """The reply is four tokens of thinking, then JSON; the same with drafts, as object and as line."""
+    """The reply is four tokens of thinking, then JSON.
+
+    The same with drafts, as object and as line.
+    """
     argv = [*BASE, "-m", thinker, "-n", 60, "--think", 4, "--schema", SCHEMA]
     ran = spd_run(*argv, "--json", "--spec", "off", "Hi")
     reply = ran.json

@@ -87,7 +87,10 @@ def test_a_model_without_tools_and_a_pipe_are_refused(
 
 
 def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments are not split; words of missing arguments are left out; an unknown tool runs nothing."""
+    """Arguments are not split.
+
+    Words of missing arguments are left out; an unknown tool runs nothing.
+    """
     chat_tools = read_tools_file(model, [SHOW])
     ran = list[Any]()
     questions = list[Any]()

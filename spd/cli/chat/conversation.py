@@ -88,14 +88,20 @@ class Conversation:
         return dataclasses.replace(self, turns=self.turns[:-1])
 
     def for_model(self, name: str, vocabulary: str) -> Conversation:
-        """Return the conversation for another model; token ids of another vocabulary are dropped."""
+        """Return the conversation for another model.
+
+        Token ids of another vocabulary are dropped.
+        """
         turns = self.turns
         if vocabulary != self.vocabulary:
             turns = tuple(dataclasses.replace(turn, reply_ids=()) for turn in turns)
         return dataclasses.replace(self, model=name, vocabulary=vocabulary, turns=turns)
 
     def with_overrides(self, system: str | None, seed: int | None) -> Conversation:
-        """Return the conversation with another system message or seed unless None. Raises UsageError."""
+        """Return the conversation with another system message or seed unless None.
+
+        Raises UsageError.
+        """
         system = self.system if system is None else check_text(system, "the system message")
         conversation = dataclasses.replace(self, system=system)
         return (
@@ -125,7 +131,10 @@ class ChatEncoder:
         self._length_cache: tuple[Conversation | None, int] = None, 0
 
     def encode(self, conversation: Conversation) -> EncodedPrompt:
-        """Return the prompt for the reply to the last turn. Raises what rendering and encoding raise."""
+        """Return the prompt for the reply to the last turn.
+
+        Raises what rendering and encoding raise.
+        """
         prompts: dict[object, EncodedPrompt] = {}
         prompt: EncodedPrompt | None = None
         replies: list[dict[str, Any]] = []
@@ -144,7 +153,10 @@ class ChatEncoder:
         return prompt
 
     def count_tokens(self, conversation: Conversation) -> int:
-        """Return how many tokens end with the last reply, 0 without a turn. Raises what `encode` raises."""
+        """Return how many tokens end with the last reply, 0 without a turn.
+
+        Raises what `encode` raises.
+        """
         if self._length_cache[0] is not conversation:
             count = 0
             if conversation.turns:
@@ -207,7 +219,10 @@ class ChatEncoder:
 
 
 def shared_spans(previous: EncodedPrompt | None, ids: Sequence[int]) -> Spans:
-    """Return the spans of a prompt; the tokens that it shares with an earlier prompt keep their spans."""
+    """Return the spans of a prompt.
+
+    The tokens that it shares with an earlier prompt keep their spans.
+    """
     earlier = EncodedPrompt("", (), ()) if previous is None else previous
     pairs = zip(earlier.ids, ids, strict=False)
     num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -309,7 +324,10 @@ class SessionStore:
             raise IncompatibleError(message, fix=fix, code="session_unreadable") from None
 
     def save(self, name: str, conversation: Conversation) -> None:
-        """Write a chat atomically: the old or the new file is always complete. Raises ResourceError."""
+        """Write a chat atomically: the old or the new file is always complete.
+
+        Raises ResourceError.
+        """
         path = self.path(name)
         header = dataclasses.asdict(conversation)
         turns = header.pop("turns")
@@ -323,7 +341,10 @@ class SessionStore:
             raise ResourceError(message, fix=[fix], code="write_failed") from error
 
     def open(self, name: str) -> None:
-        """Lock a chat and unlock the previous one. Raises UsageError if another process has the lock."""
+        """Lock a chat and unlock the previous one.
+
+        Raises UsageError if another process has the lock.
+        """
         path = self.path(name)
         if self._locked_chat is not None and self._locked_chat[0] == name:
             return

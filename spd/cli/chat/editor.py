@@ -145,7 +145,10 @@ class Editor:
 
     @contextmanager
     def capture_typing(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Capture keys typed inside without echo, and queue them for the next messages; Esc calls `stop`."""
+        """Capture keys typed inside without echo, and queue them for the next messages.
+
+        Esc calls `stop`.
+        """
         self._queue_cooked_lines()
         source = self._session.input
         output = self._session.output

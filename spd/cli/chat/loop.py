@@ -65,7 +65,10 @@ class SlashCommands(Protocol):
     """The slash commands of a chat."""
 
     def run(self, line: str) -> None:
-        """Run a typed command. Raises UsageError for an unknown one, and what the command raises."""
+        """Run a typed command.
+
+        Raises UsageError for an unknown one, and what the command raises.
+        """
 
     def completions(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """Return every command and the source of its completions; None stands for paths."""
@@ -194,7 +197,10 @@ class Chat:
             self.attached = []
 
     def reply(self, conversation: Conversation, draft: str = "") -> bool:
-        """Run the reply to the last turn, or its continuation; False if none came and `draft` is kept."""
+        """Run the reply to the last turn, or its continuation.
+
+        Return False if no reply came; `draft` is kept then.
+        """
         previous = self.conversation
         self.update(conversation)  # saved before the reply, so that the message is never lost
         try:
@@ -243,7 +249,7 @@ class Chat:
         return tuple(fixes or ["a shorter message"])
 
     def run_tool_calls(self) -> None:
-        """Run the tool calls of the last reply, each after consent, and continue unless one was refused."""
+        """Run the tool calls of the last reply after consent, and continue unless one is refused."""
         while (tools := self.model.tools) and self.conversation.turns:
             turn = self.conversation.turns[-1]
             text = self.model.encoder.encode(self.conversation).text
@@ -273,7 +279,7 @@ class Chat:
             self._has_warned_unsaved = True
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a saved conversation: show its last turns, and make an unanswered message the draft."""
+        """Continue a saved conversation: show its last turns; an unanswered message is the draft."""
         self.conversation = conversation
         turns = conversation.turns
         if turns and turns[-1].reply is None:

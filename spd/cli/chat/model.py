@@ -31,7 +31,7 @@ ABANDON_SECONDS = 1.0
 
 
 class ChatModel:
-    """The model of a chat with its options, settings, tools and engine, all of which may be replaced."""
+    """The model of a chat with its options, settings, tools and engine; all may be replaced."""
 
     def __init__(self, options: ChatOptions, session: Session) -> None:
         self._session = session
@@ -43,7 +43,10 @@ class ChatModel:
         self._apply_options(options, ModelFolder.resolve(options.model))
 
     def _apply_options(self, options: ChatOptions, folder: ModelFolder) -> None:
-        """Read the small files, check every option, then set the fields. Raises before any field changes."""
+        """Read the small files, check every option, then set the fields.
+
+        Raises before any field changes.
+        """
         settings = plan_settings(options, folder)
         variables = prompt.template_variables(options)
         tools = None
@@ -69,7 +72,10 @@ class ChatModel:
         return self.settings.vocabulary.need_tokenizer().fingerprint
 
     def update_options(self, options: ChatOptions) -> None:
-        """Set options that differ in none of the engine's. Raises UsageError, and changes nothing then."""
+        """Set options that differ in none of the engine's.
+
+        Raises UsageError, and changes nothing then.
+        """
         self._apply_options(options, self.folder)
 
     def params(self, seed: int) -> SamplingParams:
@@ -128,7 +134,7 @@ class ChatModel:
             raise
 
     def _restore_drafter(self, options: ChatOptions) -> ChatOptions:
-        """Return the options with the initial drafter if the model and the method still support it."""
+        """Return the options with the initial drafter if model and method support it."""
         method, _ = split_spec(options.spec)
         supported_weights = (
             METHODS[method].weights if options.model == self._initial_options.model else ()
@@ -172,7 +178,10 @@ class ChatModel:
         return f"spec {info.spec}{limit_text}{', adaptive' if info.adaptive and limit_text else ''}"
 
     def loading_text(self) -> str:
-        """Return the progress of loading as text, empty once it has ended. Raises what loading raised."""
+        """Return the progress of loading as text, empty once it has ended.
+
+        Raises what loading raised.
+        """
         if self.thread.ready.is_set():
             self.thread.engine()
             return ""

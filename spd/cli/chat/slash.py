@@ -36,7 +36,10 @@ class Commands:
         return sorted("/" + name[3:] for name in vars(cls) if name.startswith("do_"))
 
     def run(self, line: str) -> None:
-        """Run a typed command. Raises UsageError for an unknown one, and what the command raises."""
+        """Run a typed command.
+
+        Raises UsageError for an unknown one, and what the command raises.
+        """
         command, _, argument = line.strip().partition(" ")
         name = ALIASES.get(command.lower(), command.lower())
         names = self.names()
@@ -62,7 +65,10 @@ class Commands:
         return completers | {"/model": lambda: model_names(""), "/spec": lambda: spec_names("")}
 
     def _saved_names(self) -> list[str]:
-        """Return the names of saved chats; empty if they cannot be listed, as a completion never raises."""
+        """Return the names of saved chats.
+
+        Empty if they cannot be listed, as a completion never raises.
+        """
         with suppress(SpdError):
             return self._chat.store.names()
         return []
@@ -198,7 +204,10 @@ class Commands:
 
 
 def _read_file(path: str) -> str:
-    """Return the text of a file. Raises NotFoundError, and UsageError for a file that is not text."""
+    """Return the text of a file.
+
+    Raises NotFoundError, and UsageError for a file that is not text.
+    """
     location = "./-" if path == "-" else os.path.expanduser(path)  # stdin is the chat's own
     try:
         return read_text(location)

@@ -149,7 +149,10 @@ class ChatTools:
 
 
 def _checked_command(tool: Mapping[str, Any], name: str) -> Sequence[str]:
-    """Return a tool's command: a fixed program, and placeholders of its parameters. Raises FieldError."""
+    """Return a tool's command: a fixed program, and placeholders of its parameters.
+
+    Raises FieldError.
+    """
     parameter_names = Arguments(tool.get("parameters", {})).names
     for index, word in enumerate(tool["command"]):
         for parameter in PLACEHOLDER.findall(word):
@@ -165,7 +168,10 @@ def _checked_command(tool: Mapping[str, Any], name: str) -> Sequence[str]:
 
 
 def ask_consent(command: Sequence[str], guard: SignalGuard) -> bool:
-    """Show a command in full and ask whether to run it; input typed before the question is dropped."""
+    """Show a command in full and ask whether to run it.
+
+    Input typed before the question is dropped.
+    """
     line = as_line(shlex.join(command))
     visible = (
         ascii(letter)[1:-1] if letter in INVISIBLE_LETTERS or not letter.isprintable() else letter

@@ -92,7 +92,7 @@ def complete(app: typer.Typer, variable: str) -> int:
 
 
 def load_command(name: str) -> Callable[..., int | None]:
-    """Import a command and return it as Typer needs it: a function with one parameter per option."""
+    """Import a command; return it for Typer as a function with one parameter per option."""
     from spd.cli.options import merge_model_argument, parse_settings
 
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))

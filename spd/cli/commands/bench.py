@@ -194,12 +194,15 @@ def bench(session: Session, options: BenchOptions) -> None:
 
 
 def model_list(text: str) -> list[str]:
-    """Return the models of a comma list; an existing path is one model, even with a comma in its name."""
+    """Return the models of a comma list.
+
+    An existing path is one model, even with a comma in its name.
+    """
     return [text] if Path(text).expanduser().exists() else split_list(text, "--model")
 
 
 def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConfig]:
-    """Return the engine configurations of a model: one plain per machine setting, then those that draft."""
+    """Return the configurations of a model: one plain per machine setting, then drafting ones."""
     from spd.formats.folder import ModelFolder
 
     base = EngineConfig(
@@ -264,7 +267,7 @@ def _option_combinations(options: BenchOptions, names: Sequence[str]) -> Iterato
 
 
 def have_same_tokens(sweep: Sweep) -> bool:
-    """True if all models encode the prompts to the same tokens, so that their tok/s are comparable."""
+    """True if all models encode the prompts to the same tokens, so that tok/s compare."""
     from spd.formats.folder import ModelFolder
 
     folders = [ModelFolder.from_path(model) for model in {config.model for config in sweep.configs}]

@@ -38,9 +38,9 @@ def chat(session: Session, options: ChatOptions) -> int:
     from spd.cli.chat.slash import Commands
 
     with closing(SessionStore(session.state_folder / "sessions")) as store:
-        conversation_loop = Chat(session, options, sink, store)
+        chat_loop = Chat(session, options, sink, store)
         try:
-            return conversation_loop.run(Commands(conversation_loop), interactive)
+            return chat_loop.run(Commands(chat_loop), interactive)
         finally:
             if session.guard.received is None:  # after a signal the process ends at once
-                conversation_loop.model.close()
+                chat_loop.model.close()

@@ -1,4 +1,4 @@
-"""`spd convert-mtp`, which copies an MTP head out of a checkpoint without torch, and `spd quantize`."""
+"""`spd convert-mtp` copies an MTP head out of a checkpoint without torch; `spd quantize`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 
 def _write_head(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
-    """Write the folder, which gets its name once it is complete; return names of the head's own tables."""
+    """Write the folder, which gets its name once it is complete.
+
+    Return names of the head's own tables.
+    """
     from spd.formats.mtp import find_differing_copies, make_head_config
 
     own_tables = find_differing_copies(plan)

@@ -106,7 +106,7 @@ def _record_trace(engine: Engine, model: str, request: Request, trace: Sink) -> 
 def _write_prompt(
     options: GenerateOptions, context: int, text: str, request: Request, sink: Sink
 ) -> None:
-    """Write the output of --dry-run: the prompt on stdout and its token count on stderr, or JSON."""
+    """Write the output of --dry-run: prompt on stdout and token count on stderr, or JSON."""
     ids = request.prompt_ids
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")

@@ -1,4 +1,4 @@
-"""`spd inspect`: describes a model folder and the memory of a run from headers and JSON, without torch."""
+"""`spd inspect`: describes a model and the memory of a run from headers and JSON, without torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 
 def mtp_facts(folder: ModelFolder) -> Facts | None:
-    """Return the JSON object of the checkpoint's MTP head, held or lost; None if none is declared."""
+    """Return the JSON object of the checkpoint's MTP head, held or lost.
+
+    None if none is declared.
+    """
     from spd.formats.mtp import declared_module_count, find_mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_size
 
@@ -241,7 +244,10 @@ def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
 
 
 def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
-    """Return the memory of one request at several contexts; without the drafter if it cannot run."""
+    """Return the memory of one request at several contexts.
+
+    Without the drafter if it cannot run.
+    """
     from spd.runtime import draft_context, machine_from_driver, resolve_plan
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fit_to_memory, measure
 

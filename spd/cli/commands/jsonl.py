@@ -1,4 +1,4 @@
-"""`spd generate --jsonl`: one prompt per input line, one reply or error per output line, in order."""
+"""`spd generate --jsonl`: one prompt per input line, one reply or error per output line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ LINE_FIELDS = strict_object(
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
-    """Answer every line of the input; return the exit status. Raises PartialError if a line failed."""
+    """Answer every line of the input; return the exit status.
+
+    Raises PartialError if a line failed.
+    """
     settings = plan_settings(options)
     shared = read_shared_prompt(options)
     lines = read_lines(options.file[0] if options.file else "-")
@@ -116,7 +119,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
 
 @dataclass
 class Line:
-    """One line of the input: its number, its JSON value or its error, its request and its answer."""
+    """One line of the input: its number, JSON value or error, request and answer."""
 
     number: int
     value: Mapping[str, Any]
@@ -134,7 +137,10 @@ class Line:
 
 
 def read_lines(name: str) -> list[Line]:
-    """Return the lines of a file, or of stdin (-), that are not blank. Raises UsageError, NotFoundError."""
+    """Return the lines of a file, or of stdin (-), that are not blank.
+
+    Raises UsageError, NotFoundError.
+    """
     data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
     lines = [_parse_line(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
@@ -162,7 +168,10 @@ def _parse_line(number: int, raw: bytes) -> Line:
 
 
 def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> PreparedRequest:
-    """Return the request of a line, whose parameters override the flags. Raises SpdError and FieldError."""
+    """Return the request of a line, whose parameters override the flags.
+
+    Raises SpdError and FieldError.
+    """
     if line.error is not None:
         raise line.error
     value = LINE_FIELDS(dict(line.value), "")
@@ -183,7 +192,10 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
 
 
 def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
-    """Return the prompt of a line after the shared messages; its own system message replaces theirs."""
+    """Return the prompt of a line after the shared messages.
+
+    Its own system message replaces theirs.
+    """
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
     if len(kinds) != 1 or line.get("prompt_ids") == ():
         raise UsageError(
@@ -262,7 +274,7 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
 
 @dataclass
 class LineBatch:
-    """Runs the requests of lines, and writes finished answers in the order of the input, line by line."""
+    """Runs the requests of lines, and writes full answer lines in the order of the input."""
 
     session: Session
     settings: Settings

@@ -187,7 +187,10 @@ class StoredFacts(TypedDict):
 
 
 def stored_facts(stored: StoredModel) -> StoredFacts:
-    """Return the facts of a stored model, from headers only; a fault is its `reason`, not an error."""
+    """Return the facts of a stored model, from headers only.
+
+    A fault is its `reason`, not an error.
+    """
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp_layout import is_mtp_tensor
     from spd.runtime import unused_tensors

@@ -1,4 +1,7 @@
-"""`spd verify`: compares replies with and without speculation token by token; writes a certificate."""
+"""`spd verify`: compares replies with and without speculation token by token.
+
+Writes a certificate.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ def _replay_facts(result: Replay) -> dict[str, object]:
 
 
 def _difference_error(result: Replay, num_texts: int) -> CheckFailedError:
-    """Return the error for texts that differ; its reason names settings that may round otherwise."""
+    """Return the error for texts that differ.
+
+    Its reason names settings that may round otherwise.
+    """
     reference_plan, candidate_plan = result.plans
     differing_settings = [
         name for name in ROUNDING_SETTINGS if reference_plan[name] != candidate_plan[name]
@@ -168,7 +174,10 @@ def _difference_error(result: Replay, num_texts: int) -> CheckFailedError:
 
 
 def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
-    """Return the configuration changed by `name=value,…`. Raises UsageError for an invalid setting."""
+    """Return the configuration changed by `name=value,…`.
+
+    Raises UsageError for an invalid setting.
+    """
     changes: dict[str, Any] = {}
     annotations = {field.name: str(field.type) for field in fields(config)}
     for member in split_list(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):

@@ -1,4 +1,4 @@
-"""Horizontal bars with intervals, drawn in Unicode blocks, or in ASCII where those cannot be shown."""
+"""Horizontal bars with intervals in Unicode blocks, or in ASCII if those cannot be shown."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Console:
 
 @dataclass
 class Session:
-    """What the application passes to a command: console, signal guard, and folders of state and sockets."""
+    """The context of a command: console, signal guard, and folders of state and sockets."""
 
     console: Console
     guard: SignalGuard

@@ -32,7 +32,7 @@ DRAWING_SHARE = 0.2
 CODE_INDENT = 4
 """Leading blanks of a line from which on its paragraph is taken as code without a fence."""
 BLANK_PLACEHOLDER = "\ufdd0"
-"""Replaces leading blanks of a line while inline marks are parsed, because the parser drops blanks."""
+"""Replaces leading blanks while inline marks are parsed, as the parser drops blanks."""
 _INDENT = re.compile("^ +", re.MULTILINE)
 
 
@@ -86,7 +86,10 @@ class _MarkedHeading(Heading):
 
 
 class _UnwrappedCode(CodeBlock):
-    """A code block without padding or wrapping, so that it can be copied; the terminal breaks long lines."""
+    """A code block without padding or wrapping, so that it can be copied.
+
+    The terminal breaks long lines.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).rstrip("\n")
@@ -130,7 +133,10 @@ class MarkdownStream:
         self._next_draw_time = 0.0
 
     def feed(self, text: str) -> str:
-        """Add text and return what to write; empty while drawing would exceed its share of the time."""
+        """Add text and return what to write.
+
+        Empty while drawing would exceed its share of the time.
+        """
         self._pending_text = _GLYPH_JOINERS.sub("", self._pending_text + text.expandtabs(4))
         draw_start = time.perf_counter()
         if draw_start < self._next_draw_time:
@@ -145,7 +151,10 @@ class MarkdownStream:
         return self._draw_all(len(self._pending_text)) + "\n" * self._has_output
 
     def _draw_all(self, decided_length: int) -> str:
-        """Return what draws the blocks of the first `decided_length` characters; keep the last block."""
+        """Return what draws the blocks of the first `decided_length` characters.
+
+        Keep the last block.
+        """
         lines = self._pending_text[:decided_length].split("\n")
         tokens = self._parser.parse("\n".join(lines))
         starts = [
@@ -164,7 +173,7 @@ class MarkdownStream:
         return output + self._draw(last)
 
     def _draw(self, block: str) -> str:
-        """Return what replaces the drawn rows of a block that changed and are still on the screen."""
+        """Return output that redraws the changed rows of a block that are on the screen."""
         size = self._size()
         rows = self._render_rows(block, size.columns)
         old_rows = self._drawn_rows

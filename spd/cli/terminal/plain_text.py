@@ -7,7 +7,7 @@ import textwrap
 import unicodedata
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
-"""Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
+"""Matches control characters but tab and line ends: they could control a terminal."""
 
 MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, other line ends, and direction marks, which reorder the text after them."""

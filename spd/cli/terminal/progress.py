@@ -87,7 +87,7 @@ class Ticker(AbstractContextManager["Ticker"]):
 
 @contextmanager
 def compiling(report: Callable[[str], None]) -> Iterator[None]:
-    """Call `report` with a message when kernels are compiled, which happens inside at a first run."""
+    """Call `report` with a message when kernels are compiled inside, at a first run."""
     import logging
 
     class ReportHandler(logging.Handler):
@@ -110,7 +110,10 @@ def compiling(report: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], None]]:
-    """Show a text on the terminal while the block runs; yield the function that takes the progress."""
+    """Show a text on the terminal while the block runs.
+
+    Yield the function that takes the progress.
+    """
     with Ticker(console) as ticker, compiling(lambda message: ticker.write(f"{message} …")):
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(

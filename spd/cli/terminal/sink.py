@@ -22,7 +22,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OutputClosed(Exception):
-    """The reader of standard output has closed the pipe; this is the end of the output, not a fault."""
+    """The reader of standard output has closed the pipe.
+
+    This is the end of the output, not a fault.
+    """
 
 
 def to_json(value: object) -> str:
@@ -77,7 +80,10 @@ class Sink:
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
     def open(self) -> int:
-        """Return the descriptor; the first call opens and locks a file. Raises UsageError, ResourceError."""
+        """Return the descriptor; the first call opens and locks a file.
+
+        Raises UsageError, ResourceError.
+        """
         if self._descriptor is None:
             assert self._path is not None
             self._is_new_file = not self._path.exists()
@@ -105,7 +111,10 @@ class Sink:
     def write_result(
         self, as_json: bool, result: Mapping[str, object], lines: Iterable[str] | None = None
     ) -> None:
-        """Write a result as one JSON object, or as `lines` for people; without `lines`, as its fields."""
+        """Write a result as one JSON object, or as `lines` for people.
+
+        Without `lines`, as its fields.
+        """
         if as_json:
             self.write(to_json(result) + "\n")
         else:
@@ -153,7 +162,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError early for a file that could not be written after minutes of work; leave no file."""
+    """Raise UsageError early for a file that could not be written after minutes of work.
+
+    Leave no file.
+    """
     try:
         is_new = not os.path.lexists(path)
         os.close(open_output(path, append=True))
@@ -174,7 +186,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def output_error(path: Path | str, error: OSError, *, opened: bool = False) -> SpdError:
-    """Return the error for a file that cannot be opened, or was `opened` and cannot be written to."""
+    """Return the error for a file that cannot be opened, or was `opened` but not written."""
     message = f"cannot write to {path}: {error.strerror}"
     if opened or error.errno in DISK_FULL:
         fix = f"{free_space_hint(error)}name another file"

@@ -15,7 +15,10 @@ def paint(text: str, style: str, color: bool) -> str:
 
 
 def is_color_enabled(stream: IO[str] | None, environ: Mapping[str, str]) -> bool:
-    """True if NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the stream allow colour."""
+    """True if the stream gets colour.
+
+    The first of NO_COLOR, FORCE_COLOR or CLICOLOR_FORCE, TERM=dumb, and a terminal decides.
+    """
     if environ.get("NO_COLOR"):
         return False
     if environ.get("FORCE_COLOR") or environ.get("CLICOLOR_FORCE", "0") not in ("", "0"):
@@ -46,7 +49,7 @@ def terminal_size(stream: IO[str] | None) -> os.terminal_size:
 
 
 def reserve_standard_descriptors() -> None:
-    """Open the null device for closed descriptors 0, 1 and 2, so that no other file gets their number."""
+    """Open the null device for closed descriptors 0 to 2, so that no file gets their number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

@@ -52,7 +52,10 @@ def fact_lines(
 
 
 def _break_fields(label: str, fields: Sequence[str], columns: int | None) -> Iterator[str]:
-    """Yield `label field · field` in rows of at most `columns`; a longer field gets a row of its own."""
+    """Yield `label field · field` in rows of at most `columns`.
+
+    A longer field gets a row of its own.
+    """
     row = label
     for number, field in enumerate(fields):
         if number and columns is not None and len(f"{row} · {field} ·") > columns:
