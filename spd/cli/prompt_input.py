@@ -47,7 +47,8 @@ def read_shared_prompt(options: GenerateOptions) -> Prompt:
     """Return what precedes a prompt: a chat or the system message, and the template's variables."""
     variables = template_variables(options)
     messages = () if options.messages is None else read_messages(options.messages)
-    if (system := system_text(options.system)) is not None:
+    system = system_text(options.system)
+    if system is not None:
         messages = ({"role": "system", "content": system},)
     return Prompt(messages=messages, variables=variables)
 

@@ -368,13 +368,11 @@ def stats_line(metrics: RequestMetrics) -> str:
 
     `318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
     """
+    queue_seconds = metrics.queue_ms / 1000 if metrics.queue_ms >= 100.0 else 0  # of a server
     figures = (
         (metrics.decode_tokens_per_second, "{:.1f} tok/s"),
         (metrics.load_ms / 1000, "load {:.2f} s"),
-        (
-            metrics.queue_ms / 1000 if metrics.queue_ms >= 100.0 else 0,
-            "queued {:.2f} s",
-        ),  # on a server
+        (queue_seconds, "queued {:.2f} s"),
         (metrics.first_token_ms / 1000, "first {:.2f} s"),
         (metrics.rounds and metrics.tokens_per_round, "{:.2f} tok/round"),
     )

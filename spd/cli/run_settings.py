@@ -105,11 +105,13 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
     """Return the engine configuration of the options. Raises what EngineConfig raises."""
-    heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    if heads := {name: reference for name, reference in heads.items() if reference is not None}:
-        from spd.formats.folder import ModelFolder
+    heads: dict[str, Any] = {}
+    for name in ("draft_model", "mtp"):
+        reference = getattr(options, name)
+        if reference is not None:
+            from spd.formats.folder import ModelFolder
 
-        heads = {name: ModelFolder.resolve(reference) for name, reference in heads.items()}
+            heads[name] = ModelFolder.resolve(reference)
     return EngineConfig(
         model=folder,
         **heads,

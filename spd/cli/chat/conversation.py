@@ -192,12 +192,12 @@ class ChatEncoder:
 
         It continues the previous prompt and reply if the template left those unchanged.
         """
-        if previous is not None and (generated := self._generated_ids(earlier_turns[-1])):
+        generated = () if previous is None else self._generated_ids(earlier_turns[-1])
+        if previous is not None and generated:
             new_text = rendered.suffix_after(previous.text + (earlier_turns[-1].reply or ""))
             new_ids = encode_rendered(self._tokenizer, new_text) if new_text else []
-            if (
-                new_ids and new_ids[0] in self._tokenizer.special_ids
-            ):  # else tokens could merge across the border
+            # Before another token the text of both could be encoded to other tokens.
+            if new_ids and new_ids[0] in self._tokenizer.special_ids:
                 if earlier_turns[-1].reply_ids[-1] == new_ids[0]:
                     generated = earlier_turns[-1].reply_ids
                     new_ids = new_ids[1:]

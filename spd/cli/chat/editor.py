@@ -99,10 +99,8 @@ class Editor:
 
     def _prompt(self, draft: str) -> str | None:
         """Return the message edited from a draft, or None at the end."""
-        for (
-            placeholder,
-            pasted_text,
-        ) in self._pastes.items():  # a refused message shows its placeholders again
+        # A refused message shows its placeholders again.
+        for placeholder, pasted_text in self._pastes.items():
             draft = draft.replace(pasted_text, placeholder)
         try:
             text = self._session.prompt(default=draft, pre_run=self._redraw_while_loading)
@@ -215,9 +213,8 @@ class Editor:
             has_more_keys = any(
                 len(press.key) == 1 or press.key == Keys.ControlM for press in queue
             )
-            if has_more_keys and not _asks_for_line(
-                buffer
-            ):  # a paste that the terminal did not mark
+            # More keys in the queue are a paste that the terminal did not mark.
+            if has_more_keys and not _asks_for_line(buffer):
                 buffer.insert_text("\n")
             else:
                 _submit(buffer)

@@ -175,7 +175,8 @@ class Chat:
 
     def _status(self) -> str:
         """Return the text of the toolbar."""
-        if loading_text := self.model.loading_text():
+        loading_text = self.model.loading_text()
+        if loading_text:
             return f" {loading_text}"
         warnings = ["slow: no C compiler"] * ("no C compiler" in self.model.info.kernels_reason)
         return " " + " · ".join(
@@ -303,7 +304,7 @@ class Chat:
             num_tokens = self.model.encoder.count_tokens(self.conversation)
         return f"ctx {num_tokens:,}/{self.model.info.ctx:,}"
 
-    # -- what commands change ------------------------------------------------------------------------
+    # -- for slash commands ---------------------------------------------------------------------------
 
     def print_line(self, text: str) -> None:
         """Write a line about the chat, such as the output of a command, to standard error."""

@@ -63,7 +63,8 @@ class ChatModel:
         self.folder = folder
         self.settings = settings
         self.name = options.model
-        if (note := thinking_note(options.think, settings.vocabulary)) is not None:
+        note = thinking_note(options.think, settings.vocabulary)
+        if note is not None:
             self._console.note(note)
 
     @property
@@ -164,7 +165,7 @@ class ChatModel:
                 if self.thread.progress is not None:
                     display(self.thread.progress)
 
-    # -- what is said about it -----------------------------------------------------------------------
+    # -- texts about the model -----------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
@@ -185,7 +186,8 @@ class ChatModel:
         if self.thread.ready.is_set():
             self.thread.engine()
             return ""
-        if (progress := self.thread.progress) is not None and progress.total:
+        progress = self.thread.progress
+        if progress is not None and progress.total:
             progress_text = (
                 f"{PHASE_LABELS[progress.phase]} {100 * progress.done // progress.total}%"
             )
@@ -201,10 +203,8 @@ class ChatModel:
     def sampling_lines(self) -> Iterator[str]:
         """Return lines of the sampling parameters and where each value comes from."""
         parameters = self.settings.sampling.describe()
-        del (
-            parameters["seed"],
-            parameters["logprobs"],
-        )  # a seed belongs to a reply, and a chat shows no logprobs
+        # A seed belongs to a reply, and a chat shows no logprobs.
+        del parameters["seed"], parameters["logprobs"]
         return fact_lines(parameters)
 
     def summary_lines(self) -> Iterator[str]:

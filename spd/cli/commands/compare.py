@@ -108,9 +108,8 @@ def read_result(path: Path) -> BenchResult:
         schema = value["schema"]
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
-        _comparison_lines(
-            {"before": "", "after": "", **compare_results(value, value, 0.0)}
-        )  # reads all that is read
+        # This reads every field that a comparison reads.
+        _comparison_lines({"before": "", "after": "", **compare_results(value, value, 0.0)})
     except (
         LookupError,
         TypeError,

@@ -36,7 +36,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
         if not (options.trace or options.dry_run or options.jsonl):
             from spd.cli.served import served_engine
 
-            if (served := served_engine(session, options)) is not None:
+            served = served_engine(session, options)
+            if served is not None:
                 return _generate_served(session, options, sink, served)
         from spd.cli.commands.models import ensure_models
 

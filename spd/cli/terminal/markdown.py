@@ -206,9 +206,8 @@ class MarkdownStream:
         reply.parsed = self._parser.parse(block)
         for token in reply.parsed:
             for child in token.children or ():
-                child.type = child.type.replace(
-                    "softbreak", "hardbreak"
-                )  # lines stay as they are written
+                # Lines are kept as they are written.
+                child.type = child.type.replace("softbreak", "hardbreak")
                 child.content = child.content.replace(BLANK_PLACEHOLDER, " ")
         console = Console(
             file=StringIO(),
