@@ -135,7 +135,7 @@ def make_document() -> str:
             else first_sentence(FAMILIES[name])
         )
         families.append((f"`{name}`", description, ", ".join(heads.get(text, []))))
-    others = [name for name in heads if name not in FAMILIES]
+    other_names = [name for name in heads if name not in FAMILIES]
     notes = NOTES.format(
         dtypes=", ".join(FLOAT_DTYPES),
         ropes=", ".join(get_args(RopeKind)),
@@ -156,9 +156,9 @@ def make_document() -> str:
         "Heads are found by the names of their tensors; "
         f"the families known are {', '.join(family.name for family in mtp_layout.FAMILIES)}.",
     ]
-    if others:
+    if other_names:
         lines.append(
-            f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
+            f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in other_names)}."
         )
     lines += ["", *gguf_section()]
     lines += [

@@ -182,7 +182,7 @@ class FakeEngine:
         self._steps = 0
         self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)
         self.captured: list[tuple[list[Any], dict[str, Any]]] = []
-        """What was to be captured, and how much."""
+        """The parameters and options of each `capture_ahead`."""
         script.engines.append(self)
 
     def capture_ahead(self, params: Sequence[Any], **options: Any) -> int:

@@ -516,7 +516,7 @@ def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_pat
 
 
 def test_the_loading_line_is_replaced_by_note_and_answer(model: Path) -> None:
-    """What is loading is written over by the note and the answer."""
+    """The note and the answer overwrite it."""
     code, output = run_on_terminal(code=slow_program(model, "-n", "500", pieces=2, pause=0)[2])
     loading, reply = output.rsplit("\r", 1)
     note, answer = reply.split("\n", 1)

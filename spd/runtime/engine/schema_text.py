@@ -440,7 +440,8 @@ def summarize_error(text: str) -> str:
         return f"it needs more than the {MAX_SYMBOLS} symbols that llguidance can number"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     lines = lines or ["for no reason it gave"]
-    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    parts = [line.partition(": ") for line in lines]
+    reasons = [reason for kind, _, reason in parts if kind == "error"]
     return " ".join([lines[0][:200], *reasons])
 
 
