@@ -107,7 +107,7 @@ def gguf_section() -> list[str]:
     """Return the lines about GGUF files, with their architectures and classes of Hugging Face."""
     rows = []
     for name, row in ARCHITECTURES.items():
-        classes = dict.fromkeys((row.model, *row.variants.values()))
+        classes = dict.fromkeys((row.model_class, *row.variants.values()))
         heads = "read" if row.mtp else ""
         rows.append(
             (

@@ -1,4 +1,4 @@
-"""Configurations of a decoder's parts: windows, latent attention, recurrent layers, experts, scales.
+"""Configurations of a decoder's parts: latent attention, recurrent layers, experts, scales.
 
 The limits of their numbers stand here too. `layer_kinds` and `experts_config` read them from
 `config.json`.
@@ -69,7 +69,7 @@ class Gemma4Config:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Latent attention: keys and values are products of one small vector a token, which is cached."""
+    """Latent attention: keys and values are projections of one small cached vector a token."""
 
     query_rank: int | None = field(metadata=json_key("q_lora_rank", 1, MAX_RANK))
     """None: queries are projected from the hidden state directly."""
@@ -119,9 +119,10 @@ class RouterConfig:
     """How a token's experts are chosen and weighed.
 
     Scores are the sigmoid or the softmax of the router's logits. Experts are chosen by score plus a
-    learned correction, if there is one, from the `top_groups` groups whose `experts_per_group_score`
-    best experts have the largest sum. Their weights are the scores without the correction, divided by
-    their sum plus `weight_epsilon` if `normalised`, times `scale`.
+    learned correction, if there is one, from the `top_groups` groups whose
+    `experts_per_group_score` best experts have the largest sum. Their weights are the scores
+    without the correction, divided by their sum plus `weight_epsilon` if `normalised`, times
+    `scale`.
     """
 
     per_token: int
@@ -148,7 +149,10 @@ class ExpertsConfig:
     """The correction's name inside the MLP."""
     shared_name: str = "shared_experts"
     swiglu_clamp: tuple[float, float] | None = None
-    """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
+    """(limit, alpha) of gates that are clamped.
+
+    Such experts have biases, and so has their router.
+    """
     is_ungated: bool = False
     """True if experts have no gates: down(relu(up(x)) ** 2)."""
     has_shared_gate: bool = False

@@ -1,8 +1,8 @@
 """Rewriting of keys that only one family's `config.json` has: a function for each such family.
 
-Each takes a file's keys, with the family's defaults for absent ones, and returns values of canonical
-keys that replace them. Source: the configurations of these families in Hugging Face transformers 5 and in
-published checkpoints.
+Each takes a file's keys, with the family's defaults for absent ones, and returns values of
+canonical keys that replace them. Source: the configurations of these families in Hugging Face
+transformers 5 and in published checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spd.formats.layer_kinds import SWIGLU_LIMIT_KEYS, read_layer_kinds
 
 
 def lfm2_keys(fields: Fields) -> dict[str, object]:
-    """Return the MLP's width, derived from that of the file, and whether the head is the embedding."""
+    """Return the MLP's width, derived from the file's, and whether the head is the embedding."""
     width_key = "block_ff_dim" if "block_ff_dim" in fields else "intermediate_size"
     width = fields.integer(width_key, 1, MAX_WIDTH)
     if fields.boolean("block_auto_adjust_ff_dim", False):
@@ -38,7 +38,7 @@ def lfm2_keys(fields: Fields) -> dict[str, object]:
 
 
 def granite_keys(fields: Fields) -> dict[str, object]:
-    """Return the MLP's width without experts, the width of a value head, and which layers rotate."""
+    """Return the MLP's width without experts, that of a value head, and which layers rotate."""
     values: dict[str, object] = {}
     if not fields.get("num_experts"):
         values["intermediate_size"] = fields.get("shared_expert_intermediate_size")
@@ -78,7 +78,7 @@ def hunyuan_keys(fields: Fields) -> dict[str, object]:
 
 
 def mimo_keys(fields: Fields) -> dict[str, object]:
-    """Return the key heads and the window of sliding layers; refuse a file without kinds of layers."""
+    """Return key heads and window of sliding layers; refuse a file without kinds of layers."""
     key_heads = fields.integer("num_key_value_heads", 1, MAX_RANK)
     local_key = SLIDING_HEAD_KEYS[1]
     values: dict[str, object] = {local_key: fields.get(local_key) or 2 * key_heads}
@@ -121,7 +121,10 @@ def step_keys(fields: Fields) -> dict[str, object]:
 
 
 def _step_mlp_kinds(fields: Fields, layers: int) -> list[str]:
-    """Return the kind of each layer's MLP, where the file numbers the sparse layers in a list or a text."""
+    """Return the kind of each layer's MLP; the file has numbers of the sparse ones.
+
+    They stand in a list or in a text.
+    """
     key = "moe_layers_enum"
     if isinstance(fields.get(key), list):
         sparse = set(fields.integers(key, 0, MAX_RANK))

@@ -1,7 +1,8 @@
 """The weights of a model folder: one `model.safetensors`, or shards listed in an index.
 
-Opening reads and checks headers only (no torch); tensors are read after a check that the file is the one
-whose header was read. Nothing is mapped: a map of a file that is cut short kills the process.
+Opening reads and checks headers only (no torch); tensors are read after a check that the file is
+the one whose header was read. Nothing is mapped: a map of a file that is cut short kills the
+process.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     ) -> Checkpoint:
         """Read and check the headers of all shards; `model.safetensors` counts before an index.
 
-        `select` picks tensors from an index, the shard of each by its name; shards that hold none of
-        them are not opened, and may be missing. A file that no index names is read too if `is_extra`
-        is true of the name of each of its tensors.
+        `select` picks tensors from an index, the shard of each by its name; shards that hold none
+        of them are not opened, and may be missing. A file that no index names is read too if
+        `is_extra` is true of the name of each of its tensors.
         """
         names = list_folder(folder)
         weight_map: Mapping[str, str] = {}
@@ -237,7 +238,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             yield bytes(piece)
 
     def tensors_equal(self, name: str, other: Checkpoint, other_name: str) -> bool:
-        """True if two stored tensors are the same bytes of one dtype and shape; reads them in pieces."""
+        """True if two stored tensors have the same bytes, dtype and shape; reads them in pieces."""
         meta = self.meta(name)
         other_meta = other.meta(other_name)
         if (meta.dtype, meta.shape) != (other_meta.dtype, other_meta.shape):
@@ -245,7 +246,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return all(map(eq, self.read_pieces(meta), other.read_pieces(other_meta)))
 
     def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
-        """Read a tensor's bytes from `offset` on; refuse a file that was replaced or cut meanwhile."""
+        """Read a tensor's bytes from `offset` on; refuse a file that has changed."""
         read_exactly(self.open_shard(meta.shard), memory, meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
 
@@ -329,8 +330,9 @@ def check_tensors(
 ) -> list[str]:
     """Compare names, shapes and dtypes with those that the model needs; return unexpected names.
 
-    Rotary tables, which older exporters wrote and no model needs, are not among them. One error lists
-    all tensors that are missing, mis-shaped or wrongly typed; `description` names the expected ones.
+    Rotary tables, which older exporters wrote and no model needs, are not among them. One error
+    lists all tensors that are missing, mis-shaped or wrongly typed; `description` names the
+    expected ones.
     """
     missing: list[str] = []
     misshaped: list[str] = []

@@ -1,6 +1,7 @@
 """Keys of `config.json` in all families: their other names, their defaults, their supported values.
 
-Source: the configurations of Hugging Face transformers, versions 4 and 5, and of published checkpoints.
+Source: the configurations of Hugging Face transformers, versions 4 and 5, and of published
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experts of mixtures: the constants of each family, and how `config.json` is read for them.
 
-Source: the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe`, `gpt_oss` and others in Hugging
-Face transformers 5.
+Source: the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe`, `gpt_oss` and others in
+Hugging Face transformers 5.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SIGMOID_ROUTER = RouterConfig(
 SOFTMAX_EXPERTS = ExpertsConfig(0, 0, 0, (), _SOFTMAX_ROUTER)
 """Constants that no key of a family has.
 
-The softmax of the chosen logits alone equals the softmax of all divided by its sum, so that Mixtral and
-Granite are among these.
+The softmax of the chosen logits alone equals the softmax of all divided by its sum, so that Mixtral
+and Granite are among these.
 """
 SIGMOID_EXPERTS = replace(SOFTMAX_EXPERTS, router=_SIGMOID_ROUTER)
 SHARED_GATE_EXPERTS = replace(SOFTMAX_EXPERTS, shared_name="shared_expert", has_shared_gate=True)

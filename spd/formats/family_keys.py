@@ -1,7 +1,7 @@
 """Each family's `config.json`: its keys, their defaults, and the values that they may have.
 
-A row names every key that the family's files may leave out. Source: the configurations of Hugging Face
-transformers, versions 4 and 5, and of published checkpoints.
+A row names every key that the family's files may leave out. Source: the configurations of Hugging
+Face transformers, versions 4 and 5, and of published checkpoints.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ INPUT_LIMIT = 64 * 2**20
 LINES_LIMIT = 2**30
 """Bytes of a file of many lines."""
 FILE_LIMIT = 64_000_000
-"""Bytes of a file next to a model's weights; the largest published tokenizers have about 35 million."""
+"""Bytes of a file next to a model's weights.
+
+The largest published tokenizers have about 35 million.
+"""
 
 
 def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:

@@ -1,7 +1,8 @@
 """Kinds of layers in `config.json`: windows, layers without rotation, recurrent layers, MLPs.
 
-Families have different keys for the same values; `family_keys` says which. Source: the configurations
-of `lfm2`, `granitemoehybrid`, `nemotron_h`, `gemma4` and others in Hugging Face transformers 5.
+Families have different keys for the same values; `family_keys` says which. Source: the
+configurations of `lfm2`, `granitemoehybrid`, `nemotron_h`, `gemma4` and others in Hugging Face
+transformers 5.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def read_recurrent(
 def read_swiglu_limits(
     fields: Fields, num_layers: int
 ) -> tuple[tuple[float | None, float | None], ...]:
-    """Return each layer's bounds of gated products: of routed experts, of other MLPs; None: no bound.
+    """Return each layer's bounds of gated products: of experts, of other MLPs; None: no bound.
 
     Empty where the file has no bounds.
     """
@@ -203,7 +204,8 @@ def read_gemma4(
 def _full_attention_fields(fields: Fields, windows: tuple[int | None, ...]) -> Fields:
     """Return the keys of heads of full attention.
 
-    The file has separate keys for them, or the same values in each such layer of `per_layer_config`.
+    The file has separate keys for them, or the same values in each such layer of
+    `per_layer_config`.
     """
     by_layer = fields.optional_nested("per_layer_config")
     if by_layer is None:

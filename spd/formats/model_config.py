@@ -1,8 +1,8 @@
-"""The configuration of a model: `config.json` read into a frozen `ModelConfig`, every number in range.
+"""A model's configuration: `config.json` as a frozen `ModelConfig`, every number in range.
 
-Unknown keys are tolerated; an unknown value of a known key is refused by name, since ignoring it would
-change the model. Nothing in a folder (`auto_map`, custom code) is ever imported. Source: configurations
-of Hugging Face transformers, versions 4 and 5.
+Unknown keys are tolerated; an unknown value of a known key is refused by name, since ignoring it
+would change the model. Nothing in a folder (`auto_map`, custom code) is ever imported. Source:
+configurations of Hugging Face transformers, versions 4 and 5.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = field(default=False, metadata=json_key("use_qk_norm"))
-    """True if queries and keys are normalised per head, in families that leave it to the checkpoint."""
+    """True if queries and keys are normalised per head.
+
+    It counts in families that leave it to the checkpoint.
+    """
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None
@@ -138,7 +141,7 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
-"""Architectures that see images too: their model types, and the architectures of their `text_config`.
+"""Architectures that see images too: their model types, and their text's architectures.
 
 The latter count where the text's own model type is not known.
 """
@@ -168,7 +171,10 @@ _UNSUPPORTED_PARTS = {
     **dict.fromkeys(("kv_lora_rank", "linear_attn_config"), ("its attention", "DeepseekV3")),
     "index_topk": ("the indexer of sparse attention", "DeepseekV3"),
 }
-"""Keys of unknown architectures: the part that each configures, and the nearest class with such a part."""
+"""Keys of unknown architectures.
+
+Values are the part that a key configures, and the nearest class with such a part.
+"""
 
 _DTYPES = [
     prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
@@ -188,7 +194,7 @@ def _drafter_error(description: str, folder: Path, option: str) -> CheckpointErr
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
-    """Return the configuration in `config.json` or in another file; of a model of images, the text's."""
+    """Return the configuration in a file's keys; of a model of images, the text's."""
     if eagle3 := read_eagle3(fields):
         return replace(_decoder_config(eagle3[1]), architecture=EAGLE3, eagle3=eagle3[0])
     if assistant := read_assistant(fields):
@@ -348,7 +354,7 @@ def _read_scales(fields: Fields) -> Scales:
 
 
 def _architecture(fields: Fields) -> str:
-    """Return the architecture's name; refuse an unknown one, or one whose model type is another's."""
+    """Return the architecture's name; refuse an unknown one, or a model type of another."""
     names = fields.get("architectures")
     key = "architectures"
     if names == [MTP_HEAD]:
@@ -367,7 +373,10 @@ def _architecture(fields: Fields) -> str:
 
 
 def _explain_unknown(fields: Fields, name: str) -> Iterator[str]:
-    """Yield the nearest supported architecture and the missing parts, then what becomes of the text."""
+    """Yield the nearest supported architecture and the missing parts.
+
+    For a model of images, yield too whether its text alone can be read.
+    """
     inner = fields.optional_nested("text_config") or fields
     text = _TEXT_ARCHITECTURES.get(str(inner.get("model_type")))
     parts = dict(
@@ -412,7 +421,10 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
-    """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored."""
+    """Read `generation_config.json`; all defaults without the file.
+
+    Unknown keys of it are ignored.
+    """
     if GENERATION_FILE not in list_folder(folder):
         return GenerationConfig()
     fields = Fields.read(folder / GENERATION_FILE)

@@ -1,10 +1,11 @@
 """Regular expressions of a model folder, matched in bounded time.
 
-Python's `re` backtracks: a pattern of a hundred characters can keep it busy for ever. Here a pattern
-is applied to all positions of a text at once. A set of positions is a whole number whose bit i stands
-for position i, so each part of a pattern maps the positions where it may begin to those where it may
-end, and nothing is tried twice. The result is that of `re.match`. Parts that depend on the order of
-attempts are refused: references to groups, atomic groups, possessive repetitions; and so are flags.
+Python's `re` backtracks: a pattern of a hundred characters can keep it busy for ever. Here a
+pattern is applied to all positions of a text at once. A set of positions is a whole number whose
+bit i stands for position i, so each part of a pattern maps the positions where it may begin to
+those where it may end, and nothing is tried twice. The result is that of `re.match`. Parts that
+depend on the order of attempts are refused: references to groups, atomic groups, possessive
+repetitions; and so are flags.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_NESTING = 40
 MAX_STEPS = 15_000_000
 """Steps of all patterns of a folder together: some seconds.
 
-One pattern for the 70 thousand matrices of the largest mixtures of experts takes about a fifth of them.
+One pattern for the 70 thousand matrices of the largest mixtures of experts takes about a fifth of
+them.
 """
 _ESCAPE = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|0[0-7]{0,2}|[dDsSwWafnrtv]|[^0-9A-Za-z])",
@@ -168,7 +170,7 @@ class _Parser:
         return _match_repetition(matcher, low, high)
 
     def _count(self) -> tuple[int, int | None] | None:
-        """Return how often an item comes, at least and at most; None without a repetition behind it."""
+        """Return how often an item comes, at least and at most; None without a repetition."""
         sign = self.text[self.position : self.position + 1]
         if sign in ("*", "+", "?"):
             self.position += 1
@@ -240,7 +242,7 @@ def _match_character(single: re.Pattern[str]) -> Matcher:
 
 
 def _match_run(single: re.Pattern[str], low: int) -> Matcher:
-    """Return the matcher of at least `low` characters of one kind, with any number of further ones."""
+    """Return the matcher of `low` or more characters of one kind."""
 
     def part(subject: Subject, begins: int) -> int:
         """Return the ends of runs of all lengths."""

@@ -1,9 +1,10 @@
 """Layouts of matrices in few bits: which modules, in which tensors, in which order of bits.
 
-A scheme describes a stored matrix W [out, in]; nothing is computed here (`spd.runtime.load.packed_weights`
-unpacks). Codes are packed into words, the lowest bits first. The header decides whether a matrix is
-quantized: lists of modules that are not quantized often miss those of an MTP head, or name fused ones, and
-are not read. The configuration decides how a matrix is stored.
+A scheme describes a stored matrix W [out, in]; nothing is computed here
+(`spd.runtime.load.packed_weights` unpacks). Codes are packed into words, the lowest bits first. The
+header decides whether a matrix is quantized: lists of modules that are not quantized often miss
+those of an MTP head, or name fused ones, and are not read. The configuration decides how a matrix
+is stored.
 
 - pack: `weight_packed` I32 [out, in * bits / 32], codes along in, value + 2**(bits - 1); `weight_scale`
   [out, groups]; `weight_zero_point` I32 [out * bits / 32, groups], codes along out. W = (q - z) * s.
@@ -18,7 +19,8 @@ are not read. The configuration decides how a matrix is stored.
   1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
   experts' in two tensors, which `tensor_names.unpack_experts` takes apart.
 
-Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and published files.
+Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and
+published files.
 """
 
 from __future__ import annotations
@@ -191,7 +193,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """The rules for a folder's quantized matrices: the first one that applies to a module counts."""
+    """The rules for quantized matrices: the first one that applies to a module counts."""
 
     method: str
     rules: tuple[Rule, ...]
@@ -247,7 +249,7 @@ class Quantization:
     def stored_tensors(
         self, expected: Shapes, tensors: TensorMetas
     ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
-        """Return the shapes of the tensors that store the expected ones, and dtypes of quantized ones.
+        """Return shapes of the tensors that store the expected ones, and dtypes of quantized ones.
 
         tensors: the checkpoint's headers.
         """
@@ -354,7 +356,8 @@ STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 def _read_group(group: Fields, config: Fields) -> Rule:
     """Return the rule of one of `config_groups`.
 
-    Its targets are names or classes of modules, or `re:` and a pattern. config: the fields around it.
+    Its targets are names or classes of modules, or `re:` and a pattern. config: the fields around
+    it.
     """
     weights = group.nested("weights")
     bits = weights.integer("num_bits", 1, 16, 8)
@@ -438,7 +441,7 @@ _ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 
 
 
 def _modelopt(fields: Fields) -> Iterator[Rule]:
-    """Yield ModelOpt's rules: one for all modules, or one an algorithm with the names of modules."""
+    """Yield ModelOpt's rules: one for all modules, or one for the modules of each algorithm."""
     algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
         yield Rule(_ALGORITHMS[algorithm], is_default=True)

@@ -14,7 +14,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: the base and how its frequencies are stretched (Hugging Face `rope_type`)."""
+    """Rotary embedding: the base, and how frequencies are stretched (Hugging Face `rope_type`)."""
 
     kind: RopeKind
     theta: float
@@ -202,7 +202,7 @@ def _read_kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
 
 
 def read_query_growth(rope: Fields) -> tuple[float, int] | None:
-    """Return (b, n) where a query at position p is scaled by 1 + b ln(1 + floor(p / n)), or None."""
+    """Return (b, n) if queries at position p are scaled by 1 + b ln(1 + floor(p / n)), or None."""
     if "llama_4_scaling_beta" not in rope:
         return None
     period = rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
@@ -213,8 +213,9 @@ def read_query_growth(rope: Fields) -> tuple[float, int] | None:
 class RotaryDims:
     """The dimensions of a head that rotate, and how they are paired.
 
-    The kernels know one form: all `width` dimensions rotate, the first half against the second. Weights
-    are reordered for it when they are loaded, and dimensions that do not rotate have the angle 0.
+    The kernels know one form: all `width` dimensions rotate, the first half against the second.
+    Weights are reordered for it when they are loaded, and dimensions that do not rotate have the
+    angle 0.
     """
 
     width: int

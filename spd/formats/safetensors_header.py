@@ -1,7 +1,7 @@
 """The header of a safetensors file: read and checked, without a map of the file and without torch.
 
-Headers are accepted as the official reader does, except duplicate keys, of which that reader keeps the
-last. Source: https://github.com/huggingface/safetensors#format and `safetensors/src/tensor.rs`.
+Headers are accepted as the official reader does, except duplicate keys, of which that reader keeps
+the last. Source: https://github.com/huggingface/safetensors#format and `safetensors/src/tensor.rs`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from spd.formats.json_file import (
 
 MAX_NUMBER = (1 << 64) - 1
 HEADER_LIMIT = 40_000_000
-"""Bytes; 90 thousand tensors of one file take 12 million, the official reader accepts 100 million."""
+"""Bytes; 90 thousand tensors of one file take 12 million.
+
+The official reader accepts 100 million.
+"""
 _DTYPES = "F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16"
 _DTYPES += " BF16 I32 U32 F32 I64 U64 F64 C64"
 DTYPE_BITS = {"BOOL": 8, **{name: int(re.findall(r"\d+", name)[0]) for name in _DTYPES.split()}}
@@ -46,7 +49,7 @@ class TensorMeta(NamedTuple):
 
 
 def read_shard_header(path: Path) -> tuple[FileIdentity, list[TensorMeta]]:
-    """Read and check the header of one safetensors file, which its tensors must fill without a gap."""
+    """Read and check the header of a safetensors file; its tensors must fill it without gaps."""
     with open_regular_file(path) as file, convert_os_errors(path):
         identity = file_identity(os.fstat(file.fileno()))
         size = identity[0]

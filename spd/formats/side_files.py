@@ -1,8 +1,8 @@
 """Files that are copied with a model's weights: tokenizer, templates, texts.
 
-A folder is untrusted: a link in it may lead to a device or to any file of the user, who then publishes the
-copy. Only regular files are copied, and links that stay in the folder or in its repository's part of the
-hub's cache.
+A folder is untrusted: a link in it may lead to a device or to any file of the user, who then
+publishes the copy. Only regular files are copied, and links that stay in the folder or in its
+repository's part of the hub's cache.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _candidates(folder: Path, excluded: Sequence[str]) -> Iterator[Path]:
 
 
 def _link_root(model_folder: Path) -> Path:
-    """Return the folder that links may not leave; for a snapshot of the hub's cache its repository."""
+    """Return the folder that links may not leave; for a snapshot of the hub, its repository."""
     target = Path(os.path.realpath(model_folder))
     return target.parent.parent if model_name_of_snapshot(target) is not None else target
 
@@ -89,7 +89,8 @@ def _link_root(model_folder: Path) -> Path:
 def _resolve_copyable(path: Path, root: Path, remaining: int) -> Path:
     """Return the file with a path's content. Raises CheckpointError where it must not be copied.
 
-    root: the folder that a link may not leave. remaining: bytes that all further files may have together.
+    root: the folder that a link may not leave. remaining: bytes that all further files may have
+    together.
     """
     target = Path(os.path.realpath(path))
     if not target.is_relative_to(root):

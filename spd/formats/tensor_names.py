@@ -17,8 +17,8 @@ _PREFIXES = {
 }
 """Prefixes of names, and the text model's in their place.
 
-They are those of models that see images too, of Nemotron, and of an EAGLE-3 head's layer, in vLLM's layout
-and in its authors'.
+They are those of models that see images too, of Nemotron, and of an EAGLE-3 head's layer, in vLLM's
+layout and in its authors'.
 """
 _EXPERT_MATRICES = ("gate", "up", "down")
 _SCALE_SUFFIXES = ("", "_scale", "_scale_2")
@@ -105,8 +105,8 @@ def text_name(name: str) -> str:
 def unpack_experts(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
     """Yield a tensor, or the matrices of all experts that it packs.
 
-    Packed are matrices [E, N, K], gate rows before up rows, or their scales; or, as gpt-oss publishes them
-    in MXFP4, codes [E, N, K / 32, 16] and scales [E, N, K / 32].
+    Packed are matrices [E, N, K], gate rows before up rows, or their scales; or, as gpt-oss
+    publishes them in MXFP4, codes [E, N, K / 32, 16] and scales [E, N, K / 32].
     """
     stem, _, last = name.rpartition(".")
     dims, ending = _PACKED_ENDINGS.get(last.partition("_proj")[2], (0, ""))

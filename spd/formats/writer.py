@@ -1,7 +1,8 @@
 """Writing of a folder completely or not at all: under a temporary name that is replaced at the end.
 
-The stage has an unpredictable name, and only its owner writes there. It is removed whatever ends a run,
-except a kill, which leaves a folder `.spd-*`. Source: https://github.com/huggingface/safetensors#format.
+The stage has an unpredictable name, and only its owner writes there. It is removed whatever ends a
+run, except a kill, which leaves a folder `.spd-*`. Source:
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Architectures of GGUF files: which class of Hugging Face each one is, and in what its files differ.
+"""Architectures of GGUF files: the class of Hugging Face of each, and how its files differ.
 
-Keys are those behind `ARCHITECTURE.`; names those behind `blk.N.`, without their endings where these stay the
+Keys stand behind `ARCHITECTURE.`, names behind `blk.N.`, without their endings where these stay the
 same. Source: `convert_hf_to_gguf.py`, `gguf-py` and `llama-arch.cpp` of llama.cpp.
 """
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 
 from spd.formats.gguf.changes import ChangeName
 from spd.formats.gguf.names import (
-    AFTER,
-    CONVOLUTIONS,
-    DELTA,
-    ENDS,
+    CONV_NAMES,
+    DELTA_NAMES,
     EXPERT,
-    LATENT,
-    MAMBA,
-    MIMO,
-    NUMBERED,
-    OUTSIDE,
-    SHARED_EXPERT,
-    SIDES,
-    STEP,
-    Joined,
+    GEMMA4_NAMES,
+    LATENT_NAMES,
+    MAMBA_NAMES,
+    MIMO_MTP,
+    NEMOTRON_MTP,
+    NUMBERED_MTP,
+    POST_NORM_NAMES,
+    QWEN_MTP,
+    SHARED_EXPERT_NAMES,
+    STEP_MTP,
+    JoinedTensor,
     MtpNames,
     Names,
 )
@@ -54,14 +54,14 @@ KEYS = {
     "expert_group_used_count": "topk_group",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
-"""Keys of most architectures, and Hugging Face's."""
+"""Keys of most architectures, and Hugging Face's for them."""
 SSM_KEYS = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-"""Keys of layers that recur, besides `ssm.inner_size`."""
+"""Keys of recurrent layers, without `ssm.inner_size`."""
 SCALE_KEYS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -79,10 +79,10 @@ GEMMA4_KEYS = {
 """Keys of Gemma 4."""
 
 Changes = Mapping[str, ChangeName]
-TURNED: Changes = {"attn_q": "query_pairs", "attn_k": "key_pairs"}
-"""Changes of tensors whose rows the converter orders by what turns together."""
-DECAYS: Changes = {"ssm_a": "decay"}
-TILED: Changes = {
+ROTARY_CHANGES: Changes = {"attn_q": "query_pairs", "attn_k": "key_pairs"}
+"""Changes of tensors whose rows the converter orders by pairs that rotate together."""
+DECAY_CHANGES: Changes = {"ssm_a": "decay"}
+TILED_CHANGES: Changes = {
     "attn_qkv": "tiled_channels",
     "attn_gate": "tiled_values",
     "ssm_alpha": "tiled_heads",
@@ -92,112 +92,121 @@ TILED: Changes = {
     "ssm_conv1d": "tiled_channels",
     "ssm_out": "tiled_columns",
 }
-"""Changes of gated DeltaNet layers whose value heads stand key head minor."""
+"""Changes of gated DeltaNet layers, whose value heads are stored key head minor."""
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
     """How one architecture's files are read."""
 
-    model: str
+    model_class: str
     """Its class of Hugging Face, without ForCausalLM."""
     variants: Mapping[str, str] = field(default_factory=dict)
-    """Another class where a key is there, or a tensor whose name in its layer is this."""
+    """Another class, by a key that the file has, or by a tensor's name in its layer."""
     keys: Mapping[str, str | None] = field(default_factory=dict)
-    """Keys besides the usual ones, or with another meaning; None: it counts for nothing."""
-    facts: Mapping[str, object] = field(default_factory=dict)
-    """What Hugging Face's configuration says of every such model, and no key does."""
+    """Keys in addition to `KEYS`, or with another meaning; None: the key is ignored."""
+    constants: Mapping[str, object] = field(default_factory=dict)
+    """Values of Hugging Face's configuration that no key of the file has."""
     names: Names = field(default_factory=dict)
-    """Names besides the usual ones, or with another meaning."""
-    outer: Names = field(default_factory=dict)
-    """The same of tensors outside the layers."""
+    """Names in addition to `LAYER_NAMES`, or with another meaning."""
+    outer_names: Names = field(default_factory=dict)
+    """The same for tensors outside the layers."""
     changes: Changes = field(default_factory=dict)
-    """What the converter does to tensors, by their names without ending."""
-    joined: tuple[Joined, ...] = ()
-    """Tensors that it cuts into several."""
-    centred: bool = False
+    """Changes that the converter makes to tensors, by their names without ending."""
+    joined_tensors: tuple[JoinedTensor, ...] = ()
+    """Tensors that the converter splits."""
+    norms_plus_one: bool = False
     """True if scales of norms are stored larger by 1 than Hugging Face's."""
-    recurs: str | None = None
-    """What `layer_types` calls the layers that recur or convolve, where there are some."""
-    single: bool = False
-    """True if a layer has one block: it is called mlp or moe where it has no attention and does not recur."""
-    around: str | None = None
-    """The class of what has this model as its text; None: the model stands alone."""
+    recurrent_kind: str | None = None
+    """The kind in `layer_types` of recurrent layers and of convolutions, where there are some."""
+    is_single_block: bool = False
+    """True if a layer has one block.
+
+    Its kind is mlp or moe where it is neither attention nor recurrent.
+    """
+    wrapper_class: str | None = None
+    """The class of the drafter whose text model this is; None: the model stands alone."""
     mtp: MtpNames | None = None
-    """Where the tensors of its MTP head stand; None where spd knows no such heads."""
+    """Names of the tensors of its MTP head; None where spd knows no such heads."""
 
 
 _GPT_OSS_JOINED = (
-    Joined(
+    JoinedTensor(
         f"{EXPERT}.gate_up_proj.weight",
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         "interleaved",
     ),
-    Joined(
+    JoinedTensor(
         "mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), "interleaved"
     ),
 )
 _HYBRID_JOINED = (
-    Joined("mlp.shared_mlp.gate_up_proj.weight", ("ffn_gate.weight", "ffn_up.weight"), "below"),
-    Joined(
+    JoinedTensor(
+        "mlp.shared_mlp.gate_up_proj.weight", ("ffn_gate.weight", "ffn_up.weight"), "below"
+    ),
+    JoinedTensor(
         "mlp.shared_mlp.gate_up_proj.weight",
         ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
         "below",
     ),
 )
 _LATENT_JOINED = (
-    Joined("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), "latent_heads"),
+    JoinedTensor(
+        "self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), "latent_heads"
+    ),
 )
 _NEXT_JOINED = (
-    Joined(
+    JoinedTensor(
         "linear_attn.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), "key_head_major"
     ),
 )
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("Llama", variants={"ffn_gate_inp": "Mixtral"}, changes=TURNED),
-    "mistral3": GgufArchitecture("Ministral3", changes=TURNED),
-    "smollm3": GgufArchitecture("SmolLM3", changes=TURNED),
-    "arcee": GgufArchitecture("Arcee", changes=TURNED),
+    "llama": GgufArchitecture(
+        "Llama", variants={"ffn_gate_inp": "Mixtral"}, changes=ROTARY_CHANGES
+    ),
+    "mistral3": GgufArchitecture("Ministral3", changes=ROTARY_CHANGES),
+    "smollm3": GgufArchitecture("SmolLM3", changes=ROTARY_CHANGES),
+    "arcee": GgufArchitecture("Arcee", changes=ROTARY_CHANGES),
     "qwen2": GgufArchitecture("Qwen2"),
     "qwen3": GgufArchitecture("Qwen3"),
-    "qwen2moe": GgufArchitecture("Qwen2Moe", names=SHARED_EXPERT),
-    "qwen3moe": GgufArchitecture("Qwen3Moe", facts={"norm_topk_prob": True}),
+    "qwen2moe": GgufArchitecture("Qwen2Moe", names=SHARED_EXPERT_NAMES),
+    "qwen3moe": GgufArchitecture("Qwen3Moe", constants={"norm_topk_prob": True}),
     "qwen3next": GgufArchitecture(
         "Qwen3Next",
         keys=SSM_KEYS,
-        names={**DELTA, **SHARED_EXPERT},
-        changes=DECAYS,
-        joined=_NEXT_JOINED,
-        centred=True,
-        recurs="linear_attention",
-        mtp=OUTSIDE,
+        names={**DELTA_NAMES, **SHARED_EXPERT_NAMES},
+        changes=DECAY_CHANGES,
+        joined_tensors=_NEXT_JOINED,
+        norms_plus_one=True,
+        recurrent_kind="linear_attention",
+        mtp=QWEN_MTP,
     ),
     "qwen35": GgufArchitecture(
         "Qwen3_5",
         keys=SSM_KEYS,
-        names=DELTA,
-        changes=TILED,
-        centred=True,
-        recurs="linear_attention",
-        mtp=OUTSIDE,
+        names=DELTA_NAMES,
+        changes=TILED_CHANGES,
+        norms_plus_one=True,
+        recurrent_kind="linear_attention",
+        mtp=QWEN_MTP,
     ),
     "qwen35moe": GgufArchitecture(
         "Qwen3_5Moe",
         keys=SSM_KEYS,
-        names={**DELTA, **SHARED_EXPERT},
-        changes=TILED,
-        centred=True,
-        recurs="linear_attention",
-        mtp=OUTSIDE,
+        names={**DELTA_NAMES, **SHARED_EXPERT_NAMES},
+        changes=TILED_CHANGES,
+        norms_plus_one=True,
+        recurrent_kind="linear_attention",
+        mtp=QWEN_MTP,
     ),
-    "gemma": GgufArchitecture("Gemma", centred=True),
-    "gemma2": GgufArchitecture("Gemma2", names=AFTER, centred=True),
+    "gemma": GgufArchitecture("Gemma", norms_plus_one=True),
+    "gemma2": GgufArchitecture("Gemma2", names=POST_NORM_NAMES, norms_plus_one=True),
     "gemma3": GgufArchitecture(
         "Gemma3",
         keys={"rope.freq_base_swa": "rope_local_base_freq"},
-        names=AFTER,
-        centred=True,
+        names=POST_NORM_NAMES,
+        norms_plus_one=True,
     ),
     "phi3": GgufArchitecture(
         "Phi3", names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
@@ -211,7 +220,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
     ),
     "glm4moe": GgufArchitecture(
-        "Glm4Moe", names={"post_attention_norm": "post_attention_layernorm"}, mtp=NUMBERED
+        "Glm4Moe", names={"post_attention_norm": "post_attention_layernorm"}, mtp=NUMBERED_MTP
     ),
     "deepseek2": GgufArchitecture(
         "DeepseekV2",
@@ -222,40 +231,40 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "attention.kv_lora_rank": "kv_lora_rank",
             "expert_shared_feed_forward_length": None,
         },
-        names=LATENT,
-        joined=_LATENT_JOINED,
-        mtp=NUMBERED,
+        names=LATENT_NAMES,
+        joined_tensors=_LATENT_JOINED,
+        mtp=NUMBERED_MTP,
     ),
     "gpt-oss": GgufArchitecture(
         "GptOss",
-        facts={"experts_are_transposed": False},
+        constants={"experts_are_transposed": False},
         names={
             "post_attention_norm": "post_attention_layernorm",
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
-        joined=_GPT_OSS_JOINED,
+        joined_tensors=_GPT_OSS_JOINED,
     ),
-    "granite": GgufArchitecture("Granite", keys=SCALE_KEYS, changes=TURNED),
-    "granitemoe": GgufArchitecture("GraniteMoe", keys=SCALE_KEYS, changes=TURNED),
+    "granite": GgufArchitecture("Granite", keys=SCALE_KEYS, changes=ROTARY_CHANGES),
+    "granitemoe": GgufArchitecture("GraniteMoe", keys=SCALE_KEYS, changes=ROTARY_CHANGES),
     "granitehybrid": GgufArchitecture(
         "GraniteMoeHybrid",
         keys={**SCALE_KEYS, **SSM_KEYS},
         names={
-            **MAMBA,
+            **MAMBA_NAMES,
             "ffn_down": "mlp.shared_mlp.down_proj",
             "ffn_down_shexp": "mlp.shared_mlp.down_proj",
         },
-        changes={**TURNED, **DECAYS},
-        joined=_HYBRID_JOINED,
-        recurs="mamba",
+        changes={**ROTARY_CHANGES, **DECAY_CHANGES},
+        joined_tensors=_HYBRID_JOINED,
+        recurrent_kind="mamba",
     ),
     "nemotron_h": GgufArchitecture(
         "NemotronH",
         keys=SSM_KEYS,
-        names={**MAMBA, "attn_norm": "norm"},
-        changes={**TURNED, **DECAYS},
-        recurs="linear_attention",
-        single=True,
+        names={**MAMBA_NAMES, "attn_norm": "norm"},
+        changes={**ROTARY_CHANGES, **DECAY_CHANGES},
+        recurrent_kind="linear_attention",
+        is_single_block=True,
     ),
     "nemotron_h_moe": GgufArchitecture(
         "NemotronH",
@@ -266,33 +275,35 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "expert_shared_count": None,
         },
         names={
-            **MAMBA,
+            **MAMBA_NAMES,
             "attn_norm": "norm",
             "post_attention_norm": "post_attention_layernorm",
             "ffn_latent_down": "mlp.fc1_latent_proj",
             "ffn_latent_up": "mlp.fc2_latent_proj",
         },
-        changes={**TURNED, **DECAYS},
-        recurs="linear_attention",
-        single=True,
-        mtp=ENDS,
+        changes={**ROTARY_CHANGES, **DECAY_CHANGES},
+        recurrent_kind="linear_attention",
+        is_single_block=True,
+        mtp=NEMOTRON_MTP,
     ),
     "lfm2": GgufArchitecture(
         "Lfm2",
         keys={"shortconv.l_cache": "conv_L_cache"},
-        facts={"block_auto_adjust_ff_dim": False},
-        names=CONVOLUTIONS,
-        outer={"token_embd_norm": "model.norm"},
-        recurs="conv",
+        constants={"block_auto_adjust_ff_dim": False},
+        names=CONV_NAMES,
+        outer_names={"token_embd_norm": "model.norm"},
+        recurrent_kind="conv",
     ),
     "lfm2moe": GgufArchitecture(
         "Lfm2Moe",
         keys={"shortconv.l_cache": "conv_L_cache"},
-        names={**CONVOLUTIONS, "exp_probs_b.bias": "mlp.expert_bias"},
-        outer={"token_embd_norm": "model.norm"},
-        recurs="conv",
+        names={**CONV_NAMES, "exp_probs_b.bias": "mlp.expert_bias"},
+        outer_names={"token_embd_norm": "model.norm"},
+        recurrent_kind="conv",
     ),
-    "olmo2": GgufArchitecture("Olmo2", variants={"attention.sliding_window": "Olmo3"}, names=AFTER),
+    "olmo2": GgufArchitecture(
+        "Olmo2", variants={"attention.sliding_window": "Olmo3"}, names=POST_NORM_NAMES
+    ),
     "command-r": GgufArchitecture(
         "Cohere",
         keys={"logit_scale": "logit_scale"},
@@ -301,7 +312,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "Cohere2",
         keys={"logit_scale": "logit_scale"},
     ),
-    "exaone4": GgufArchitecture("Exaone4", names=AFTER),
+    "exaone4": GgufArchitecture("Exaone4", names=POST_NORM_NAMES),
     "seed_oss": GgufArchitecture(
         "SeedOss", names={"post_attention_norm": "post_attention_layernorm"}
     ),
@@ -342,8 +353,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "swiglu_clamp_shexp": "swiglu_limits_shared",
         },
         names={"attn_gate": "self_attn.g_proj"},
-        centred=True,
-        mtp=STEP,
+        norms_plus_one=True,
+        mtp=STEP_MTP,
     ),
     "mimo2": GgufArchitecture(
         "MiMoV2Flash",
@@ -352,23 +363,23 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "attention.value_length": "v_head_dim",
             "attention.value_scale": "attention_value_scale",
         },
-        mtp=MIMO,
+        mtp=MIMO_MTP,
     ),
     "gemma4-assistant": GgufArchitecture(
         "Gemma4",
         keys={**GEMMA4_KEYS, "nextn_predict_layers": None},
-        names=SIDES,
-        outer={
+        names=GEMMA4_NAMES,
+        outer_names={
             "nextn.pre_projection": "pre_projection",
             "nextn.post_projection": "post_projection",
         },
-        around="Gemma4AssistantForCausalLM",
+        wrapper_class="Gemma4AssistantForCausalLM",
     ),
     "gemma4": GgufArchitecture(
         "Gemma4",
         keys=GEMMA4_KEYS,
-        names=SIDES,
-        outer={
+        names=GEMMA4_NAMES,
+        outer_names={
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",

@@ -1,7 +1,7 @@
-"""The types of a GGUF file's tensors: their numbers, names, and the bytes of a block of elements.
+"""Types of a GGUF file's tensors: their numbers, names, and the bytes of a block of elements.
 
-Elements of a row stand in blocks of equal size; a row holds whole blocks. Source: `ggml.h`, `ggml-common.h`
-of ggml.
+Elements of a row are stored in blocks of equal size; a row holds whole blocks. Source: `ggml.h`,
+`ggml-common.h` of ggml.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockType:
-    """How elements are stored: so many of them in so many bytes."""
+    """A type of tensors: `elements` of a row are stored in `nbytes`."""
 
     number: int
     name: str
@@ -61,8 +61,8 @@ _TYPES = (
     BlockType(40, "NVFP4", 64, 36),
     BlockType(41, "Q1_0", 128, 18),
 )
-BY_NUMBER = {each.number: each for each in _TYPES}
-BY_NAME = {each.name: each for each in _TYPES}
+BY_NUMBER = {block_type.number: block_type for block_type in _TYPES}
+BY_NAME = {block_type.name: block_type for block_type in _TYPES}
 
 _REMOVED = "which llama.cpp no longer reads"
 _IK = "a type of ik_llama.cpp's own"
@@ -76,7 +76,7 @@ UNREADABLE_TYPES = {
     37: f"IQ4_NL_4_8, {_REMOVED}",
     38: f"IQ4_NL_8_8, {_REMOVED}",
 } | dict.fromkeys(range(97, 256), _IK)
-"""What other numbers stand for, as far as it is known."""
+"""Descriptions of other numbers, as far as they are known."""
 
 READABLE_TYPES = (
     "F32",
@@ -103,4 +103,4 @@ READABLE_TYPES = (
     "IQ1_S",
     "IQ1_M",
 )
-"""Names of the types that `runtime.load` knows the values of."""
+"""Names of the types that `runtime.load` can decode."""

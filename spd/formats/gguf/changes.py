@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to weights, described: `runtime.load` undoes it. No arithmetic here."""
+"""Changes that llama.cpp's converter makes to weights; `runtime.load` undoes them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PermutedHeads:
-    """Rows of each head stand in the pairs that turn together: half [i], then half [i + D / 2]."""
+    """Rows of each head are stored in pairs that rotate together: row i, then row i + D / 2."""
 
     heads: int
 
 
 @dataclass(frozen=True)
 class ShiftedNorm:
-    """Numbers are stored larger by 1: norms whose scales are distances from 1."""
+    """Scales of norms are stored larger by 1: the model's are distances from 1."""
 
 
 @dataclass(frozen=True)
 class NegatedExp:
-    """Stored is -exp of what is meant: the logarithm of a decay."""
+    """The logarithm x of a decay is stored as -exp(x)."""
 
 
 @dataclass(frozen=True)
 class TiledHeads:
-    """Value heads of a recurrent layer stand as [per key, keys, width]; meant is [keys, per key, width].
+    """Value heads of a recurrent layer [keys, per key, width] are stored as [per key, keys, width].
 
-    They stand behind `first` rows, or are all columns (dim 1).
+    They follow `first` rows, or are all columns (dim 1).
     """
 
     keys: int
@@ -39,26 +39,26 @@ class TiledHeads:
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Several tensors are one, below each other."""
+    """Several tensors form one: their rows follow each other."""
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Several tensors are one: along the dimension before `dim` an element of each in turn."""
+    """Several tensors form one: along the dimension before `dim`, an element of each in turn."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Two tensors, keys transposed [H, rank, K] and values [H, V, rank], are one head by head."""
+    """Two tensors, keys transposed [H, rank, K] and values [H, V, rank], form one, head by head."""
 
 
 @dataclass(frozen=True)
 class KeyHeadMajor:
-    """Two tensors, queries, keys and values below each other and gates, are one key head by key head.
+    """Two tensors, of queries, keys and values and of gates, form one, key head by key head.
 
-    Of each of `keys` key heads there are a query and a key of `key_dim` rows, its values and its gates.
+    Each of `keys` key heads has a query and a key of `key_dim` rows, its values and its gates.
     """
 
     keys: int
@@ -90,4 +90,4 @@ ChangeName = Literal[
     "latent_heads",
     "key_head_major",
 ]
-"""Changes by what they are done to, before a model's sizes are known."""
+"""Names of changes, for tables that do not know a model's sizes."""

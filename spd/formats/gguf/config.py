@@ -1,7 +1,7 @@
-"""A GGUF file's metadata as Hugging Face's configuration says the same, for `model_config`.
+"""A GGUF file's metadata in the keys of Hugging Face's configuration, for `model_config`.
 
-Facts that no key says are read from the tensors: the vocabulary from the embedding, biases and a tied head
-from what is there, what a layer is from its names.
+Values without a key are read from the tensors: the size of the vocabulary from the embedding,
+biases and a tied head from the names, the kind of a layer from its names.
 """
 
 from __future__ import annotations
@@ -14,85 +14,90 @@ from spd.formats.assistant import ARCHITECTURES as ASSISTANTS
 from spd.formats.family_keys import CAUSAL
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS, GgufArchitecture
 from spd.formats.gguf.container import GgufFile
-from spd.formats.gguf.derived import DERIVED
-from spd.formats.gguf.keys import FULL, SLIDING, Keys, usual
-from spd.formats.gguf.rotation import rotation
+from spd.formats.gguf.derived import DERIVED_VALUES
+from spd.formats.gguf.keys import FULL, SLIDING, Keys, most_common
+from spd.formats.gguf.rotation import read_rotation
 from spd.formats.json_file import Fields, abbreviate, display_text
 
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_ID_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
-    """Return a file's architecture and how it is read. Raises CheckpointError for an unknown one, by name."""
+def read_architecture(file: GgufFile) -> tuple[str, GgufArchitecture]:
+    """Return the name of a file's architecture, and its row.
+
+    Raises CheckpointError for an unknown one.
+    """
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path}: general.architecture: is missing")
-    kind = file.metadata.get("general.type", "model")
-    if kind != "model":
-        raise CheckpointError(f"{file.path}: general.type: {display_text(kind)} is not a model")
+    file_type = file.metadata.get("general.type", "model")
+    if file_type != "model":
+        raise CheckpointError(
+            f"{file.path}: general.type: {display_text(file_type)} is not a model"
+        )
     if name not in ARCHITECTURES:
-        why = f"{display_text(name)} is not supported as GGUF ({', '.join(ARCHITECTURES)} are)"
-        raise CheckpointError(f"{file.path}: general.architecture: {why}")
+        reason = f"{display_text(name)} is not supported as GGUF ({', '.join(ARCHITECTURES)} are)"
+        raise CheckpointError(f"{file.path}: general.architecture: {reason}")
     return name, ARCHITECTURES[name]
 
 
-def config_fields(file: GgufFile) -> Fields:
-    """Return what the file says, in Hugging Face's keys; messages name the file's own."""
-    name, row = architecture_of(file)
+def read_config(file: GgufFile) -> Fields:
+    """Return the configuration in Hugging Face's keys; messages name the keys of the file."""
+    name, architecture = read_architecture(file)
     keys = Keys(file, name)
-    model = _class_of(keys, row)
+    model_class = _model_class(keys, architecture)
     values: dict[str, object] = {
-        "architectures": [f"{model}ForCausalLM"],
-        "model_type": CAUSAL[model].model_type,
+        "architectures": [f"{model_class}ForCausalLM"],
+        "model_type": CAUSAL[model_class].model_type,
         "sliding_window": None,
-        **row.facts,
+        **architecture.constants,
     }
-    called: dict[str, str] = {}
-    for own, key in {**KEYS, **row.keys}.items():
-        value = keys.plain(own)
+    file_keys: dict[str, str] = {}
+    for gguf_key, key in {**KEYS, **architecture.keys}.items():
+        value = keys.json_value(gguf_key)
         if key is not None and value is not None:
             values[key] = value
-            called[key] = f"{name}.{own}"
-    values |= _from_tensors(keys, values)
-    values |= _per_layer(keys, row, values)
-    values |= rotation(keys, model, values)
-    values |= _tokens(file)
-    values["dtype"] = _dtype(file)
-    if name in DERIVED:
-        values |= DERIVED[name](keys, values)
-    if row.around is not None:
-        values = _wrapped(keys, row.around, values)
-    return Fields(str(file.path), values, called)
+            file_keys[key] = f"{name}.{gguf_key}"
+    values |= _tensor_values(keys, values)
+    values |= _layer_values(keys, architecture, values)
+    values |= read_rotation(keys, model_class, values)
+    values |= _token_ids(file)
+    values["dtype"] = _default_dtype(file)
+    if name in DERIVED_VALUES:
+        values |= DERIVED_VALUES[name](keys, values)
+    if architecture.wrapper_class is not None:
+        values = _wrap(keys, architecture.wrapper_class, values)
+    return Fields(str(file.path), values, file_keys)
 
 
-def _wrapped(keys: Keys, outer: str, text: Mapping[str, object]) -> dict[str, object]:
+def _wrap(keys: Keys, wrapper_class: str, text_values: Mapping[str, object]) -> dict[str, object]:
     """Return the configuration of an assistant around that of its layers."""
     return {
-        "architectures": [outer],
-        "model_type": ASSISTANTS[outer],
-        "backbone_hidden_size": keys.plain("embedding_length_out"),
-        "text_config": dict(text),
-        "dtype": text["dtype"],
+        "architectures": [wrapper_class],
+        "model_type": ASSISTANTS[wrapper_class],
+        "backbone_hidden_size": keys.json_value("embedding_length_out"),
+        "text_config": dict(text_values),
+        "dtype": text_values["dtype"],
     }
 
 
-def _class_of(keys: Keys, row: GgufArchitecture) -> str:
-    """Return the class of Hugging Face that a file's model is one of."""
-    endings = {key: f".{key}" for key in row.variants}
-    for key, model in row.variants.items():
-        named = (f"{endings[key]}.weight", endings[key])
-        if keys.get(key) or any(name.endswith(named) for name in keys.file.tensors):
-            return model
-    return row.model
+def _model_class(keys: Keys, architecture: GgufArchitecture) -> str:
+    """Return the class of Hugging Face of a file's model, without ForCausalLM."""
+    name_endings = {key: f".{key}" for key in architecture.variants}
+    for key, model_class in architecture.variants.items():
+        suffixes = (f"{name_endings[key]}.weight", name_endings[key])
+        if keys.get(key) or any(name.endswith(suffixes) for name in keys.file.tensors):
+            return model_class
+    return architecture.model_class
 
 
-def _from_tensors(keys: Keys, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the facts that names and shapes of tensors say."""
+def _tensor_values(keys: Keys, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that follow from names and shapes of tensors."""
     tensors = keys.file.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{keys.file.path}: tensor 'token_embd.weight': is missing")
-    found: dict[str, object] = {
+    tensor_values: dict[str, object] = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
     }
@@ -103,73 +108,84 @@ def _from_tensors(keys: Keys, values: Mapping[str, object]) -> dict[str, object]
         ("mamba_conv_bias", (".ssm_conv1d.bias",)),
     ):
         if key not in values:
-            found[key] = any(name.endswith(endings) for name in tensors)
-    return found
+            tensor_values[key] = any(name.endswith(endings) for name in tensors)
+    return tensor_values
 
 
-def _per_layer(
-    keys: Keys, row: GgufArchitecture, values: Mapping[str, object]
+def _layer_values(
+    keys: Keys, architecture: GgufArchitecture, values: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return one number for what is listed by layers, their kinds, and how many stand before an MTP head."""
-    found: dict[str, object] = {}
-    heads = values.get("num_nextn_predict_layers", 0)
+    """Return one number for values that are listed by layer, the kinds of layers, and their number.
+
+    The layers of an MTP head are not counted.
+    """
+    layer_values: dict[str, object] = {}
+    mtp_layers = values.get("num_nextn_predict_layers", 0)
     layers = values.get("num_hidden_layers")
-    if type(heads) is int and type(layers) is int and heads:
-        found["num_hidden_layers"] = layers = layers - heads
+    if type(mtp_layers) is int and type(layers) is int and mtp_layers:
+        layer_values["num_hidden_layers"] = layers = layers - mtp_layers
     if type(layers) is not int or not 0 < layers <= keys.MAX_LAYERS:
-        return found
+        return layer_values
     slides = keys.get("attention.sliding_window_pattern")
-    if isinstance(slides, tuple) and all(isinstance(each, bool | int) for each in slides):
-        found["layer_types"] = [SLIDING if each else FULL for each in slides[:layers]]
+    if isinstance(slides, tuple) and all(
+        isinstance(is_sliding, bool | int) for is_sliding in slides
+    ):
+        layer_values["layer_types"] = [
+            SLIDING if is_sliding else FULL for is_sliding in slides[:layers]
+        ]
     elif type(slides) is int:
-        found["sliding_window_pattern"] = slides
-    if row.recurs is not None:
-        found["layer_types"] = [_kind(keys, row, layer) for layer in range(layers)]
+        layer_values["sliding_window_pattern"] = slides
+    if architecture.recurrent_kind is not None:
+        layer_values["layer_types"] = [
+            _layer_kind(keys, architecture, layer) for layer in range(layers)
+        ]
     if "num_experts" in values:
         routed = [keys.has(layer, "ffn_gate_inp.weight") for layer in range(layers)]
-        found["mlp_layer_types"] = ["sparse" if each else "dense" for each in routed]
+        layer_values["mlp_layer_types"] = [
+            "sparse" if is_routed else "dense" for is_routed in routed
+        ]
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        each = values.get(key)
-        if isinstance(each, list):
-            found[key] = usual(each[:layers])
+        by_layer = values.get(key)
+        if isinstance(by_layer, list):
+            layer_values[key] = most_common(by_layer[:layers])
     if values.get("sliding_window") == 0:
-        found["sliding_window"] = None
-    return found
+        layer_values["sliding_window"] = None
+    return layer_values
 
 
-def _kind(keys: Keys, row: GgufArchitecture, layer: int) -> str:
-    """Return what `layer_types` calls a layer, by the tensors that it has."""
-    assert row.recurs is not None
+def _layer_kind(keys: Keys, architecture: GgufArchitecture, layer: int) -> str:
+    """Return a layer's kind in `layer_types`, by the tensors that it has."""
+    assert architecture.recurrent_kind is not None
     if keys.has(layer, "ssm_conv1d.weight") or keys.has(layer, "shortconv.conv.weight"):
-        return row.recurs
-    if not row.single or keys.has(layer, "attn_output.weight"):
+        return architecture.recurrent_kind
+    if not architecture.is_single_block or keys.has(layer, "attn_output.weight"):
         return FULL
     return "moe" if keys.has(layer, "ffn_gate_inp.weight") else "mlp"
 
 
-def _tokens(file: GgufFile) -> dict[str, object]:
+def _token_ids(file: GgufFile) -> dict[str, object]:
     """Return the ids that begin and end a text."""
-    found: dict[str, object] = {}
-    ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS]
-    if known := [each for each in ends if each is not None]:
-        found["eos_token_id"] = list(dict.fromkeys(known))
+    ids: dict[str, object] = {}
+    end_ids = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_ID_KEYS]
+    if present := [end_id for end_id in end_ids if end_id is not None]:
+        ids["eos_token_id"] = list(dict.fromkeys(present))
     if (begin := file.metadata.get("tokenizer.ggml.bos_token_id")) is not None:
-        found["bos_token_id"] = begin
-    return found
+        ids["bos_token_id"] = begin
+    return ids
 
 
-def _dtype(file: GgufFile) -> str:
-    """Return the dtype of a run without a chosen one: most matrices' own, bfloat16 of packed ones."""
-    stored: Counter[str] = Counter()
+def _default_dtype(file: GgufFile) -> str:
+    """Return the default dtype of a run: that of most bytes of matrices, or bfloat16."""
+    sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
-            stored[tensor.type.name] += tensor.nbytes
-    most = stored.most_common(1)[0][0] if stored else "BF16"
-    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+            sizes[tensor.type.name] += tensor.nbytes
+    main_type = sizes.most_common(1)[0][0] if sizes else "BF16"
+    return {"F32": "float32", "F16": "float16"}.get(main_type, "bfloat16")
 
 
-def stored_types(file: GgufFile) -> dict[str, int]:
-    """Return how many tensors there are of each type, the one of most bytes first."""
+def count_types(file: GgufFile) -> dict[str, int]:
+    """Return the number of tensors of each type, the type with most bytes first."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
@@ -178,13 +194,13 @@ def stored_types(file: GgufFile) -> dict[str, int]:
     return {name: counts[name] for name, _ in sizes.most_common()}
 
 
-def general_facts(file: GgufFile) -> dict[str, str]:
-    """Return what `general.*` says in words of a person, a line each."""
-    found: dict[str, str] = {}
+def general_texts(file: GgufFile) -> dict[str, str]:
+    """Return the texts of `general.*`, a line each."""
+    texts: dict[str, str] = {}
     for key, value in file.metadata.items():
         if key.startswith("general.") and isinstance(value, str):
-            found[key.removeprefix("general.")] = value
+            texts[key.removeprefix("general.")] = value
         elif key.startswith("general.") and isinstance(value, tuple):
-            texts = [each for each in value if isinstance(each, str)]
-            found[key.removeprefix("general.")] = ", ".join(abbreviate(texts))
-    return found
+            items = [item for item in value if isinstance(item, str)]
+            texts[key.removeprefix("general.")] = ", ".join(abbreviate(items))
+    return texts

@@ -1,11 +1,12 @@
-"""The container: a GGUF file's metadata and the extents of its tensors, read and checked.
+"""The container of a GGUF file: its metadata and the extents of its tensors, read and checked.
 
-Layout (little endian): magic, version, counts of tensors and keys; the keys, each a name, a type and a value;
-the tensors, each a name, dimensions (the innermost first), a type and an offset; then, aligned, their bytes.
-A model may be split over files NAME-00001-of-0000N.gguf: the first one has the metadata.
+Layout (little endian): magic, version, counts of tensors and keys; the keys, each a name, a type
+and a value; the tensors, each a name, dimensions (the innermost first), a type and an offset; then,
+aligned, their bytes. A model may be split over files NAME-00001-of-0000N.gguf: the first one has
+the metadata.
 
-Nothing is mapped: a map of a file that is cut short kills the process. Source: `docs/gguf.md` of ggml,
-`gguf.cpp` and `llama-model-loader.cpp` of llama.cpp.
+Nothing is mapped: a map of a file that is cut short kills the process. Source: `docs/gguf.md` of
+ggml, `gguf.cpp` and `llama-model-loader.cpp` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from spd.formats.json_file import (
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Bytes, where `general.alignment` says nothing else."""
+"""Bytes, in a file without `general.alignment`."""
 MAX_ALIGNMENT = 1 << 16
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
@@ -45,20 +46,23 @@ MAX_NAME = 4096
 MAX_STRING = 1 << 24
 """Bytes of one string; the longest published ones are chat templates of some 20 thousand."""
 MAX_ELEMENTS = 1 << 22
-"""Elements of all arrays together; a vocabulary of 262 thousand with scores and merges has 1.3 million."""
+"""Elements of all arrays together.
+
+A vocabulary of 262 thousand with scores and merges has 1.3 million.
+"""
 MAX_HEADER = 1 << 28
-"""Bytes of everything before the tensors'; published files have up to 20 million."""
+"""Bytes before those of the tensors; published files have up to 20 million."""
 PIECE = 4 << 20
 """Bytes of a header that are read at a time."""
 
 GgufScalar = bool | int | float | str
 GgufList = tuple[GgufScalar, ...]
 GgufValue = GgufScalar | GgufList | tuple[GgufList, ...]
-_STRING = 8
-_ARRAY = 9
-_BOOL = 7
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-"""Numbers of the types of values, and how `struct` calls them."""
+_STRING_TYPE = 8
+_ARRAY_TYPE = 9
+_BOOL_TYPE = 7
+_NUMBER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+"""Numbers of the types of values, and the codes of `struct`."""
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
@@ -81,41 +85,45 @@ class GgufFile:
     """A model's file, or its splits: metadata and tensors by name."""
 
     path: Path
-    """As it was given."""
+    """The path that was opened: of the file or of any of its splits."""
     version: int
     metadata: Mapping[str, GgufValue]
     tensors: Mapping[str, GgufTensor]
     identities: Mapping[Path, FileIdentity]
-    """Of each file when it was read, in order."""
+    """The identity of each file when it was read, in order."""
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read and check a file's header, or those of all splits of which it is one.
+        """Read and check a file's header, or those of all splits if it is one of several.
 
-        Raises CheckpointError for whatever is out of range, does not agree, or is not there.
+        Raises CheckpointError for values that are out of range, disagree, or are missing.
         """
-        named = _SPLIT_NAME.fullmatch(path.name)
-        own = _read_part(path)
-        count = _whole(own, "split.count", 1)
+        split_name = _SPLIT_NAME.fullmatch(path.name)
+        header = _read_file(path)
+        count = _split_number(header, "split.count", 1)
         if count == 1:
-            return cls(path, own.version, own.metadata, own.tensors, {path: own.identity})
-        if named is None or int(named[3]) != count:
+            identities = {path: header.identity}
+            return cls(path, header.version, header.metadata, header.tensors, identities)
+        if split_name is None or int(split_name[3]) != count:
             pattern = f"NAME-00001-of-{count:05d}.gguf"
-            raise _refused(path, f"is one of {count} files, which must be named {pattern}")
-        parts = []
-        total = 0
+            raise _file_error(path, f"is one of {count} files, which must be named {pattern}")
+        headers = []
+        tensor_count = 0
         for number in range(1, count + 1):
-            other = path.with_name(f"{named[1]}-{number:05d}-of-{named[3]}{named[4]}")
-            parts.append(own if other == path else _read_part(other))
-            total += len(parts[-1].tensors)
-            if total > MAX_TENSORS:
-                raise _too_many_tensors(other)
-        return cls(path, own.version, parts[0].metadata, *_joined(parts))
+            split_path = path.with_name(
+                f"{split_name[1]}-{number:05d}-of-{split_name[3]}{split_name[4]}"
+            )
+            headers.append(header if split_path == path else _read_file(split_path))
+            tensor_count += len(headers[-1].tensors)
+            if tensor_count > MAX_TENSORS:
+                raise _too_many_error(split_path)
+        tensors, identities = _merge_splits(headers)
+        return cls(path, header.version, headers[0].metadata, tensors, identities)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One file's header."""
+class _FileHeader:
+    """The header of one file."""
 
     path: Path
     version: int
@@ -124,50 +132,55 @@ class _Part:
     identity: FileIdentity
 
 
-def _joined(parts: Sequence[_Part]) -> tuple[dict[str, GgufTensor], dict[Path, FileIdentity]]:
-    """Return the tensors and identities of splits, which must agree with each other."""
+def _merge_splits(
+    headers: Sequence[_FileHeader],
+) -> tuple[dict[str, GgufTensor], dict[Path, FileIdentity]]:
+    """Return the tensors and identities of splits. Raises CheckpointError where they disagree."""
     tensors: dict[str, GgufTensor] = {}
     identities: dict[Path, FileIdentity] = {}
-    for number, part in enumerate(parts):
-        said = _whole(part, "split.no", -1), _whole(part, "split.count", 1)
-        if said != (number, len(parts)):
-            why = f"says that it is number {said[0]} of {said[1]}, not {number} of {len(parts)}"
-            raise _refused(part.path, why)
-        if part.version != parts[0].version:
-            raise _refused(part.path, f"has version {part.version}, {parts[0].path.name} another")
-        for name, tensor in part.tensors.items():
+    for number, header in enumerate(headers):
+        file_number = _split_number(header, "split.no", -1)
+        file_count = _split_number(header, "split.count", 1)
+        if (file_number, file_count) != (number, len(headers)):
+            claim = f"says that it is number {file_number} of {file_count}"
+            raise _file_error(header.path, f"{claim}, not {number} of {len(headers)}")
+        if header.version != headers[0].version:
+            reason = f"has version {header.version}, {headers[0].path.name} another"
+            raise _file_error(header.path, reason)
+        for name, tensor in header.tensors.items():
             if name in tensors:
-                where = tensors[name].path.name
-                raise _refused(part.path, f"tensor {display_text(name)}: is in {where} too")
+                other_name = tensors[name].path.name
+                reason = f"tensor {display_text(name)}: is in {other_name} too"
+                raise _file_error(header.path, reason)
             tensors[name] = tensor
-        identities[part.path] = part.identity
-    expected = _whole(parts[0], "split.tensors.count", len(tensors))
+        identities[header.path] = header.identity
+    expected = _split_number(headers[0], "split.tensors.count", len(tensors))
     if expected != len(tensors):
-        why = f"split.tensors.count: is {expected}, but the files hold {len(tensors)} tensors"
-        raise _refused(parts[0].path, why)
+        reason = f"split.tensors.count: is {expected}, but the files hold {len(tensors)} tensors"
+        raise _file_error(headers[0].path, reason)
     return tensors, identities
 
 
-def _whole(part: _Part, key: str, default: int) -> int:
-    """Return a key's whole number, which says something of splits."""
-    value = part.metadata.get(key, default)
+def _split_number(header: _FileHeader, key: str, default: int) -> int:
+    """Return the whole number of a key about splits."""
+    value = header.metadata.get(key, default)
     if type(value) is not int or not -1 <= value <= max(MAX_SPLITS, MAX_TENSORS):
-        raise _refused(part.path, f"{key}: {display_text(value)} is not a count")
+        raise _file_error(header.path, f"{key}: {display_text(value)} is not a count")
     if key == "split.count" and not 0 < value <= MAX_SPLITS:
-        raise _refused(part.path, f"{key}: {value} is not a number from 1 to {MAX_SPLITS}")
+        raise _file_error(header.path, f"{key}: {value} is not a number from 1 to {MAX_SPLITS}")
     return value
 
 
-def _refused(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {why}")
+def _file_error(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {reason}")
 
 
-def _too_many_tensors(path: Path) -> CheckpointError:
-    return _refused(path, f"holds more than {MAX_TENSORS:,} tensors")
+def _too_many_error(path: Path) -> CheckpointError:
+    return _file_error(path, f"holds more than {MAX_TENSORS:,} tensors")
 
 
-class _Header:
-    """The bytes of a file from its beginning, read as they are needed, and a position in them."""
+class _HeaderReader:
+    """Reads the header of a file from its beginning, in pieces, at a position that moves on."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.path = path
@@ -176,165 +189,168 @@ class _Header:
         self._file = file
         self._data = bytearray()
 
-    def refused(self, why: str) -> CheckpointError:
-        return _refused(self.path, why)
+    def error(self, reason: str) -> CheckpointError:
+        return _file_error(self.path, reason)
 
-    def need(self, count: int) -> None:
-        """Have `count` bytes behind the position in memory."""
+    def ensure(self, count: int) -> None:
+        """Read on until `count` bytes behind the position are in memory."""
         end = self.position + count
         while end > len(self._data):
             if end > MAX_HEADER:
-                raise self.refused(f"its header needs more than {MAX_HEADER:,} bytes")
+                raise self.error(f"its header needs more than {MAX_HEADER:,} bytes")
             piece = self._file.read(max(PIECE, end - len(self._data)))
             if not piece:
-                raise self.refused(
-                    f"is truncated: it ends in its header, at byte {len(self._data)}"
-                )
+                raise self.error(f"is truncated: it ends in its header, at byte {len(self._data)}")
             self._data += piece
 
-    def numbers(self, code: str, count: int = 1) -> tuple[int | float, ...]:
-        """Return numbers of one type."""
+    def read_numbers(self, code: str, count: int = 1) -> tuple[int | float, ...]:
+        """Return the next numbers of one type; code: that of `struct`."""
         layout = struct.Struct(f"<{count}{code}")
-        self.need(layout.size)
+        self.ensure(layout.size)
         values = layout.unpack_from(self._data, self.position)
         self.position += layout.size
         return values
 
-    def integer(self, code: str, what: str, most: int) -> int:
-        """Return an unsigned number of at most `most`."""
-        value = int(self.numbers(code)[0])
-        if value > most:
-            raise self.refused(f"{what}: {value} is more than {most}")
+    def read_integer(self, code: str, subject: str, limit: int) -> int:
+        """Return the next unsigned number, of at most `limit`; subject: for messages."""
+        value = int(self.read_numbers(code)[0])
+        if value > limit:
+            raise self.error(f"{subject}: {value} is more than {limit}")
         return value
 
-    def text(self, what: str, most: int = MAX_STRING) -> str:
-        """Return a string of at most so many bytes."""
-        length = self.integer("Q", f"{what}: its length", most)
-        self.need(length)
+    def read_text(self, subject: str, limit: int = MAX_STRING) -> str:
+        """Return the next string, of at most `limit` bytes."""
+        length = self.read_integer("Q", f"{subject}: its length", limit)
+        self.ensure(length)
         start = self.position
         self.position += length
         try:
             return self._data[start : self.position].decode()
         except UnicodeDecodeError as error:
-            raise self.refused(f"{what}: is not UTF-8 at byte {start + error.start}") from None
+            raise self.error(f"{subject}: is not UTF-8 at byte {start + error.start}") from None
 
-    def value(self, what: str) -> GgufValue:
-        """Return a typed value; an array may hold arrays, which hold none."""
-        kind = self._kind(what)
-        if kind != _ARRAY:
-            return self._values(kind, what, 1)[0]
-        inner, count = self._start_array(what)
-        if inner != _ARRAY:
-            return self._values(inner, what, count)
-        return tuple(self._values(*self._start_inner(what)) for _ in range(count))
+    def read_value(self, subject: str) -> GgufValue:
+        """Return the next typed value; an array may hold arrays, which hold none."""
+        value_type = self._read_type(subject)
+        if value_type != _ARRAY_TYPE:
+            return self._read_values(value_type, subject, 1)[0]
+        inner, count = self._read_array_start(subject)
+        if inner != _ARRAY_TYPE:
+            return self._read_values(inner, subject, count)
+        return tuple(self._read_inner_array(subject) for _ in range(count))
 
-    def _kind(self, what: str) -> int:
-        return self.integer("I", f"{what}: its type", MAX_SIZE)
+    def _read_type(self, subject: str) -> int:
+        return self.read_integer("I", f"{subject}: its type", MAX_SIZE)
 
-    def _start_array(self, what: str) -> tuple[int, int]:
-        """Return the type of an array's elements, and how many there are."""
-        inner = self._kind(what)
-        count = self.integer("Q", f"{what}: its length", MAX_ELEMENTS)
+    def _read_array_start(self, subject: str) -> tuple[int, int]:
+        """Return the type of the next array's elements, and their number."""
+        inner = self._read_type(subject)
+        count = self.read_integer("Q", f"{subject}: its length", MAX_ELEMENTS)
         self.elements += count
         if self.elements > MAX_ELEMENTS:
-            raise self.refused(f"its arrays hold more than {MAX_ELEMENTS:,} elements")
+            raise self.error(f"its arrays hold more than {MAX_ELEMENTS:,} elements")
         return inner, count
 
-    def _start_inner(self, what: str) -> tuple[int, str, int]:
-        """Return the same of an array in an array."""
-        inner, count = self._start_array(what)
-        if inner == _ARRAY:
-            raise self.refused(f"{what}: arrays are nested more than 2 deep")
-        return inner, what, count
+    def _read_inner_array(self, subject: str) -> GgufList:
+        """Return the next array in an array."""
+        inner, count = self._read_array_start(subject)
+        if inner == _ARRAY_TYPE:
+            raise self.error(f"{subject}: arrays are nested more than 2 deep")
+        return self._read_values(inner, subject, count)
 
-    def _values(self, kind: int, what: str, count: int) -> GgufList:
-        """Return so many values of one type, which is no array."""
-        if kind == _STRING:
-            return self._texts(what, count)
-        if kind == _BOOL:
-            return self._booleans(what, count)
-        if kind in _NUMBERS:
-            return self.numbers(_NUMBERS[kind], count)
-        raise self.refused(f"{what}: {kind} is not the type of a value")
+    def _read_values(self, value_type: int, subject: str, count: int) -> GgufList:
+        """Return the next values of one type, which is no array."""
+        if value_type == _STRING_TYPE:
+            return self._read_texts(subject, count)
+        if value_type == _BOOL_TYPE:
+            return self._read_booleans(subject, count)
+        if value_type in _NUMBER_CODES:
+            return self.read_numbers(_NUMBER_CODES[value_type], count)
+        raise self.error(f"{subject}: {value_type} is not the type of a value")
 
-    def _booleans(self, what: str, count: int) -> tuple[bool, ...]:
-        values = self.numbers("B", count)
+    def _read_booleans(self, subject: str, count: int) -> tuple[bool, ...]:
+        values = self.read_numbers("B", count)
         if any(value > 1 for value in values):
-            raise self.refused(f"{what}: a truth value is neither 0 nor 1")
+            raise self.error(f"{subject}: a truth value is neither 0 nor 1")
         return tuple(value == 1 for value in values)
 
-    def _texts(self, what: str, count: int) -> tuple[str, ...]:
-        """Return many strings, as `text` reads one: a vocabulary has hundreds of thousands."""
-        found: list[str] = []
-        length_at = struct.Struct("<Q").unpack_from
-        while len(found) < count:
-            found.append(self.text(what))  # which has read what follows it, up to some size
+    def _read_texts(self, subject: str, count: int) -> tuple[str, ...]:
+        """Return the next strings, as `read_text` reads one, but fast.
+
+        A vocabulary has hundreds of thousands of them.
+        """
+        texts: list[str] = []
+        unpack_length = struct.Struct("<Q").unpack_from
+        while len(texts) < count:
+            texts.append(self.read_text(subject))  # some of the bytes that follow are read too
             data = self._data
             position = self.position
             last = len(data) - 8
-            while len(found) < count and position <= last:
-                end = position + 8 + length_at(data, position)[0]
+            while len(texts) < count and position <= last:
+                end = position + 8 + unpack_length(data, position)[0]
                 if end > len(data):
                     break
                 try:
-                    found.append(data[position + 8 : end].decode())
+                    texts.append(data[position + 8 : end].decode())
                 except UnicodeDecodeError:
                     break
                 position = end
             self.position = position
-        return tuple(found)
+        return tuple(texts)
 
 
-def _read_part(path: Path) -> _Part:
-    """Read one file's header."""
+def _read_file(path: Path) -> _FileHeader:
+    """Read and check one file's header."""
     with open_regular_file(path) as file, convert_os_errors(path):
         identity = file_identity(os.fstat(file.fileno()))
-        header = _Header(file, path)
+        header = _HeaderReader(file, path)
         version, tensor_count, key_count = _read_start(header)
         metadata: dict[str, GgufValue] = {}
         for _ in range(key_count):
-            key = header.text("the name of a key", MAX_NAME)
+            key = header.read_text("the name of a key", MAX_NAME)
             if key in metadata:
-                raise header.refused(f"{display_text(key)}: the key is there twice")
-            metadata[key] = header.value(display_text(key))
-        alignment = _alignment(header, metadata)
-        infos = [_read_tensor(header) for _ in range(tensor_count)]
-    begin = _aligned(header.position, alignment)
-    tensors = _placed(path, infos, begin, alignment, identity[0])
-    return _Part(path, version, MappingProxyType(metadata), MappingProxyType(tensors), identity)
+                raise header.error(f"{display_text(key)}: the key is there twice")
+            metadata[key] = header.read_value(display_text(key))
+        alignment = _read_alignment(header, metadata)
+        infos = [_read_tensor_info(header) for _ in range(tensor_count)]
+    begin = _align(header.position, alignment)
+    tensors = _place_tensors(path, infos, begin, alignment, identity[0])
+    return _FileHeader(
+        path, version, MappingProxyType(metadata), MappingProxyType(tensors), identity
+    )
 
 
-def _read_start(header: _Header) -> tuple[int, int, int]:
-    """Return version, count of tensors, count of keys."""
-    magic = bytes(int(byte) for byte in header.numbers("B", 4))
+def _read_start(header: _HeaderReader) -> tuple[int, int, int]:
+    """Return version, number of tensors, number of keys."""
+    magic = bytes(int(byte) for byte in header.read_numbers("B", 4))
     if magic != MAGIC:
-        raise header.refused(f"is not a GGUF file: it begins with {display_text(magic)}")
-    version = int(header.numbers("I")[0])
+        raise header.error(f"is not a GGUF file: it begins with {display_text(magic)}")
+    version = int(header.read_numbers("I")[0])
     if version and version & 0xFFFF == 0:
-        raise header.refused("is big-endian, only little-endian GGUF files are supported")
+        raise header.error("is big-endian, only little-endian GGUF files are supported")
     if version not in VERSIONS:
-        raise header.refused(f"GGUF version {version} is not supported (2 and 3 are)")
-    tensors = int(header.numbers("Q")[0])
+        raise header.error(f"GGUF version {version} is not supported (2 and 3 are)")
+    tensors = int(header.read_numbers("Q")[0])
     if tensors > MAX_TENSORS:
-        raise _too_many_tensors(header.path)
-    return version, tensors, header.integer("Q", "the count of its keys", MAX_KEYS)
+        raise _too_many_error(header.path)
+    return version, tensors, header.read_integer("Q", "the count of its keys", MAX_KEYS)
 
 
-def _alignment(header: _Header, metadata: Mapping[str, GgufValue]) -> int:
+def _read_alignment(header: _HeaderReader, metadata: Mapping[str, GgufValue]) -> int:
     value = metadata.get("general.alignment", ALIGNMENT)
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        why = f"{display_text(value)} is not a power of two from 1 to {MAX_ALIGNMENT}"
-        raise header.refused(f"general.alignment: {why}")
+        reason = f"{display_text(value)} is not a power of two from 1 to {MAX_ALIGNMENT}"
+        raise header.error(f"general.alignment: {reason}")
     return value
 
 
-def _aligned(position: int, alignment: int) -> int:
+def _align(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
 @dataclass(frozen=True)
-class _Info:
-    """A tensor as the header describes it; offset: from where the tensors' bytes begin."""
+class _TensorInfo:
+    """A tensor in the header; offset: from the beginning of the tensors' bytes."""
 
     name: str
     type: BlockType
@@ -342,49 +358,52 @@ class _Info:
     offset: int
 
 
-def _read_tensor(header: _Header) -> _Info:
-    name = header.text("the name of a tensor", MAX_NAME)
-    what = f"tensor {display_text(name)}"
-    dimensions = int(header.numbers("I")[0])
+def _read_tensor_info(header: _HeaderReader) -> _TensorInfo:
+    name = header.read_text("the name of a tensor", MAX_NAME)
+    subject = f"tensor {display_text(name)}"
+    dimensions = int(header.read_numbers("I")[0])
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise header.refused(f"{what}: {dimensions} dimensions are not from 1 to {MAX_DIMENSIONS}")
-    sizes = [header.integer("Q", f"{what}: a dimension", MAX_SIZE) for _ in range(dimensions)]
-    number = int(header.numbers("I")[0])
-    kind = BY_NUMBER.get(number)
-    if kind is None:
-        known = UNREADABLE_TYPES.get(number, "which is not known")
-        raise header.refused(f"{what}: is of type {number}, {known}")
-    offset = header.integer("Q", f"{what}: its offset", MAX_SIZE)
+        raise header.error(f"{subject}: {dimensions} dimensions are not from 1 to {MAX_DIMENSIONS}")
+    sizes = [
+        header.read_integer("Q", f"{subject}: a dimension", MAX_SIZE) for _ in range(dimensions)
+    ]
+    number = int(header.read_numbers("I")[0])
+    block_type = BY_NUMBER.get(number)
+    if block_type is None:
+        reason = UNREADABLE_TYPES.get(number, "which is not known")
+        raise header.error(f"{subject}: is of type {number}, {reason}")
+    offset = header.read_integer("Q", f"{subject}: its offset", MAX_SIZE)
     if 0 in sizes:
-        raise header.refused(f"{what}: shape {sizes[::-1]} has no elements")
-    if sizes[0] % kind.elements:
-        why = f"{sizes[0]} columns are not whole blocks of {kind.elements}, as {kind.name} needs"
-        raise header.refused(f"{what}: {why}")
-    return _Info(name, kind, tuple(reversed(sizes)), offset)
+        raise header.error(f"{subject}: shape {sizes[::-1]} has no elements")
+    if sizes[0] % block_type.elements:
+        blocks = f"whole blocks of {block_type.elements}, as {block_type.name} needs"
+        raise header.error(f"{subject}: {sizes[0]} columns are not {blocks}")
+    return _TensorInfo(name, block_type, tuple(reversed(sizes)), offset)
 
 
-def _placed(
-    path: Path, infos: Sequence[_Info], begin: int, alignment: int, size: int
+def _place_tensors(
+    path: Path, infos: Sequence[_TensorInfo], begin: int, alignment: int, file_size: int
 ) -> dict[str, GgufTensor]:
-    """Return tensors by name, each seen to follow the one before it, up to the alignment, in the file.
+    """Return tensors by name; refuse gaps between them that are not of the alignment.
 
-    begin: where their bytes begin. size: of the file.
+    begin: the offset of the first tensor's bytes in the file.
     """
     tensors: dict[str, GgufTensor] = {}
     position = begin
-    for info in sorted(infos, key=lambda each: each.offset):
-        what = f"tensor {display_text(info.name)}"
+    for info in sorted(infos, key=lambda info: info.offset):
+        subject = f"tensor {display_text(info.name)}"
         offset = begin + info.offset
         if offset != position:
-            gap = f"leaves a gap of {offset - position} bytes"
-            why = "overlaps the tensor before it, or is not aligned" if offset < position else gap
-            raise _refused(path, f"{what}: its offset {info.offset}: {why}")
+            reason = f"leaves a gap of {offset - position} bytes"
+            if offset < position:
+                reason = "overlaps the tensor before it, or is not aligned"
+            raise _file_error(path, f"{subject}: its offset {info.offset}: {reason}")
         nbytes = info.type.row_bytes(info.shape[-1]) * math.prod(info.shape[:-1])
-        if offset + nbytes > size:
-            missing = offset + nbytes - size
-            raise _refused(path, f"is truncated: {what} ends {missing} bytes behind its end")
+        if offset + nbytes > file_size:
+            missing = offset + nbytes - file_size
+            raise _file_error(path, f"is truncated: {subject} ends {missing} bytes behind its end")
         if info.name in tensors:
-            raise _refused(path, f"{what}: the name is there twice")
+            raise _file_error(path, f"{subject}: the name is there twice")
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, path, offset, nbytes)
-        position = _aligned(offset + nbytes, alignment)
+        position = _align(offset + nbytes, alignment)
     return {info.name: tensors[info.name] for info in infos}

@@ -1,4 +1,4 @@
-"""Which files are GGUF, and which belong to a model."""
+"""Detection of GGUF files, and of the files of a model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 MAGIC = b"GGUF"
-"""How every such file begins."""
+"""The first bytes of every GGUF file."""
 MAX_SPLITS = 1024
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 def is_gguf(path: Path) -> bool:
-    """True if a path leads to a file that is GGUF, by its name or its first bytes."""
+    """True if a path is that of a GGUF file, by its name or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -25,7 +25,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_files(model: Path) -> list[Path]:
-    """Return the files of a model: those in its folder, or its GGUF file with all splits, in order."""
+    """Return a model's files: those in its folder, or its GGUF file with all splits, in order."""
     if model.is_dir():
         return [path for path in sorted(model.iterdir()) if path.is_file()]
     split = _SPLIT.fullmatch(model.name)

@@ -1,4 +1,4 @@
-"""Which files of a repository or folder are one model: a GGUF file, or its splits, by their names."""
+"""Models among the files of a repository or folder: GGUF files, or their splits, by their names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from spd.formats.json_file import abbreviate, display_text
 
 SUFFIX = ".gguf"
 COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-"""Parts of the names of files that go with a model and are none."""
-MTP = "mtp-"
+"""Parts of the names of files that accompany a model and are none."""
+MTP_PREFIX = "mtp-"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 _QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))$",
     re.IGNORECASE,
 )
-_USUAL = ("Q8_0", "BF16", "F16")
-"""Quantizations of a drafter's file, the first one that is there."""
+_DRAFTER_QUANTIZATIONS = ("Q8_0", "BF16", "F16")
+"""Quantizations of a drafter's file, the preferred first."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class FileSet:
     files: tuple[str, ...]
     """Their paths, in order."""
     quantization: str
-    """As the name says, in capitals; empty where it does not."""
+    """From the name, in capitals; empty where the name has none."""
     nbytes: int
     expected: int
-    """How many files there are of it, whether here or not."""
+    """The number of its files, missing ones included."""
 
     @property
     def stem(self) -> str:
@@ -41,75 +41,77 @@ class FileSet:
 
     @property
     def tag(self) -> str:
-        """Return the word that is typed behind a colon to choose it."""
+        """Return the text behind a colon that chooses it."""
         return self.quantization or self.stem
 
     def matches_tag(self, tag: str) -> bool:
-        """True if a tag means this set: its quantization, with or without UD-, or its name."""
+        """True if a tag chooses this set: its quantization, with or without UD-, or its name."""
         lowered = tag.casefold().removesuffix(SUFFIX)
         names = (self.quantization, self.quantization.removeprefix("UD-"), self.stem)
         return lowered in (name.casefold() for name in names if name)
 
 
 def file_sets(sizes: Mapping[str, int]) -> list[FileSet]:
-    """Return the models among files, given by path with their bytes: the smallest first."""
-    return _grouped({name: size for name, size in sizes.items() if not is_companion(name)})
+    """Return the models among files, the smallest first; sizes: bytes by path."""
+    return _group_files({name: size for name, size in sizes.items() if not is_companion(name)})
 
 
 def find_drafter(sizes: Mapping[str, int], chosen: FileSet) -> FileSet | None:
-    """Return the MTP layers that lie beside a model as a file of their own; None without any."""
-    drafters = _grouped({name: size for name, size in sizes.items() if _base(name).startswith(MTP)})
+    """Return the file of MTP layers that accompanies a model; None without any."""
+    drafters = _group_files(
+        {name: size for name, size in sizes.items() if _base_name(name).startswith(MTP_PREFIX)}
+    )
     by_quantization = {drafter.quantization: drafter for drafter in drafters}
-    for name in (chosen.quantization, *_USUAL):
+    for name in (chosen.quantization, *_DRAFTER_QUANTIZATIONS):
         if name in by_quantization:
             return by_quantization[name]
     return next(iter(drafters), None)
 
 
 def choose(sets: Iterable[FileSet], tag: str) -> list[FileSet]:
-    """Return the sets that a tag means; a set whose quantization is exactly that goes before others."""
-    answering = [file_set for file_set in sets if file_set.matches_tag(tag)]
+    """Return the sets that a tag chooses, or the only one of exactly this quantization."""
+    matching = [file_set for file_set in sets if file_set.matches_tag(tag)]
     lowered = tag.casefold()
-    exact = [file_set for file_set in answering if file_set.quantization.casefold() == lowered]
-    return exact if len(exact) == 1 else answering
+    exact = [file_set for file_set in matching if file_set.quantization.casefold() == lowered]
+    return exact if len(exact) == 1 else matching
 
 
-def choose_one(sets: list[FileSet], name: str, tag: str | None, free: int) -> FileSet:
-    """Return the set that is meant of a repository's. Raises UsageError with a list of them otherwise.
+def choose_one(sets: list[FileSet], name: str, tag: str | None, free_bytes: int) -> FileSet:
+    """Return the set that a tag chooses. Raises UsageError, with a list of all, if it is not one.
 
-    free: bytes of memory for a model, which tell what fits.
+    free_bytes: memory for a model, for the list and the suggested choice.
     """
     chosen = sets if tag is None else choose(sets, tag)
     if len(chosen) == 1:
         return chosen[0]
-    fitting = [file_set for file_set in sets if required_memory(file_set) <= free]
-    best = fitting[-1:] or sets[:1]
-    lines = [_line(file_set, free) for file_set in sets]
+    fitting = [file_set for file_set in sets if required_memory(file_set) <= free_bytes]
+    suggested = fitting[-1:] or sets[:1]
+    lines = [_description(file_set, free_bytes) for file_set in sets]
     message = f"{name}: holds {len(sets)} models as GGUF, one of which is to be chosen"
     if tag is not None and not chosen:
         message = f"{name}: has no GGUF file {display_text(tag)}"
-    fix = [f"spd pull {name}:{file_set.tag}" for file_set in best]
+    fix = [f"spd pull {name}:{file_set.tag}" for file_set in suggested]
     raise UsageError(message, reason=abbreviate(lines, 40), fix=fix, code="choose_file")
 
 
 def required_memory(chosen: FileSet) -> int:
-    """Return about how many bytes of memory a model takes with a short context."""
+    """Return an estimate of the memory of a model with a short context, in bytes."""
     return chosen.nbytes + chosen.nbytes // 10 + (1 << 28)
 
 
 def is_companion(name: str) -> bool:
-    """True if a file goes with a model and is none: projector, importance matrix, drafter."""
-    base = _base(name)
-    return any(part in base for part in COMPANIONS)
+    """True if a file accompanies a model and is none: projector, importance matrix, drafter."""
+    base_name = _base_name(name)
+    return any(part in base_name for part in COMPANIONS)
 
 
-def _line(file_set: FileSet, free: int) -> str:
-    """Return size, whether it fits, and tag of a set."""
-    fits = "fits" if required_memory(file_set) <= free else "does not fit"
+def _description(file_set: FileSet, free_bytes: int) -> str:
+    """Return a line with a set's size, whether it fits, and its tag."""
+    fits = "fits" if required_memory(file_set) <= free_bytes else "does not fit"
     return f"{file_set.nbytes / (1 << 30):>5.2f} GiB  {fits:12}  {file_set.tag}"
 
 
-def _base(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.rpartition("/")[2].casefold()
 
 
@@ -120,8 +122,8 @@ def _stem(name: str) -> str:
     return split[1] if split else stem
 
 
-def _grouped(sizes: Mapping[str, int]) -> list[FileSet]:
-    """Return files together that are splits of one, the smallest set first."""
+def _group_files(sizes: Mapping[str, int]) -> list[FileSet]:
+    """Return sets of files that are splits of one model, the smallest set first."""
     members: dict[tuple[str, int], list[str]] = {}
     for name in sorted(sizes):
         if not name.casefold().endswith(SUFFIX):
@@ -131,8 +133,8 @@ def _grouped(sizes: Mapping[str, int]) -> list[FileSet]:
         members.setdefault((_stem(name), count), []).append(name)
     sets = []
     for (stem, count), names in members.items():
-        named = _QUANTIZATION.search(stem)
+        quantization_match = _QUANTIZATION.search(stem)
         total = sum(sizes[name] for name in names)
-        quantization = named[1].upper() if named else ""
+        quantization = quantization_match[1].upper() if quantization_match else ""
         sets.append(FileSet(tuple(names), quantization, total, count))
     return sorted(sets, key=lambda file_set: (file_set.nbytes, file_set.files))

@@ -1,4 +1,4 @@
-"""Reading the keys of a GGUF file's architecture."""
+"""Keys of a GGUF file's architecture, and small tensors of numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from spd.formats.json_file import convert_os_errors, display_text, open_regular_
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 MAX_FACTORS = 512
-"""Numbers of a tensor that the configuration is made of: half a head."""
+"""Numbers of a tensor of the configuration: half a head."""
 LARGEST_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True)
 class Keys:
-    """A file's keys behind its architecture's name, and which tensors its layers have."""
+    """A file's keys behind its architecture's name, and the tensors of its layers."""
 
     file: GgufFile
     architecture: str
@@ -31,14 +31,14 @@ class Keys:
         """Return a value as the file has it."""
         return self.file.metadata.get(f"{self.architecture}.{key}")
 
-    def plain(self, key: str) -> object:
-        """Return a value as JSON would hold it, a float32 as the shortest decimal that means it."""
+    def json_value(self, key: str) -> object:
+        """Return a value as JSON has it, a float32 as the shortest decimal that rounds to it."""
         value = self.get(key)
         if isinstance(value, tuple):
-            return [_plain(each) for each in value if not isinstance(each, tuple)]
-        return None if value is None else _plain(value)
+            return [_json_number(item) for item in value if not isinstance(item, tuple)]
+        return None if value is None else _json_number(value)
 
-    def whole(self, key: str) -> int | None:
+    def integer(self, key: str) -> int | None:
         """Return a whole number; None without one."""
         value = self.get(key)
         return value if type(value) is int else None
@@ -48,55 +48,58 @@ class Keys:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return decimal(value)
+        return shortest_decimal(value)
 
     def numbers(self, key: str) -> list[float] | None:
         """Return a list of numbers; None without one."""
         value = self.get(key)
         if not isinstance(value, tuple):
             return None
-        return [decimal(each) for each in value if isinstance(each, int | float)]
+        return [shortest_decimal(item) for item in value if isinstance(item, int | float)]
 
     def has(self, layer: int, name: str) -> bool:
         """True if a layer has a tensor."""
         return f"blk.{layer}.{name}" in self.file.tensors
 
 
-def _plain(value: GgufScalar) -> GgufScalar:
-    return decimal(value) if isinstance(value, float) else value
+def _json_number(value: GgufScalar) -> GgufScalar:
+    return shortest_decimal(value) if isinstance(value, float) else value
 
 
-def decimal(value: float) -> float:
-    """Return the shortest decimal whose nearest float32 is `value`: 1e-05 was stored as 9.99999974e-06."""
+def shortest_decimal(value: float) -> float:
+    """Return the shortest decimal whose nearest float32 is `value`.
+
+    1e-05 is stored as 9.99999974e-06.
+    """
     if not abs(value) < LARGEST_FLOAT32:
         return float(value)
     for digits in range(6, 10):
         shorter = float(f"{value:.{digits}g}")
-        if abs(shorter) < LARGEST_FLOAT32 and _rounded(shorter) == value:
+        if abs(shorter) < LARGEST_FLOAT32 and _to_float32(shorter) == value:
             return shorter
     return float(value)
 
 
-def _rounded(value: float) -> float:
+def _to_float32(value: float) -> float:
     """Return the float32 nearest to a number."""
-    found: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return found
+    nearest: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return nearest
 
 
-def usual(values: Sequence[object]) -> object:
-    """Return the number of most layers that have one above 0, or the list where none has."""
+def most_common(values: Sequence[object]) -> object:
+    """Return the most common number above 0, or the list where there is none."""
     counts = Counter(value for value in values if type(value) is int and value > 0)
     return counts.most_common(1)[0][0] if counts else list(values)
 
 
-def read_numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
+def read_factors(file: GgufFile, tensor: GgufTensor) -> list[float]:
     """Return the numbers of a small tensor of float32. Raises CheckpointError for another one."""
     if tensor.type.name != "F32" or tensor.nbytes > 4 * MAX_FACTORS:
-        why = f"{tensor.type.name} {list(tensor.shape)} is not a list of up to {MAX_FACTORS} F32"
-        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
+        reason = f"{tensor.type.name} {list(tensor.shape)} is not a list of up to {MAX_FACTORS} F32"
+        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {reason}")
     with open_regular_file(tensor.path) as opened, convert_os_errors(tensor.path):
         opened.seek(tensor.offset)
         data = opened.read(tensor.nbytes)
     if len(data) < tensor.nbytes:
         raise CheckpointError(f"{tensor.path}: changed while in use")
-    return [decimal(number) for number in struct.unpack(f"<{len(data) // 4}f", data)]
+    return [shortest_decimal(number) for number in struct.unpack(f"<{len(data) // 4}f", data)]

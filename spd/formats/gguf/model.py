@@ -1,4 +1,4 @@
-"""A GGUF file as a model: what a folder of Hugging Face's gives, from one file or its splits."""
+"""A GGUF file as a model: configuration, tensors, tokenizer and template, as a folder has them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from spd.formats.checkpoint import FLOAT_DTYPES, TORCH_NAMES, Checkpoint, read_exactly
 from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.formats.gguf.config import (
-    architecture_of,
-    config_fields,
-    general_facts,
-    stored_types,
+    count_types,
+    general_texts,
+    read_architecture,
+    read_config,
 )
 from spd.formats.gguf.container import GgufFile, GgufTensor
 from spd.formats.gguf.sampling import read_sampling
@@ -35,38 +35,44 @@ if TYPE_CHECKING:
 
 
 class GgufCheckpoint(Checkpoint):
-    """A file's tensors by Hugging Face's names; `read` gives floats alone, `stored` says what others are."""
+    """A file's tensors by Hugging Face's names.
+
+    `read` returns floats only, `stored` describes all tensors.
+    """
 
     dtypes = READABLE_TYPES
     refuses_unused = True
 
     def __init__(
-        self, file: GgufFile, stored: Mapping[str, StoredTensor], unknown: list[str]
+        self, file: GgufFile, stored: Mapping[str, StoredTensor], unused: list[str]
     ) -> None:
         tensors = {name: _meta(name, tensor) for name, tensor in stored.items()}
-        notes = [f"not used: {display_text(each)}" for each in abbreviate(unknown)]
+        notes = [f"not used: {display_text(name)}" for name in abbreviate(unused)]
         super().__init__(file.path, tensors, file.identities, notes)
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(dict(stored))
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """Return a tensor of floats as it is stored, as a folder's. Raises CheckpointError for others."""
-        kept = self.stored.get(name)
-        if kept is not None and (kept.changes or kept.parts[0].type.name not in TORCH_NAMES):
+        """Return a tensor of floats as it is stored.
+
+        Raises CheckpointError for any other tensor.
+        """
+        stored = self.stored.get(name)
+        if stored is not None and (stored.changes or stored.parts[0].type.name not in TORCH_NAMES):
             raise self.tensor_error(name, "is not stored as it is meant")
         return super().read(name, rows, into)
 
-    def blocks(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
-        """Return rows of a part of a tensor as they are stored: uint8 [count, bytes of a row]."""
+    def read_rows(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
+        """Return rows of a tensor of the file as they are stored: uint8 [count, bytes of a row]."""
         import torch
 
-        row = tensor.type.row_bytes(tensor.shape[-1])
-        found = torch.empty(count, row, dtype=torch.uint8)
-        memory = memoryview((ctypes.c_ubyte * found.nbytes).from_address(found.data_ptr()))
-        offset = tensor.offset + first * row
+        row_bytes = tensor.type.row_bytes(tensor.shape[-1])
+        rows = torch.empty(count, row_bytes, dtype=torch.uint8)
+        memory = memoryview((ctypes.c_ubyte * rows.nbytes).from_address(rows.data_ptr()))
+        offset = tensor.offset + first * row_bytes
         read_exactly(self.open_shard(tensor.path), memory.cast("B"), offset, tensor.path)
-        return found
+        return rows
 
 
 def _meta(name: str, tensor: StoredTensor) -> TensorMeta:
@@ -76,7 +82,7 @@ def _meta(name: str, tensor: StoredTensor) -> TensorMeta:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model's file, its header read once."""
+    """A model in a GGUF file, its header read once."""
 
     file: GgufFile
 
@@ -87,32 +93,33 @@ class GgufModel:
 
     @cached_property
     def fields(self) -> Fields:
-        """Return what `config.json` would say. Raises CheckpointError for an unknown architecture."""
-        return config_fields(self.file)
+        """Return the keys of `config.json`. Raises CheckpointError for an unknown architecture."""
+        return read_config(self.file)
 
     @cached_property
     def checkpoint(self) -> GgufCheckpoint:
         """Return the tensors. Raises CheckpointError where they do not fit each other."""
-        row = architecture_of(self.file)[1]
-        return GgufCheckpoint(self.file, *stored_tensors(self.file, row, self.fields))
+        architecture = read_architecture(self.file)[1]
+        tensors, unused = stored_tensors(self.file, architecture, self.fields)
+        return GgufCheckpoint(self.file, tensors, unused)
 
     @property
     def packed_types(self) -> tuple[str, ...]:
-        """Return the types in few bits that its tensors have, the one of most bytes first."""
-        return tuple(name for name in stored_types(self.file) if name not in FLOAT_DTYPES)
+        """Return the types in few bits of its tensors, the one with most bytes first."""
+        return tuple(name for name in count_types(self.file) if name not in FLOAT_DTYPES)
 
     def describe(self) -> dict[str, object]:
-        """Return what it says of itself, as JSON values: types with their tensors, and `general.*`."""
+        """Return a description as JSON values: types with numbers of tensors, and `general.*`."""
         return {
-            "architecture": architecture_of(self.file)[0],
+            "architecture": read_architecture(self.file)[0],
             "version": self.file.version,
-            "types": [f"{count} {name}" for name, count in stored_types(self.file).items()],
-            "general": general_facts(self.file),
+            "types": [f"{count} {name}" for name, count in count_types(self.file).items()],
+            "general": general_texts(self.file),
         }
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """Return what the file says of tokens; None for one that has none. Raises CheckpointError."""
+        """Return the tokens; None for a file without any. Raises CheckpointError."""
         return Vocabulary.of(self.file) if has_vocabulary(self.file) else None
 
     @cached_property
@@ -124,7 +131,7 @@ class GgufModel:
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
-        """Return special words, and what is put around a text."""
+        """Return special tokens, and whether they are put around a text."""
         from spd.formats.gguf.tokenizer import tokenizer_config
         from spd.formats.tokenizer_config import TokenizerConfig
 
@@ -141,6 +148,6 @@ class GgufModel:
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """Return how the model wants to be sampled, and the tokens that end a turn."""
+        """Return the default sampling parameters, and the tokens that end a turn."""
         ends = () if self.vocabulary is None else self.vocabulary.end_ids
         return read_sampling(self.file, ends)

@@ -1,7 +1,7 @@
-"""Names of tensors in GGUF files, and Hugging Face's as spd's text models have them.
+"""Names of tensors in GGUF files, and Hugging Face's names in spd's text models.
 
-Names stand behind `blk.N.` and `model.layers.N.`; with their ending (`.weight`, `.bias`) where that changes.
-Source: `tensor_mapping.py` of gguf-py.
+Names stand behind `blk.N.` and `model.layers.N.`; with their ending (`.weight`, `.bias`) where it
+changes. Source: `tensor_mapping.py` of gguf-py.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from spd.formats.gguf.changes import ChangeName
 
 Names = Mapping[str, str | tuple[str, ...]]
-"""Several names: matrices below each other that are one in the file. {e} is the number of an expert."""
+"""Several names: matrices whose rows follow each other in one of the file.
+
+{e} is the number of an expert.
+"""
 EXPERT = "mlp.experts.{e}"
 
-OUTER: Names = {
+OUTER_NAMES: Names = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-"""Outside the layers, with nothing before them."""
-LAYER: Names = {
+"""Tensors outside the layers, without a prefix."""
+LAYER_NAMES: Names = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -45,8 +48,8 @@ LAYER: Names = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-"""In a layer of most architectures."""
-MAMBA: Names = {
+"""Tensors of a layer in most architectures."""
+MAMBA_NAMES: Names = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_dt.bias": "mamba.dt_bias",
@@ -55,8 +58,8 @@ MAMBA: Names = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-"""Of Mamba-2."""
-DELTA: Names = {
+"""Tensors of Mamba-2."""
+DELTA_NAMES: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -69,23 +72,23 @@ DELTA: Names = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-"""Of gated DeltaNet layers, and of the layers between them."""
-CONVOLUTIONS: Names = {
+"""Tensors of gated DeltaNet layers, and of the layers between them."""
+CONV_NAMES: Names = {
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
-"""Of short convolutions, and of the layers between them."""
-SHARED_EXPERT: Names = {
+"""Tensors of short convolutions, and of the layers between them."""
+SHARED_EXPERT_NAMES: Names = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""Of a shared expert with a gate."""
-LATENT: Names = {
+"""Tensors of a shared expert with a gate."""
+LATENT_NAMES: Names = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -93,15 +96,15 @@ LATENT: Names = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
-"""Of latent attention."""
-AFTER: Names = {
+"""Tensors of latent attention."""
+POST_NORM_NAMES: Names = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Norms before and behind both blocks."""
-SIDES: Names = {
-    **AFTER,
+"""Norms before and behind both blocks of a layer."""
+GEMMA4_NAMES: Names = {
+    **POST_NORM_NAMES,
     "layer_output_scale.weight": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -117,56 +120,59 @@ SIDES: Names = {
     "ffn_down_exps": "experts.{e}.down_proj",
     "ffn_gate_up_exps": ("experts.{e}.gate_proj", "experts.{e}.up_proj"),
 }
-"""Of Gemma 4: norms, experts beside the MLP, and layers' own embeddings."""
+"""Tensors of Gemma 4: norms, experts next to the MLP, and per-layer embeddings."""
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A tensor that the converter cut into several; all names with their endings."""
+class JoinedTensor:
+    """A tensor that the converter splits; all names with their endings."""
 
     name: str
-    """Hugging Face's."""
+    """Hugging Face's name."""
     parts: tuple[str, ...]
-    """The file's, in order."""
+    """The names in the file, in order."""
     change: ChangeName
-    """How they are one."""
+    """How the parts form the tensor."""
 
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Where an MTP head's tensors stand, which GGUF numbers as layers behind the others.
+    """Names of an MTP head's tensors, which GGUF numbers as layers behind the model's.
 
-    {i} counts the head's layers, {l} goes on behind the model's.
+    {i} is the number of a layer in the head, {l} that behind the model's layers.
     """
 
     layer: str
-    """What stands before a layer's own names."""
+    """The prefix of a layer's names."""
     outer: Mapping[str, str]
-    """Names of what surrounds the layer."""
+    """Names of tensors around the layer."""
 
 
-_NORMS = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "eh_proj"}
+_MTP_INPUT_NAMES = {"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "eh_proj"}
 
 
-def _numbered(
+def _numbered_mtp(
     head: str,
     norm: str,
     layer: str = "model.layers.{l}.",
-    stored: str = "nextn.shared_head_norm",
+    norm_name: str = "nextn.shared_head_norm",
 ) -> MtpNames:
-    """Return the names of a head whose layers have all tensors, its last norm `stored` under a name."""
-    found = {own: f"{layer}{name}" for own, name in _NORMS.items()}
-    found[stored] = f"{layer}{norm}"
-    found["nextn.shared_head_head"] = f"{layer}{head}"
-    found["nextn.embed_tokens"] = f"{layer}embed_tokens"
-    return MtpNames(layer, found)
+    """Return the names of a head whose layers have all tensors.
+
+    norm_name: the file's name of its last norm.
+    """
+    outer = {gguf_name: f"{layer}{name}" for gguf_name, name in _MTP_INPUT_NAMES.items()}
+    outer[norm_name] = f"{layer}{norm}"
+    outer["nextn.shared_head_head"] = f"{layer}{head}"
+    outer["nextn.embed_tokens"] = f"{layer}embed_tokens"
+    return MtpNames(layer, outer)
 
 
-NUMBERED = _numbered("shared_head.head", "shared_head.norm")
-STEP = _numbered("transformer.shared_head.output", "transformer.shared_head.norm")
-ENDS = _numbered("head", "final_layernorm", "mtp.layers.{i}.")
-MIMO = _numbered("head", "final_layernorm", "model.mtp.layers.{i}.", "layer_output_norm")
-OUTSIDE = MtpNames(
+NUMBERED_MTP = _numbered_mtp("shared_head.head", "shared_head.norm")
+STEP_MTP = _numbered_mtp("transformer.shared_head.output", "transformer.shared_head.norm")
+NEMOTRON_MTP = _numbered_mtp("head", "final_layernorm", "mtp.layers.{i}.")
+MIMO_MTP = _numbered_mtp("head", "final_layernorm", "model.mtp.layers.{i}.", "layer_output_norm")
+QWEN_MTP = MtpNames(
     "mtp.layers.{i}.",
     {
         "nextn.eh_proj": "mtp.fc",
@@ -175,4 +181,4 @@ OUTSIDE = MtpNames(
         "nextn.shared_head_norm": "mtp.norm",
     },
 )
-"""By families of heads: `mtp.FAMILIES` names the same."""
+"""Names by families of heads; `mtp.FAMILIES` has the same families."""

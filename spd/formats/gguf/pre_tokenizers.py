@@ -1,44 +1,47 @@
-"""How byte-level vocabularies cut a text into words, by the names of `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level vocabularies, by the names in `tokenizer.ggml.pre`.
 
-A GGUF file names the rule and does not hold it. Each rule is written here as in the `tokenizer.json` of
-the models that it was named after, so that ids equal theirs. Where llama.cpp only approximates one, its
-ids differ from these in rare cases. Names that are not listed are refused: a wrong rule gives wrong ids
-without an error.
+A GGUF file has the name of the rule only. Each rule is written here as in the `tokenizer.json` of
+the models that it was named after, so that ids equal theirs. Where llama.cpp only approximates one,
+its ids differ from these in rare cases. Names that are not listed are refused: a wrong rule gives
+wrong ids without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
-Step = Mapping[str, Any]
+JsonValue: TypeAlias = (
+    "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+)
+Step = Mapping[str, JsonValue]
 """A pre-tokenizer or normalizer of `tokenizer.json`."""
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What is done to a text before merges run, within one word each."""
+    """The steps from a text to words; merges run within a word."""
 
     steps: tuple[Step, ...]
     normalizer: Step | None = None
     ignores_merges: bool = False
-    """A word that is a token is taken whole, whatever its merges would make of it."""
+    """True if a word that is a token stays one, whatever its merges would make of it."""
     names: str = field(default="", compare=False)
     """Values of `tokenizer.ggml.pre`, a blank between them."""
 
 
 def _cut(*patterns: str) -> tuple[Step, ...]:
-    """Return steps that cut at every match of each pattern in turn, then spell bytes."""
-    cuts = [
-        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-        for one in patterns
+    """Return steps that cut at the matches of each pattern in turn, then spell bytes."""
+    cuts: list[Step] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
     ]
     return *cuts, _byte_level(use_regex=False)
 
 
 def _byte_level(*, use_regex: bool) -> Step:
-    """Return the step that spells bytes as printable characters, with or without GPT-2's own pattern."""
+    """Return the step that spells bytes as characters, with or without GPT-2's pattern."""
     flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     return {"type": "ByteLevel", **flags}
 
@@ -60,7 +63,7 @@ _FALCON = (
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 """English contractions."""
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Line ends with the blanks before them, then blanks but for the one before a word."""
+"""Line ends with the blanks before them, then blanks without the one before a word."""
 
 
 def _words(letters: str, digits: str, marks: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
@@ -78,7 +81,7 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _cased(suffix: str, digits: str) -> str:
-    """Return a pattern whose words begin anew where a capital follows a small letter, as o200k's do."""
+    """Return a pattern that begins a word where a capital follows a small letter, as in o200k."""
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{suffix}|{_BEFORE}{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 
@@ -262,11 +265,11 @@ _OF_ARCHITECTURE = {
     "exaone4": "exaone4",
     "smollm3": "smaug-bpe",
 }
-"""What files that name no rule mean, where an architecture has one tokenizer. Ollama writes such."""
+"""Rules of files without a name, for architectures with one tokenizer. Ollama writes such files."""
 
 
 def pre_tokenizer_of(name: str, architecture: str) -> PreTokenizer | None:
-    """Return the rule of a name, of the architecture where the name says nothing; None: not known."""
+    """Return the rule of a name, or of the architecture for an empty name; None: not known."""
     if name in ("", "default"):
         name = _OF_ARCHITECTURE.get(architecture, "")
     return PRE_TOKENIZERS.get(name)

@@ -1,4 +1,4 @@
-"""How the model of a GGUF file wants to be sampled."""
+"""Default sampling parameters of a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SAMPLING = {
     "top_k": "top_k",
     "repetition_penalty": "penalty_repeat",
 }
-"""Keys of `generation_config.json`, and the words behind `general.sampling.` that mean the same."""
+"""Keys of `generation_config.json`, and the file's keys behind `general.sampling.`."""
 
 
 def read_sampling(file: GgufFile, end_ids: tuple[int, ...]) -> GenerationConfig:
-    """Return how a file's model wants to be sampled, and the ids that end a turn."""
+    """Return the default sampling parameters of a file, with the ids that end a turn."""
     keys = {key: f"general.sampling.{word}" for key, word in _SAMPLING.items()}
     values = {key: _decimal(file.metadata.get(name)) for key, name in keys.items()}
     fields = Fields(str(file.path), values, keys)
@@ -25,5 +25,5 @@ def read_sampling(file: GgufFile, end_ids: tuple[int, ...]) -> GenerationConfig:
 
 
 def _decimal(value: object) -> object:
-    """Return a number of 32 bits as it was written before it became one, other values as they are."""
+    """Return a float32 as the decimal that it was rounded from, other values as they are."""
     return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -1,8 +1,9 @@
-"""Merges of a SentencePiece vocabulary in short texts, without the list of all of them.
+"""Merges of a SentencePiece vocabulary in short texts, without the list of all merges.
 
-The library wants every merge that scores mean: half a million for Gemma, which takes longer to write down
-than anything else before the first token. A short text meets a few hundred. So the library gives characters
-and bytes here, and neighbours are merged by the same order; once enough text has come, the list is made.
+The library needs every merge that the scores imply: half a million for Gemma, which take longer to
+build than anything else before the first token. A short text needs a few hundred. So the library
+splits a text into characters and bytes here, and neighbours are merged in the same order; after
+enough text the list is built.
 """
 
 from __future__ import annotations
@@ -15,74 +16,74 @@ import tokenizers
 
 from spd.formats.encoder import encode_ids
 
-FEW = 100_000
-"""Characters in all that are merged here before the library has the whole list."""
+MAX_MERGED_CHARACTERS = 100_000
+"""Characters in all that are merged here before the library gets the full list."""
 
-Key = tuple[float, int, int, int]
-Order = Callable[[int, int, int], Key]
-"""The place of a merge among all, by the ids of what it makes and of its two parts."""
+MergeKey = tuple[float, int, int, int]
+MergeOrder = Callable[[int, int, int], MergeKey]
+"""Returns the rank of a merge, by the ids of the merged token and of its two parts."""
 
 
 @dataclass
 class ScoredMerges:
-    """Encodes texts over a library that has the tokens and no merges."""
+    """Encodes texts with a library that has the tokens and no merges."""
 
     library: tokenizers.Tokenizer
     texts: Sequence[str]
     """Tokens by id."""
-    made: Set[int]
+    mergeable: Set[int]
     """Ids of tokens that merges may make."""
-    kept: Set[int]
-    """Ids that merge with nothing: tokens that are found in a text before it is cut, bytes."""
-    order: Order
-    whole: Callable[[], tokenizers.models.BPE]
-    """Makes the library's model with every merge."""
-    left: int = FEW
-    """Characters until that is wanted."""
-    _has_all: bool = field(default=False, init=False)
+    unmergeable: Set[int]
+    """Ids that never merge: tokens that are matched in a text before it is cut, and bytes."""
+    order: MergeOrder
+    build_full_model: Callable[[], tokenizers.models.BPE]
+    """Builds the library's model with all merges."""
+    remaining: int = MAX_MERGED_CHARACTERS
+    """Characters until the full model is built."""
+    _has_full_model: bool = field(default=False, init=False)
     _ids: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ids = {self.texts[number]: number for number in self.made}
+        self._ids = {self.texts[number]: number for number in self.mergeable}
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text."""
-        if not self._has_all:
-            self.left -= len(text)
-            if self.left >= 0:
-                return self.merged(encode_ids(self.library, text, parse_special))
-            self.library.model = self.whole()
-            self._has_all = True
+        if not self._has_full_model:
+            self.remaining -= len(text)
+            if self.remaining >= 0:
+                return self.merge(encode_ids(self.library, text, parse_special))
+            self.library.model = self.build_full_model()
+            self._has_full_model = True
         return encode_ids(self.library, text, parse_special)
 
-    def merged(self, ids: list[int]) -> list[int]:
-        """Return ids of characters and bytes with neighbours merged, the first merge in order first."""
+    def merge(self, ids: list[int]) -> list[int]:
+        """Return ids of characters and bytes with neighbours merged, in the order of ranks."""
         symbols: list[int | None] = list(ids)
         before = list(range(-1, len(ids) - 1))
         after = list(range(1, len(ids) + 1))
-        waiting: list[tuple[Key, int, int, int, int]] = []
-        free = [number not in self.kept for number in ids]
+        queue: list[tuple[MergeKey, int, int, int, int]] = []
+        can_merge = [number not in self.unmergeable for number in ids]
 
         def propose(left: int, right: int) -> None:
-            """Note the merge of two neighbours, if there is one."""
-            if left < 0 or right == len(ids) or not (free[left] and free[right]):
+            """Queue the merge of two neighbours, if there is one."""
+            if left < 0 or right == len(ids) or not (can_merge[left] and can_merge[right]):
                 return
             first = symbols[left]
             second = symbols[right]
             assert first is not None and second is not None
-            whole = self._ids.get(self.texts[first] + self.texts[second])
-            if whole is not None:
-                key = self.order(whole, first, second)
-                heapq.heappush(waiting, (key, left, first, second, whole))
+            merged = self._ids.get(self.texts[first] + self.texts[second])
+            if merged is not None:
+                key = self.order(merged, first, second)
+                heapq.heappush(queue, (key, left, first, second, merged))
 
-        for at in range(1, len(ids)):
-            propose(at - 1, at)
-        while waiting:
-            _, left, first, second, whole = heapq.heappop(waiting)
+        for position in range(1, len(ids)):
+            propose(position - 1, position)
+        while queue:
+            _, left, first, second, merged = heapq.heappop(queue)
             right = after[left]
             if symbols[left] != first or right == len(ids) or symbols[right] != second:
                 continue
-            symbols[left] = whole
+            symbols[left] = merged
             symbols[right] = None
             after[left] = after[right]
             if after[right] < len(ids):

@@ -13,7 +13,7 @@ _KEY = "tokenizer.chat_template"
 def read_template(file: GgufFile, config: TokenizerConfig) -> ChatTemplate | None:
     """Return a file's template, with the one for tools where it has another; None without any.
 
-    config: its special words. Raises CheckpointError for a template that is no text, or too long.
+    config: its special tokens. Raises CheckpointError for a template that is no text, or too long.
     """
     fields = Fields(str(file.path), file.metadata)
     if _KEY not in fields:

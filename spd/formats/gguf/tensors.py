@@ -1,4 +1,4 @@
-"""A GGUF file's tensors by Hugging Face's names: the bytes of each, and what the converter did to them."""
+"""A GGUF file's tensors by Hugging Face's names: the bytes of each, and the converter's changes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,43 @@ from dataclasses import dataclass, replace
 
 from spd.errors import CheckpointError
 from spd.formats.block_config import MAX_EXPERTS
-from spd.formats.gguf import changes as to
 from spd.formats.gguf.architectures import GgufArchitecture
+from spd.formats.gguf.changes import (
+    Change,
+    Concatenated,
+    Interleaved,
+    KeyHeadMajor,
+    LatentHeads,
+    NegatedExp,
+    PermutedHeads,
+    ShiftedNorm,
+    TiledHeads,
+)
 from spd.formats.gguf.container import GgufFile, GgufTensor
-from spd.formats.gguf.names import LAYER, OUTER, Joined, Names
+from spd.formats.gguf.names import LAYER_NAMES, OUTER_NAMES, JoinedTensor, Names
 from spd.formats.json_file import Fields, display_text
 
 Shape = tuple[int, ...]
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
-"""Tensors that stand for several, to each of which the converter did what it does to one of its own."""
+"""Tensors that are several in one; the converter changes each as if it were alone."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that the configuration was made of."""
-_SENSES = ("v.", "mm.", "a.")
-"""What stands before the names of tensors that see or hear, which Ollama keeps in the model's file."""
+"""Tensors that belong to the configuration."""
+_MULTIMODAL_PREFIXES = ("v.", "mm.", "a.")
+"""Prefixes of the tensors of images and sound, which Ollama stores in the model's file."""
 MAX_PARTS = 1 << 20
-"""Tensors of a model by Hugging Face's names, each expert's matrix counted."""
+"""Tensors of a model by Hugging Face's names, with each expert's matrix."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a tensor is made of: parts of a file's tensors, and what the converter did to them."""
+    """The parts of a file's tensors that form a tensor, and the converter's changes to them."""
 
     parts: tuple[GgufTensor, ...]
     shape: Shape
-    """Of the tensor that is meant."""
-    changes: tuple[to.Change, ...] = ()
-    """To be undone in order; the first one makes one tensor of several parts."""
+    """The shape of the tensor that the parts form."""
+    changes: tuple[Change, ...] = ()
+    """Changes to undo in order; the first one joins several parts."""
 
     @property
     def nbytes(self) -> int:
@@ -44,35 +54,37 @@ class StoredTensor:
 
 
 def stored_tensors(
-    file: GgufFile, row: GgufArchitecture, fields: Fields
+    file: GgufFile, architecture: GgufArchitecture, fields: Fields
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by Hugging Face's names, and the file's own of those that no text needs.
+    """Return the tensors by Hugging Face's names, and the file's names of those that no text needs.
 
-    Raises CheckpointError for an unknown one: one architecture's name covers models of several classes.
+    Raises CheckpointError for an unknown tensor: models of several classes have one architecture's
+    name.
     """
-    reader = _Reader(row, _Sizes.of(fields.optional_nested("text_config") or fields))
-    found: dict[str, StoredTensor] = {}
-    unknown: list[str] = []
+    reader = _Reader(architecture, _Sizes.of(fields.optional_nested("text_config") or fields))
+    tensors: dict[str, StoredTensor] = {}
+    unused: list[str] = []
     for tensor in file.tensors.values():
-        named = [*reader.named(tensor, file.tensors)]
-        if not named and tensor.name not in _IGNORED and not reader.is_joined(tensor.name):
-            if not reader.is_beside(tensor.name):
-                why = f"is not known in {display_text(file.metadata.get('general.architecture'))}"
-                raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
-            unknown.append(tensor.name)
-        for name, stored in named:
-            if name in found:
+        parts = [*reader.read_parts(tensor, file.tensors)]
+        if not parts and tensor.name not in _IGNORED and not reader.is_joined(tensor.name):
+            if not reader.is_outside_text(tensor.name):
+                where = f"{tensor.path}: tensor {display_text(tensor.name)}"
+                name = display_text(file.metadata.get("general.architecture"))
+                raise CheckpointError(f"{where}: is not known in {name}")
+            unused.append(tensor.name)
+        for name, stored in parts:
+            if name in tensors:
                 where = f"{tensor.path}: tensor {display_text(tensor.name)}"
                 raise CheckpointError(f"{where}: is there under another name too")
-            found[name] = stored
-        if len(found) > MAX_PARTS:
+            tensors[name] = stored
+        if len(tensors) > MAX_PARTS:
             raise CheckpointError(f"{file.path}: holds more than {MAX_PARTS:,} matrices")
-    return found, unknown
+    return tensors, unused
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The numbers that rows of tensors are cut by, 0 where the file does not say them."""
+    """The numbers by which rows of tensors are split; 0 where the file does not have them."""
 
     layers: int
     heads: int
@@ -85,151 +97,164 @@ class _Sizes:
 
     @classmethod
     def of(cls, fields: Fields) -> _Sizes:
-        """Return what a configuration says."""
+        """Return the numbers in a configuration."""
 
-        def whole(key: str, default: int = 0) -> int:
+        def positive_integer(key: str, default: int = 0) -> int:
             value = fields.get(key)
             return value if type(value) is int and value > 0 else default
 
-        heads = whole("num_attention_heads")
-        width = whole("hidden_size") // heads if heads else 0
+        heads = positive_integer("num_attention_heads")
+        width = positive_integer("hidden_size") // heads if heads else 0
         return cls(
-            whole("num_hidden_layers"),
-            heads,
-            whole("num_key_value_heads", heads),
-            whole("head_dim", width),
-            whole("linear_num_key_heads"),
-            whole("linear_num_value_heads"),
-            whole("linear_key_head_dim"),
-            whole("linear_value_head_dim"),
+            layers=positive_integer("num_hidden_layers"),
+            heads=heads,
+            key_heads=positive_integer("num_key_value_heads", heads),
+            head_dim=positive_integer("head_dim", width),
+            delta_keys=positive_integer("linear_num_key_heads"),
+            delta_values=positive_integer("linear_num_value_heads"),
+            key_dim=positive_integer("linear_key_head_dim"),
+            value_dim=positive_integer("linear_value_head_dim"),
         )
 
     @property
     def attention_rows(self) -> Sequence[int]:
-        """Return the rows of queries, keys and values."""
+        """Return the numbers of rows of queries, keys and values."""
         keys = self.key_heads * self.head_dim
         return self.heads * self.head_dim, keys, keys
 
-    def tiled(self, width: int, *, behind_keys: bool = False, dim: int = 0) -> to.TiledHeads | None:
-        """Return how value heads of `width` rows are tiled; None where each key has one."""
+    def tiled(self, width: int, *, behind_keys: bool = False, dim: int = 0) -> TiledHeads | None:
+        """Return how value heads of `width` rows are tiled; None where each key head has one."""
         keys = self.delta_keys
         if not keys or self.delta_values in (0, keys):
             return None
         first = 2 * keys * self.key_dim if behind_keys else 0
-        return to.TiledHeads(keys, self.delta_values // keys, width, first, dim)
+        return TiledHeads(keys, self.delta_values // keys, width, first, dim)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Names and changes of one architecture in a model's sizes."""
+    """Names and changes of one architecture's tensors, for a model's sizes."""
 
-    row: GgufArchitecture
+    architecture: GgufArchitecture
     sizes: _Sizes
 
-    def named(
+    def read_parts(
         self, tensor: GgufTensor, tensors: Mapping[str, GgufTensor]
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield the names that a tensor, or each of its parts, has in Hugging Face's checkpoint."""
-        prefix, own = self._place(tensor.name)
+        """Yield Hugging Face's names of a tensor or of its parts, with the tensors of each name."""
+        prefix, gguf_name = self._split_name(tensor.name)
         if prefix is None:
             return
         joined = self._joined(tensor.name)
         if joined is not None:
             stem = tensor.name.removesuffix(joined.parts[0])
-            others = [tensors.get(f"{stem}{part}") for part in joined.parts]
-            parts = [each for each in others if each is not None]
+            candidates = [tensors.get(f"{stem}{part}") for part in joined.parts]
+            parts = [candidate for candidate in candidates if candidate is not None]
             if tensor.name.endswith(joined.parts[0]) and len(parts) == len(joined.parts):
-                yield from self._whole(prefix, joined, parts)
+                yield from self._join_all(prefix, joined, parts)
             return
-        target, suffix = self._target(tensor.name, own)
-        if target is None:
+        names, suffix = self._target_names(tensor.name, gguf_name)
+        if names is None:
             return
-        targets = (target,) if isinstance(target, str) else target
-        alike = _FUSED.get(own.removesuffix(suffix)) if len(targets) > 1 else None
-        owns = [f"{stem}{suffix}" for stem in alike] if alike else [own] * len(targets)
-        cut = zip(targets, owns, self._cut(tensor, targets), strict=True)
-        for each, own_name, part in cut:
-            changes = self._changes(own_name)
-            name = f"{prefix}{each}{suffix}"
-            shape = _RESHAPED.get(own, _same)(part.shape)
-            if "{e}" not in each:
+        targets = (names,) if isinstance(names, str) else names
+        gguf_names = [gguf_name] * len(targets)
+        fused_names = _FUSED.get(gguf_name.removesuffix(suffix))
+        if fused_names is not None and len(targets) > 1:
+            gguf_names = [f"{stem}{suffix}" for stem in fused_names]
+        matrices = self._split_rows(tensor, targets)
+        for target, part_name, part in zip(targets, gguf_names, matrices, strict=True):
+            changes = self._changes(part_name)
+            name = f"{prefix}{target}{suffix}"
+            shape = _RESHAPED.get(gguf_name, _unchanged)(part.shape)
+            if "{e}" not in target:
                 yield name, StoredTensor((part,), shape, changes)
                 continue
-            for number in range(_experts(tensor)):
-                expert = _expert(part, number)
+            for number in range(_count_experts(tensor)):
+                expert = _select_expert(part, number)
                 yield name.format(e=number), StoredTensor((expert,), expert.shape, changes)
 
-    def is_beside(self, name: str) -> bool:
-        """True if a tensor is of what sees or hears, or of layers behind the model's own."""
+    def is_outside_text(self, name: str) -> bool:
+        """True if a tensor is of images or sound, or of layers behind the model's."""
         block = _BLOCK.fullmatch(name)
         behind = block is not None and int(block[1]) >= self.sizes.layers
-        return behind or name.startswith(_SENSES)
+        return behind or name.startswith(_MULTIMODAL_PREFIXES)
 
     def is_joined(self, name: str) -> bool:
-        """True if a tensor is a part of one that the converter cut."""
+        """True if a tensor is a part of one that the converter split."""
         return self._joined(name) is not None
 
-    def _joined(self, name: str) -> Joined | None:
+    def _joined(self, name: str) -> JoinedTensor | None:
         block = _BLOCK.fullmatch(name)
         if block is None:
             return None
-        return next((each for each in self.row.joined if block[2] in each.parts), None)
+        for joined in self.architecture.joined_tensors:
+            if block[2] in joined.parts:
+                return joined
+        return None
 
-    def _place(self, name: str) -> tuple[str | None, str]:
-        """Return what stands before a tensor's name there, None where that is not known, and its own here."""
+    def _split_name(self, name: str) -> tuple[str | None, str]:
+        """Return the prefix of Hugging Face's name, and the rest of the file's name.
+
+        A prefix of None means that the tensor is not known.
+        """
         block = _BLOCK.fullmatch(name)
         if block is None:
             return "", name
         layer = int(block[1])
-        behind = layer - self.sizes.layers
-        if behind < 0:
+        mtp_layer = layer - self.sizes.layers
+        mtp = self.architecture.mtp
+        if mtp_layer < 0:
             return f"model.layers.{layer}.", block[2]
-        if self.row.mtp is None:
+        if mtp is None:
             return None, block[2]
         stem = block[2].rpartition(".")[0]
-        if stem in self.row.mtp.outer:
+        if stem in mtp.outer:
             return "", block[2]
-        return self.row.mtp.layer.format(i=behind, l=layer), block[2]
+        return mtp.layer.format(i=mtp_layer, l=layer), block[2]
 
-    def _target(self, name: str, own: str) -> tuple[str | tuple[str, ...] | None, str]:
-        """Return a tensor's name there, or names, and the ending behind it."""
-        stem, _, ending = own.rpartition(".")
-        names = {**OUTER, **self.row.outer}
-        if (block := _BLOCK.fullmatch(name)) is not None:
-            names = {**LAYER, **self.row.names}
-            behind = int(block[1]) - self.sizes.layers
-            if behind >= 0 and self.row.mtp is not None and stem in self.row.mtp.outer:
-                outer = self.row.mtp.outer[stem].format(i=behind, l=int(block[1]))
-                return outer, f".{ending}"
-        return _looked_up(names, own, stem, ending)
+    def _target_names(self, name: str, gguf_name: str) -> tuple[str | tuple[str, ...] | None, str]:
+        """Return a tensor's name in Hugging Face, or names, and the ending behind it."""
+        stem, _, ending = gguf_name.rpartition(".")
+        names = {**OUTER_NAMES, **self.architecture.outer_names}
+        block = _BLOCK.fullmatch(name)
+        if block is not None:
+            names = {**LAYER_NAMES, **self.architecture.names}
+            layer = int(block[1])
+            mtp_layer = layer - self.sizes.layers
+            mtp = self.architecture.mtp
+            if mtp_layer >= 0 and mtp is not None and stem in mtp.outer:
+                return mtp.outer[stem].format(i=mtp_layer, l=layer), f".{ending}"
+        return _look_up(names, gguf_name, stem, ending)
 
-    def _changes(self, own: str) -> tuple[to.Change, ...]:
-        """Return what the converter did to a tensor, in this model's sizes."""
+    def _changes(self, gguf_name: str) -> tuple[Change, ...]:
+        """Return the converter's changes to a tensor, for this model's sizes."""
         sizes = self.sizes
-        found: list[to.Change | None] = []
-        if own.endswith("norm.weight") and self.row.centred and own != "ssm_norm.weight":
-            found.append(to.ShiftedNorm())
-        name = self.row.changes.get(own.removesuffix(".weight").removesuffix(".bias"))
+        changes: list[Change | None] = []
+        is_norm = gguf_name.endswith("norm.weight") and gguf_name != "ssm_norm.weight"
+        if is_norm and self.architecture.norms_plus_one:
+            changes.append(ShiftedNorm())
+        stem = gguf_name.removesuffix(".weight").removesuffix(".bias")
+        name = self.architecture.changes.get(stem)
         if name == "query_pairs":
-            found.append(to.PermutedHeads(sizes.heads))
+            changes.append(PermutedHeads(sizes.heads))
         elif name == "key_pairs":
-            found.append(to.PermutedHeads(sizes.key_heads))
+            changes.append(PermutedHeads(sizes.key_heads))
         elif name == "decay":
-            found.append(to.NegatedExp())
+            changes.append(NegatedExp())
         elif name == "tiled_decay":
-            found += [to.NegatedExp(), sizes.tiled(1)]
+            changes += [NegatedExp(), sizes.tiled(1)]
         elif name == "tiled_heads":
-            found.append(sizes.tiled(1))
+            changes.append(sizes.tiled(1))
         elif name == "tiled_values":
-            found.append(sizes.tiled(sizes.value_dim))
+            changes.append(sizes.tiled(sizes.value_dim))
         elif name == "tiled_channels":
-            found.append(sizes.tiled(sizes.value_dim, behind_keys=True))
+            changes.append(sizes.tiled(sizes.value_dim, behind_keys=True))
         elif name == "tiled_columns":
-            found.append(sizes.tiled(sizes.value_dim, dim=1))
-        return tuple(each for each in found if each is not None)
+            changes.append(sizes.tiled(sizes.value_dim, dim=1))
+        return tuple(change for change in changes if change is not None)
 
-    def _cut(self, tensor: GgufTensor, targets: Sequence[str]) -> Iterator[GgufTensor]:
-        """Yield the parts of a tensor that was made of several matrices below each other."""
+    def _split_rows(self, tensor: GgufTensor, targets: Sequence[str]) -> Iterator[GgufTensor]:
+        """Yield the parts of a tensor in which the rows of several matrices follow each other."""
         if len(targets) == 1:
             yield tensor
             return
@@ -239,53 +264,58 @@ class _Reader:
         if stacked:
             counts = [rows // len(targets)] * len(targets)
         if sum(counts) != rows:
-            why = f"{rows} rows are not {' + '.join(map(str, counts))}"
-            raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
+            reason = f"{rows} rows are not {' + '.join(map(str, counts))}"
+            raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {reason}")
+        select = _select_expert_rows if stacked else _select_rows
         first = 0
         for count in counts:
-            yield _inner_rows(tensor, first, count) if stacked else _rows(tensor, first, count)
+            yield select(tensor, first, count)
             first += count
 
-    def _whole(
-        self, prefix: str, joined: Joined, parts: Sequence[GgufTensor]
+    def _join_all(
+        self, prefix: str, joined: JoinedTensor, parts: Sequence[GgufTensor]
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield a tensor that the converter cut into parts, or those of all experts."""
+        """Yield a tensor that the converter split, or those of all experts."""
         name = f"{prefix}{joined.name}"
         if "{e}" not in name:
-            yield name, self._made(joined, parts)
+            yield name, self._join(joined, parts)
             return
-        for number in range(min(map(_experts, parts))):
-            own = [_expert(part, number) for part in parts]
-            yield name.format(e=number), self._made(joined, own)
+        for number in range(min(map(_count_experts, parts))):
+            expert_parts = [_select_expert(part, number) for part in parts]
+            yield name.format(e=number), self._join(joined, expert_parts)
 
-    def _made(self, joined: Joined, parts: Sequence[GgufTensor]) -> StoredTensor:
-        """Return a tensor of its parts. Raises CheckpointError where they do not fit each other."""
+    def _join(self, joined: JoinedTensor, parts: Sequence[GgufTensor]) -> StoredTensor:
+        """Return the tensor that parts form.
+
+        Raises CheckpointError where they do not fit each other.
+        """
         first = parts[0].shape
         sizes = self.sizes
         _check_fit(joined, parts)
         if joined.change == "below":
             rows = sum(part.shape[0] for part in parts)
-            return StoredTensor(tuple(parts), (rows, *first[1:]), (to.Concatenated(),))
+            return StoredTensor(tuple(parts), (rows, *first[1:]), (Concatenated(),))
         if joined.change == "interleaved":
             dim = 0 if joined.name.endswith("weight") else len(first) - 1
             shape = (*first[:dim], 2 * first[dim], *first[dim + 1 :])
-            return StoredTensor(tuple(parts), shape, (to.Interleaved(dim + 1),))
+            return StoredTensor(tuple(parts), shape, (Interleaved(dim + 1),))
         if joined.change == "latent_heads":
             heads, rank, nope = first
             rows = heads * (nope + parts[1].shape[-2])
-            return StoredTensor(tuple(parts), (rows, rank), (to.LatentHeads(),))
+            return StoredTensor(tuple(parts), (rows, rank), (LatentHeads(),))
         keys = sizes.delta_keys
         values = first[0] - 2 * keys * sizes.key_dim
         if not keys or values <= 0 or values % keys or parts[1].shape[0] != values:
-            why = f"{first[0]} rows are not those of {keys} key heads and of their values"
-            raise CheckpointError(f"{parts[0].path}: tensor {display_text(parts[0].name)}: {why}")
+            reason = f"{first[0]} rows are not those of {keys} key heads and of their values"
+            where = f"{parts[0].path}: tensor {display_text(parts[0].name)}"
+            raise CheckpointError(f"{where}: {reason}")
         rows = first[0] + values
-        change = to.KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
+        change = KeyHeadMajor(sizes.delta_keys, sizes.key_dim)
         return StoredTensor(tuple(parts), (rows, *first[1:]), (change,))
 
 
-def _check_fit(joined: Joined, parts: Sequence[GgufTensor]) -> None:
-    """Refuse parts of one tensor whose shapes are not such parts'."""
+def _check_fit(joined: JoinedTensor, parts: Sequence[GgufTensor]) -> None:
+    """Refuse parts of one tensor whose shapes do not fit each other."""
     shapes = [part.shape for part in parts]
     first, second = shapes
     fits = len(first) == len(second) > 1 and first[1:] == second[1:]
@@ -294,76 +324,80 @@ def _check_fit(joined: Joined, parts: Sequence[GgufTensor]) -> None:
     elif joined.change == "latent_heads":
         fits = len(first) == len(second) == 3 and (first[0], first[1]) == (second[0], second[2])
     if not fits:
-        why = f"{list(first)} does not fit {list(second)} of {display_text(parts[1].name)}"
-        raise CheckpointError(f"{parts[0].path}: tensor {display_text(parts[0].name)}: shape {why}")
+        reason = f"{list(first)} does not fit {list(second)} of {display_text(parts[1].name)}"
+        raise CheckpointError(
+            f"{parts[0].path}: tensor {display_text(parts[0].name)}: shape {reason}"
+        )
 
 
-def _experts(tensor: GgufTensor) -> int:
-    """Return how many experts a tensor stacks. Raises CheckpointError for one that stacks none."""
+def _count_experts(tensor: GgufTensor) -> int:
+    """Return the number of experts in a tensor. Raises CheckpointError for a tensor of none."""
     count = tensor.shape[0]
     if len(tensor.shape) < 2 or count > MAX_EXPERTS:
-        why = f"shape {list(tensor.shape)} does not stack up to {MAX_EXPERTS:,} experts"
-        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {why}")
+        reason = f"shape {list(tensor.shape)} does not stack up to {MAX_EXPERTS:,} experts"
+        raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {reason}")
     return count
 
 
-def _looked_up(
-    names: Names, own: str, stem: str, ending: str
+def _look_up(
+    names: Names, gguf_name: str, stem: str, ending: str
 ) -> tuple[str | tuple[str, ...] | None, str]:
-    """Return the name that stands for a tensor's own, whole or without its ending, and what is behind it."""
-    if own in names:
-        return names[own], ""
+    """Return the name for a tensor's in the file, with or without its ending, and the ending."""
+    if gguf_name in names:
+        return names[gguf_name], ""
     if stem in names and ending in ("weight", "bias"):
         return names[stem], f".{ending}"
     return None, ""
 
 
-def _rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
-    """Return some of a tensor's rows, the outermost dimension counted."""
+def _select_rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
+    """Return a part of a tensor's outermost dimension."""
     nbytes = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + first * nbytes
     return replace(tensor, shape=(count, *tensor.shape[1:]), offset=offset, nbytes=count * nbytes)
 
 
-def _inner_rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
-    """Return the same rows of every expert, which stand apart: only `_expert` may read them.
+def _select_expert_rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
+    """Return the same rows of every expert, which are not neighbours.
 
-    Offset and bytes are those of the first expert; the shape's first number counts experts.
+    Only `_select_expert` may read them.
+
+    The offset is that of the first expert's rows; the bytes are those of all experts.
     """
     per_row = tensor.nbytes // math.prod(tensor.shape[:2])
     offset = tensor.offset + first * per_row
     return replace(tensor, shape=(tensor.shape[0], count, tensor.shape[2]), offset=offset)
 
 
-def _expert(part: GgufTensor, number: int) -> GgufTensor:
-    """Return one expert's matrix of what holds all of them, or of their equal rows."""
+def _select_expert(part: GgufTensor, number: int) -> GgufTensor:
+    """Return one expert's matrix in a tensor of all experts, or in the same rows of all."""
     step = part.nbytes // part.shape[0]
     nbytes = part.type.row_bytes(part.shape[-1]) * math.prod(part.shape[1:-1])
     return replace(part, shape=part.shape[1:], offset=part.offset + number * step, nbytes=nbytes)
 
 
-def _same(shape: Shape) -> Shape:
+def _unchanged(shape: Shape) -> Shape:
     return shape
 
 
-def _flat(shape: Shape) -> Shape:
+def _as_vector(shape: Shape) -> Shape:
     return (math.prod(shape),)
 
 
-def _row(shape: Shape) -> Shape:
+def _as_row(shape: Shape) -> Shape:
     return (1, math.prod(shape))
 
 
-def _middle(shape: Shape) -> Shape:
+def _with_middle_dim(shape: Shape) -> Shape:
     return (shape[0], 1, *shape[1:])
 
 
 _RESHAPED: Mapping[str, Callable[[Shape], Shape]] = {
-    "ssm_conv1d.weight": _middle,
-    "shortconv.conv.weight": _middle,
-    "ssm_a": _flat,
-    "ssm_d": _flat,
-    "ssm_norm.weight": _flat,
-    "ffn_gate_inp_shexp.weight": _row,
+    "ssm_conv1d.weight": _with_middle_dim,
+    "shortconv.conv.weight": _with_middle_dim,
+    "ssm_a": _as_vector,
+    "ssm_d": _as_vector,
+    "ssm_norm.weight": _as_vector,
+    "ffn_gate_inp_shexp.weight": _as_row,
 }
-"""Shapes that the converter made other ones of, by names."""
+"""Functions from shapes in the file to Hugging Face's, by names."""

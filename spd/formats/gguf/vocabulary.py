@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokens: texts, kinds, ids with a role, and which of them end a turn."""
+"""The tokens of a GGUF file: texts, types, ids with a role, and ids that end a turn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ MAX_TOKENS = 1 << 24
 BYTE_LEVEL = "gpt2"
 SENTENCE_PIECE = "llama"
 GEMMA4 = "gemma4"
-KINDS = (BYTE_LEVEL, SENTENCE_PIECE, GEMMA4)
-"""Values of `tokenizer.ggml.model` that are supported; the last merges as the first, over spelled spaces."""
+TOKENIZER_KINDS = (BYTE_LEVEL, SENTENCE_PIECE, GEMMA4)
+"""Supported values of `tokenizer.ggml.model`.
+
+The last one merges as the first does, over spelled spaces.
+"""
 
 NORMAL = 1
 UNKNOWN = 2
@@ -34,9 +37,9 @@ _ROLES = {
     "eot_token": "eot_token_id",
     "eom_token": "eom_token_id",
 }
-_USUAL_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
-"""What a SentencePiece vocabulary means where the file says nothing."""
-_ENDS = ("eos_token", "eot_token", "eom_token")
+_DEFAULT_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+"""Ids of a SentencePiece vocabulary, in files without them."""
+_END_ROLES = ("eos_token", "eot_token", "eom_token")
 _END_WORDS = """
 <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>
 <|eom_id|> <|end_of_text|> <end_of_utterance> <turn|> <|tool_response> [e~[ <|fim_pad|> <fim-pad>
@@ -44,16 +47,18 @@ _END_WORDS = """
 <\uff5cend\u2581of\u2581sentence\uff5c>
 """
 _END_TEXTS = frozenset(_END_WORDS.split())
-"""Tokens that end a turn by their text, whatever kind they have, as llama.cpp picks them."""
+"""Texts of tokens that end a turn, whatever their type, as in llama.cpp."""
 _CONTROL_END_TEXTS = frozenset(
     ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "[PAD]", "<REPO>")
 )
-"""Those that are words of other vocabularies, HTML's for one: they end a turn where they are control tokens.
+"""Texts that are words in other vocabularies, as those of HTML.
+
+Control tokens of these texts end a turn.
 
 llama.cpp lets any of them end a turn.
 """
-_CALLS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
-"""Where all of one of these are there, `<|end|>` ends a message and not the turn."""
+_CALL_TOKENS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
+"""In a vocabulary with all tokens of one of these, `<|end|>` ends a message and not the turn."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
@@ -67,19 +72,22 @@ class Vocabulary:
 
     kind: str
     tokens: tuple[str, ...]
-    """By id. One that is only a place in the embedding has no text."""
+    """Texts by id; a row of the embedding without a token has an empty text."""
     types: tuple[int, ...]
     scores: tuple[float, ...]
-    """Of a SentencePiece vocabulary; else empty."""
+    """By id, of a SentencePiece vocabulary; else empty."""
     merges: tuple[str, ...]
-    """Two parts with a blank between them each; empty for a SentencePiece vocabulary."""
+    """Each is two parts with a blank between them; empty for a SentencePiece vocabulary."""
     fields: Fields
 
     @classmethod
     def of(cls, file: GgufFile) -> Vocabulary:
-        """Read a file's metadata. Raises CheckpointError for what is wrong or not supported."""
+        """Read the tokens in a file's metadata.
+
+        Raises CheckpointError for wrong or unsupported values.
+        """
         fields = Fields(str(file.path), file.metadata)
-        kind = fields.choice("tokenizer.ggml.model", KINDS)
+        kind = fields.choice("tokenizer.ggml.model", TOKENIZER_KINDS)
         tokens = _texts(fields, "tokenizer.ggml.tokens")
         count = len(tokens)
         fields.require(0 < count <= MAX_TOKENS, "tokenizer.ggml.tokens", f"are {count}")
@@ -104,20 +112,20 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        """The ids of the tokens that have a text."""
+        """Return the ids of the tokens that have a text."""
         return {text: number for number, text in enumerate(self.tokens) if text}
 
     @cached_property
     def roles(self) -> Mapping[str, int]:
-        """The ids of tokens with a role, by Hugging Face's names of roles.
+        """Return the ids of tokens with a role, by Hugging Face's names of roles.
 
-        Files name the id 0 for a padding token that there is none of, so that an ordinary word counts only
-        where it begins or ends a text.
+        Files have the id 0 for a padding token that does not exist, so that an ordinary word counts
+        only as the token that begins or ends a text.
         """
         roles: dict[str, int] = {}
         for role, name in _ROLES.items():
             key = f"tokenizer.ggml.{name}"
-            number = _USUAL_IDS.get(role) if self.kind == SENTENCE_PIECE else None
+            number = _DEFAULT_IDS.get(role) if self.kind == SENTENCE_PIECE else None
             if key in self.fields:
                 number = self.fields.integer(key, -1, (1 << 32) - 1)
             if number is None or not 0 <= number < len(self.tokens) or not self.tokens[number]:
@@ -129,17 +137,17 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of tokens that end a turn: those that the file names, then others, ascending."""
-        named = [self.roles[role] for role in _ENDS if role in self.roles]
-        listed = _integers(self.fields, "tokenizer.ggml.eos_token_ids")
-        named += [number for number in listed if 0 <= number < len(self.tokens)]
-        there = _END_TEXTS & self.ids.keys()
-        by_text = {self.ids[text] for text in there}
+        """Return the ids of tokens that end a turn: the keys' first, then others, ascending."""
+        file_ids = [self.roles[role] for role in _END_ROLES if role in self.roles]
+        listed_ids = _integers(self.fields, "tokenizer.ggml.eos_token_ids")
+        file_ids += [number for number in listed_ids if 0 <= number < len(self.tokens)]
+        present = _END_TEXTS & self.ids.keys()
+        text_ids = {self.ids[text] for text in present}
         for text in _CONTROL_END_TEXTS & self.ids.keys():
             if self.types[self.ids[text]] == CONTROL:
-                by_text.add(self.ids[text])
-        ends = dict.fromkeys((*named, *sorted(by_text)))
-        if any(calls <= there for calls in _CALLS):
+                text_ids.add(self.ids[text])
+        ends = dict.fromkeys((*file_ids, *sorted(text_ids)))
+        if any(calls <= present for calls in _CALL_TOKENS):
             ends.pop(self.ids.get("<|end|>", -1), None)
         return tuple(ends)
 
@@ -149,7 +157,7 @@ class Vocabulary:
 
 
 def _texts(fields: Fields, key: str) -> tuple[str, ...]:
-    """Return a list of texts that must be there."""
+    """Return a list of texts. Raises CheckpointError without it."""
     value = fields.get(key)
     if isinstance(value, tuple) and (not value or isinstance(value[0], str)):
         return value
@@ -157,7 +165,7 @@ def _texts(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, ...]:
-    """Return a list of whole numbers, empty when absent; of `count` of them."""
+    """Return a list of whole numbers, empty when absent; count: the length that it must have."""
     value = fields.get(key)
     if value is None:
         return ()
@@ -169,7 +177,7 @@ def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, 
 
 
 def _scores(fields: Fields, count: int) -> tuple[float, ...]:
-    """Return a score a token."""
+    """Return the score of each token."""
     key = "tokenizer.ggml.scores"
     value = fields.get(key)
     if not isinstance(value, tuple) or not value or type(value[0]) not in (int, float):

@@ -167,7 +167,7 @@ def _taken_apart(checkpoint: GgufCheckpoint, stored: StoredTensor) -> dict[str, 
         step = max(1, STRIP // columns)
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            blocks = checkpoint.blocks(part, first, count).view(-1, part.type.nbytes)
+            blocks = checkpoint.read_rows(part, first, count).view(-1, part.type.nbytes)
             for name, numbers in PARTS[part.type.name](blocks).items():
                 found.setdefault(name, []).append(numbers.reshape(count, -1))
     return found
@@ -180,6 +180,6 @@ def _multiply_out(checkpoint: GgufCheckpoint, part: GgufTensor, view: Tensor) ->
     step = max(1, STRIP // columns)
     for first in range(0, len(rows), step):
         strip = rows[first : first + step]
-        stored = checkpoint.blocks(part, first, len(strip)).to(view.device)
+        stored = checkpoint.read_rows(part, first, len(strip)).to(view.device)
         blocks = stored.view(-1, part.type.nbytes)
         strip.copy_(VALUES[part.type.name](blocks).view(len(strip), columns))

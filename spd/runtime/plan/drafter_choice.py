@@ -15,7 +15,7 @@ from spd.formats.assistant import ARCHITECTURE as ASSISTANT
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
-from spd.formats.gguf.sidecars import sidecar_of
+from spd.formats.gguf.sidecars import find_sidecar
 from spd.formats.hub import find_assistant, model_name_of_snapshot
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import (
@@ -128,7 +128,7 @@ def _find_assistant(target: ModelFolder) -> Path | None:
     assistant = find_assistant(target.path)
     if assistant is None and target.gguf is not None:
         with suppress(SpdError):
-            sidecar = sidecar_of(target.path)
+            sidecar = find_sidecar(target.path)
             assistant = sidecar if sidecar is not None and _is_assistant(sidecar) else None
     return assistant
 
@@ -139,7 +139,7 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     try:
         source = find_mtp_source(target)
         if source is None and target.gguf is not None:
-            sidecar = sidecar_of(target.path)
+            sidecar = find_sidecar(target.path)
             if sidecar is not None and _is_assistant(sidecar):
                 sidecar = None
     except SpdError:  # a folder without weights is not refused for its head

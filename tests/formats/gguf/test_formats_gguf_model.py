@@ -17,10 +17,10 @@ from spd.errors import CheckpointError, IncompatibleError, NotFoundError, SpdErr
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
 from spd.formats.gguf.changes import PermutedHeads
-from spd.formats.gguf.keys import decimal
+from spd.formats.gguf.keys import shortest_decimal
 from spd.formats.gguf.model import GgufCheckpoint
-from spd.formats.gguf.names import LAYER, OUTER
-from spd.formats.gguf.sidecars import sidecar_of
+from spd.formats.gguf.names import LAYER_NAMES, OUTER_NAMES
+from spd.formats.gguf.sidecars import find_sidecar
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
 from spd.formats.mtp import find_mtp_source
@@ -158,11 +158,11 @@ def test_factors_of_angles_are_read(tmp_path: Path) -> None:
 
 
 def test_float32_reads_as_the_shortest_decimal_that_means_it() -> None:
-    assert decimal(9.999999747378752e-06) == 1e-5
-    assert decimal(1000000.0) == 1e6
-    assert decimal(0.1) == 0.1
-    assert math.isnan(decimal(math.nan))
-    assert decimal(math.inf) == math.inf
+    assert shortest_decimal(9.999999747378752e-06) == 1e-5
+    assert shortest_decimal(1000000.0) == 1e6
+    assert shortest_decimal(0.1) == 0.1
+    assert math.isnan(shortest_decimal(math.nan))
+    assert shortest_decimal(math.inf) == math.inf
 
 
 def test_a_file_without_its_ending_is_opened(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_head_s_file_is_found_by_its_name(
 ) -> None:
     for name in (model, head):
         (tmp_path / name).write_bytes(b"")
-    assert sidecar_of(tmp_path / model) == (tmp_path / head if fits else None)
+    assert find_sidecar(tmp_path / model) == (tmp_path / head if fits else None)
 
 
 def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_every_architecture_is_of_a_class_that_is_served() -> None:
     for row in ARCHITECTURES.values():
-        for model in (row.model, *row.variants.values()):
+        for model in (row.model_class, *row.variants.values()):
             assert f"{model}ForCausalLM" in SUPPORTED_ARCHITECTURES
 
 
@@ -373,9 +373,9 @@ def random_file(draw: random.Random, name: str) -> bytes:
     for key in [*KEYS, *row.keys, "rope.dimension_count", "ssm.inner_size", "rope.scaling.type"]:
         if draw.random() < 0.9:
             metadata[f"{name}.{key}"] = random_value(draw)
-    names = [*OUTER, *row.outer, "rope_freqs"]
-    joined = (part.rpartition(".")[0] for each in row.joined for part in each.parts)
-    stems = [*LAYER, *row.names, *joined, *(row.mtp.outer if row.mtp else ())]
+    names = [*OUTER_NAMES, *row.outer_names, "rope_freqs"]
+    joined = (part.rpartition(".")[0] for each in row.joined_tensors for part in each.parts)
+    stems = [*LAYER_NAMES, *row.names, *joined, *(row.mtp.outer if row.mtp else ())]
     names += [f"blk.{draw.randrange(3)}.{stem}" for stem in stems]
     tensors: dict[str, Stored] = {"token_embd.weight": Stored("F32", [4, 32])}
     for stem in names:

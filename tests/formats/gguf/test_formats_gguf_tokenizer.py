@@ -234,7 +234,7 @@ def test_few_texts_are_merged_as_the_library_merges_all() -> None:
     draw = random.Random(3)
     for _ in range(60):
         file = file_of(sentence_piece(*random_pieces(draw), add_space_prefix=draw.random() < 0.5))
-        quick, whole = (open_tokenizer(file, few=few) for few in (LONG, -1))
+        quick, whole = (open_tokenizer(file, max_merged_characters=few) for few in (LONG, -1))
         for _ in range(20):
             text = "".join(draw.choices(["a", "b", " ", "\u2581", "\u00e9", "</s>"], k=12))
             for special in (False, True):
@@ -243,17 +243,17 @@ def test_few_texts_are_merged_as_the_library_merges_all() -> None:
 
 
 def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its list is made once, when there were more characters than `few`."""
+    """Its list is made once, when there were more characters than `max_merged_characters`."""
     made: list[int] = []
-    whole = module._merges
+    whole = module._merges_of_scores
 
     def counted(*parts: Any) -> list[tuple[str, str]]:
         made.append(1)
         return whole(*parts)
 
-    monkeypatch.setattr(module, "_merges", counted)
+    monkeypatch.setattr(module, "_merges_of_scores", counted)
     file = file_of(sentence_piece(*PIECES, ("ab", -1.0, NORMAL), add_space_prefix=False))
-    tokenizer = open_tokenizer(file, few=4)
+    tokenizer = open_tokenizer(file, max_merged_characters=4)
     for so_far in (0, 0, 1, 1):
         assert tokenizer.encode("ab") == [tokenizer.token_to_id("ab")]
         assert len(made) == so_far
@@ -523,7 +523,7 @@ def test_ids_equal_those_of_the_models_own_file(name: str) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     library = tokenizers.Tokenizer.from_str(json.dumps(file))
     own = file_of(metadata_of(file, JSON_FILES[name], config))
-    quick, whole = (open_tokenizer(own, few=few) for few in (LONG, -1))
+    quick, whole = (open_tokenizer(own, max_merged_characters=few) for few in (LONG, -1))
     names = [token["content"] for token in file["added_tokens"]][:300]
     for text in random_texts(20_000, names):
         expected = library.encode(text, add_special_tokens=False).ids
