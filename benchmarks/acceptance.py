@@ -50,10 +50,10 @@ class Options:
 
     drafters: tuple[str, ...]
     rules: tuple[str, ...]
-    most: int
+    max_drafts: int
     temperatures: tuple[float, ...]
     lengths: tuple[int | None, ...]
-    each: int | None
+    prompts_per_category: int | None
     tokens: int
     slots: int
     threads: int
@@ -77,54 +77,54 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance.json"
     )
-    given = parser.parse_args(arguments)
-    drafters = tuple(given.only.split(","))
+    parsed = parser.parse_args(arguments)
+    drafters = tuple(parsed.only.split(","))
     if unknown := set(drafters) - set(DRAFTERS):
         parser.error(f"--only {min(unknown)}: the drafters are {', '.join(DRAFTERS)}")
-    rules = tuple(given.verify.split(","))
+    rules = tuple(parsed.verify.split(","))
     if unknown := set(rules) - set(VERIFY_RULES):
         parser.error(f"--verify {min(unknown)}: the rules are {', '.join(VERIFY_RULES)}")
     return Options(
         drafters=drafters,
         rules=rules,
-        most=given.draft_max,
-        temperatures=tuple(float(word) for word in given.temperature.split(",")),
-        lengths=tuple(int(word) or None for word in given.prompt_tokens.split(",")),
-        each=given.each,
-        tokens=given.tokens,
-        slots=given.slots,
-        threads=given.threads,
-        seed=given.seed,
-        out=given.out,
+        max_drafts=parsed.draft_max,
+        temperatures=tuple(float(word) for word in parsed.temperature.split(",")),
+        lengths=tuple(int(word) or None for word in parsed.prompt_tokens.split(",")),
+        prompts_per_category=parsed.each,
+        tokens=parsed.tokens,
+        slots=parsed.slots,
+        threads=parsed.threads,
+        seed=parsed.seed,
+        out=parsed.out,
     )
 
 
-def questions(options: Options) -> list[EncodedPrompt]:
-    """The prompts that every drafter, rule, temperature and k is given alike."""
-    prompts = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
-    return encode_prompts(demo_folder(), prompts, options.lengths, options.tokens)
+def encode_benchmark_prompts(options: Options) -> list[EncodedPrompt]:
+    """Return the prompts that every drafter, rule, temperature and k gets alike."""
+    selected = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.prompts_per_category)
+    return encode_prompts(demo_folder(), selected, options.lengths, options.tokens)
 
 
-def requests(
-    asked: Sequence[EncodedPrompt], options: Options, temperature: float, tag: str
+def make_requests(
+    prompts: Sequence[EncodedPrompt], options: Options, temperature: float, tag: str
 ) -> list[Request]:
-    """One request a question; its seed depends on nothing but prompt and number."""
+    """Return one request a prompt; its seed depends on nothing but prompt and number."""
     return [
         Request(
             f"{tag}.{number}",
-            question.ids,
+            prompt.ids,
             SamplingParams(
                 temperature=temperature,
                 max_tokens=options.tokens,
-                seed=derived_seed(options.seed, question.prompt.name, number),
+                seed=derived_seed(options.seed, prompt.prompt.name, number),
             ),
         )
-        for number, question in enumerate(asked)
+        for number, prompt in enumerate(prompts)
     ]
 
 
-def counted_rounds(ran: Pass, k: int) -> list[RoundRecord]:
-    """Rounds with room for k drafts, by request; a request's first holds none."""
+def full_rounds(ran: Pass, k: int) -> list[RoundRecord]:
+    """Return the rounds with room for k drafts, by request; a request's first holds none."""
     last = {}
     for timeline in ran.timelines:
         request = timeline.request
@@ -135,17 +135,17 @@ def counted_rounds(ran: Pass, k: int) -> list[RoundRecord]:
 
 
 def tried_at(rounds: Sequence[RoundRecord]) -> list[int]:
-    """How often a draft stood at each position behind none that was rejected."""
+    """Return how often a draft stood at each position behind none that was rejected."""
     longest = max(len(r.draft) for r in rounds)
     return [sum(at <= r.accepted and at < len(r.draft) for r in rounds) for at in range(longest)]
 
 
 def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
-    """Tokens a round, accepted drafts over all, and each position's share: values with standard errors."""
-    own = [list(rounds) for _, rounds in groupby(later, key=lambda r: r.request)]
-    counted = [(*per_position(rounds), tried_at(rounds)) for rounds in own]
+    """Return tokens a round, accepted drafts over all, and each position's share, with errors."""
+    rounds_by_request = [list(rounds) for _, rounds in groupby(later, key=lambda r: r.request)]
+    counted = [(*per_position(rounds), tried_at(rounds)) for rounds in rounds_by_request]
     longest = max(len(drafted) for drafted, _, _ in counted)
-    accepted = [sum(r.accepted for r in rounds) for rounds in own]
+    accepted = [sum(r.accepted for r in rounds) for rounds in rounds_by_request]
 
     def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float | None] | None:
         if not sum(under):
@@ -159,20 +159,26 @@ def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
             for lists in counted
         ]
 
-    rounds = [float(len(each)) for each in own]
+    rounds = [float(len(request_rounds)) for request_rounds in rounds_by_request]
     return {
-        "requests": len(own),
+        "requests": len(rounds_by_request),
         "rounds": len(later),
         "drafts": sum(len(r.draft) for r in later),
         "length": ratio([n + a for n, a in zip(rounds, accepted, strict=True)], rounds),
-        "rate": ratio(accepted, [float(sum(len(r.draft) for r in each)) for each in own]),
+        "rate": ratio(
+            accepted,
+            [
+                float(sum(len(r.draft) for r in request_rounds))
+                for request_rounds in rounds_by_request
+            ],
+        ),
         "per_position": [ratio(at(i, 1), at(i, 0)) for i in range(longest)],
         "conditional": [ratio(at(i, 1), at(i, 2)) for i in range(longest)],
     }
 
 
 def temperatures(drafter: str, rule: str, options: Options) -> tuple[float, ...]:
-    """Those that are measured: the ends only where nothing learned drafts, 0 under one rule only."""
+    """Return the measured ones: the ends only where nothing learned drafts, 0 under one rule."""
     chosen = options.temperatures
     if drafter in ENDS_ONLY:
         chosen = tuple(dict.fromkeys((chosen[0], chosen[-1])))
@@ -180,11 +186,14 @@ def temperatures(drafter: str, rule: str, options: Options) -> tuple[float, ...]
 
 
 def measure(
-    drafter: str, rule: str, k: int, asked: Sequence[EncodedPrompt], options: Options
+    drafter: str, rule: str, k: int, prompts: Sequence[EncodedPrompt], options: Options
 ) -> list[dict[str, Any]]:
-    """One row a temperature, of one engine."""
-    longest = max(len(question.ids) for question in asked)
-    own = {**drafters(demo_folder()), SELF: {"spec": "draft", "draft_model": demo_folder()}}
+    """Return one row a temperature, of one engine."""
+    longest = max(len(question.ids) for question in prompts)
+    drafting_options = {
+        **drafters(demo_folder()),
+        SELF: {"spec": "draft", "draft_model": demo_folder()},
+    }
     engine = Engine(
         EngineConfig(
             model=demo_folder(),
@@ -195,33 +204,33 @@ def measure(
             draft_max=k,
             adaptive=False,
             verify=rule,
-            **own[drafter],
+            **drafting_options[drafter],
         )
     )
     rows = []
     for temperature in temperatures(drafter, rule, options):
-        asked_now = requests(asked, options, temperature, f"{temperature}")
+        asked_now = make_requests(prompts, options, temperature, f"{temperature}")
         ran = run_pass(engine, asked_now, concurrency=options.slots)
         key = {"drafter": drafter, "verify": rule, "temperature": temperature, "k": k}
-        rows.append({**key, **row_of(counted_rounds(ran, k)), "dtype": engine.plan.shape.dtype})
+        rows.append({**key, **row_of(full_rounds(ran, k)), "dtype": engine.plan.shape.dtype})
     engine.close()
     return rows
 
 
 def weights_digest() -> str:
-    """SHA-256 of the demo's weights, target and draft: other weights have other acceptance."""
+    """Return the SHA-256 of the demo's weights: other weights have other acceptance."""
     digest = hashlib.sha256()
     for folder in (demo_folder(), demo_draft_folder()):
         digest.update((folder / "model.safetensors").read_bytes())
     return digest.hexdigest()
 
 
-def settings_of(options: Options, asked: Sequence[EncodedPrompt]) -> dict[str, Any]:
-    """What rows must have in common to stand in one file."""
+def settings_of(options: Options, prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
+    """Return the settings that the rows of one file share."""
     return {
         "model": "demo",
         "weights_sha256": weights_digest(),
-        "prompts": len(asked),
+        "prompts": len(prompts),
         "prompt_tokens": list(options.lengths),
         "tokens": options.tokens,
         "seed": options.seed,
@@ -229,7 +238,7 @@ def settings_of(options: Options, asked: Sequence[EncodedPrompt]) -> dict[str, A
 
 
 def measured_before(options: Options, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the file that are of these settings."""
+    """Return the rows of the file that are of these settings."""
     if not options.out.exists():
         return []
     before = json.loads(options.out.read_text(encoding="utf-8"))
@@ -239,17 +248,19 @@ def measured_before(options: Options, settings: Mapping[str, Any]) -> list[dict[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the file lacks, print a line a row, and write the file after each engine."""
     options = parse_options(arguments)
-    asked = questions(options)
-    settings = settings_of(options, asked)
+    prompts = encode_benchmark_prompts(options)
+    settings = settings_of(options, prompts)
     rows = measured_before(options, settings)
     done = {(row["drafter"], row["verify"], row["k"], row["temperature"]) for row in rows}
-    for drafter, rule, k in product(options.drafters, options.rules, range(1, options.most + 1)):
-        wanted = {
+    for drafter, rule, k in product(
+        options.drafters, options.rules, range(1, options.max_drafts + 1)
+    ):
+        combinations = {
             (drafter, rule, k, temperature) for temperature in temperatures(drafter, rule, options)
         }
-        if not wanted - done:
+        if not combinations - done:
             continue
-        measured = measure(drafter, rule, k, asked, options)
+        measured = measure(drafter, rule, k, prompts, options)
         if weights_digest() != settings["weights_sha256"]:
             print(
                 "the demo's weights are others than at the start: run this again", file=sys.stderr
@@ -257,8 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         for row in measured:
             length = row["length"]
-            where = f"{drafter} {rule} T={row['temperature']:g} k={k}"
-            print(f"{where}: {length['value']:.3f} ± {length['error'] or 0:.3f}", flush=True)
+            label = f"{drafter} {rule} T={row['temperature']:g} k={k}"
+            print(f"{label}: {length['value']:.3f} ± {length['error'] or 0:.3f}", flush=True)
             rows.append(row)
         result = {
             "schema": SCHEMA,

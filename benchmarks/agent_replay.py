@@ -79,7 +79,7 @@ SOURCES = (
 
 
 def function(name: str, **properties: str) -> dict[str, Any]:
-    """A tool with arguments that are texts."""
+    """Return a tool whose arguments are texts."""
     schema = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},
@@ -95,29 +95,29 @@ TOOLS = [
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What the assistant writes, and the message that answers it."""
+    """A tool call of the assistant, and its result."""
 
     name: str
     arguments: dict[str, str]
     result: str
 
     @property
-    def said(self) -> str:
-        """The call as the template writes it."""
+    def call_text(self) -> str:
+        """Return the call as the template writes it."""
         return (
             f"<tool_call>{json.dumps({'name': self.name, 'arguments': self.arguments})}</tool_call>"
         )
 
     def messages(self, number: int) -> list[dict[str, Any]]:
-        """The call and its result as an agent sends them."""
-        told = {"name": self.name, "arguments": json.dumps(self.arguments)}
-        call = {"id": f"call_{number}", "type": "function", "function": told}
+        """Return the call and its result as an agent sends them."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": call["id"], "content": self.result}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
 def transcript(count: int, tokenizer: Any) -> list[Turn]:
-    """Turns that read a file and edit it by turns; the same for the same arguments."""
+    """Return turns that read a file and edit it by turns; the same for the same arguments."""
     chance = random.Random(0)
     turns = list[Turn]()
     lines = list[str]()
@@ -143,16 +143,16 @@ def transcript(count: int, tokenizer: Any) -> list[Turn]:
 def conversations(
     turns: Sequence[Turn], window: int, tokenizer: Any
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """What stands before each turn: the number of the first turn that is still there, and the messages."""
-    sizes = [len(tokenizer.encode(turn.said + turn.result)) + 24 for turn in turns]
+    """Yield for each turn the number of the first turn that remains, and the messages."""
+    sizes = [len(tokenizer.encode(turn.call_text + turn.result)) + 24 for turn in turns]
     first = 0
     for number in range(len(turns)):
         if sum(sizes[first:number]) > window - ROOM:
             first = number - 1 - (sizes[number - 2] < window // 4)
         done = "; ".join(f"{turn.name} {turn.arguments['path']}" for turn in turns[:first])
         summary = [{"role": "user", "content": f"Done so far: {done}."}] if first else []
-        kept = [one for at in range(first, number) for one in turns[at].messages(at)]
-        yield first, [{"role": "user", "content": TASK}, *summary, *kept]
+        messages = [message for at in range(first, number) for message in turns[at].messages(at)]
+        yield first, [{"role": "user", "content": TASK}, *summary, *messages]
 
 
 class Replay:
@@ -186,17 +186,21 @@ class Replay:
         vars(self.engine)["write_prompt_part"] = counted
 
     def request(self, messages: Sequence[dict[str, Any]], number: int, *, rule: bool) -> Request:
-        """The request that a server would make of an agent's."""
+        """Return the request that a server would make of an agent's."""
         clock = f"{CLOCK}{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}"
         system = {"role": "system", "content": f"You edit code.\n{clock}\nBe exact."}
         body = {"messages": [system, *messages], "tools": TOOLS, "max_tokens": OWN}
-        wish = read_chat({**body, "temperature": 0.8, "seed": number}, self.service.settings)
-        prepared = self.service.prepare(without_lines(wish, (CLOCK,)) if rule else wish)
+        chat_request = read_chat(
+            {**body, "temperature": 0.8, "seed": number}, self.service.settings
+        )
+        prepared = self.service.prepare(
+            without_lines(chat_request, (CLOCK,)) if rule else chat_request
+        )
         ((request, _),) = prepared[1]
         return request
 
     def run(self, request: Request) -> tuple[tuple[int, ...], Any, int]:
-        """What a request brought, its counters, and the positions of its prompt that were written."""
+        """Run a request; return its ids, its counters, and the written positions of its prompt."""
         before = self.written
         ids = list[int]()
         self.engine.add(request)
@@ -207,46 +211,46 @@ class Replay:
         return tuple(ids), self.engine.metrics(request.id), self.written - before
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         self.engine.close()
 
 
-def held(request: Request, said: str) -> Request:
-    """The same with one reply that a grammar allows."""
+def constrain_reply(request: Request, expected_reply: str) -> Request:
+    """Return the request with one reply that a grammar allows."""
     params = dataclasses.replace(request.params, temperature=0.0, max_tokens=None)
-    grammar = GrammarSpec("lark", f"start: {json.dumps(said)}")
+    grammar = GrammarSpec("lark", f"start: {json.dumps(expected_reply)}")
     return dataclasses.replace(request, id=f"{request.id}-held", params=params, grammar=grammar)
 
 
 def replay(
-    one: Replay,
+    engine_replay: Replay,
     turns: Sequence[Turn],
     window: int,
     *,
     rule: bool = True,
     fixed: bool = True,
-    wanted: Any = None,
+    numbers: Any = None,
 ) -> Iterator[dict[str, Any]]:
-    """Figures of each turn, or of those `wanted`; `own` is what the model said of its own."""
+    """Yield figures of each turn, or of those in `numbers`; `own` are the model's own ids."""
     before: tuple[int, ...] = ()
-    tokenizer = one.service.settings.vocabulary.need_tokenizer()
+    tokenizer = engine_replay.service.settings.vocabulary.need_tokenizer()
     for number, (first, messages) in enumerate(conversations(turns, window, tokenizer)):
-        request = one.request(messages, number, rule=rule)
+        request = engine_replay.request(messages, number, rule=rule)
         pairs = enumerate(zip(before, request.prompt_ids, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), len(before))
         before = request.prompt_ids
-        if wanted is not None and number not in wanted:
+        if numbers is not None and number not in numbers:
             continue
-        own, metrics, written = one.run(request)
+        reply_ids, metrics, written = engine_replay.run(request)
         row: dict[str, Any] = {
             "turn": number,
             "first": first,
             "prompt": len(before),
             "new": len(before) - same,
         }
-        row |= {"prefilled": written, "cached": metrics.cached_tokens, "own": list(own)}
+        row |= {"prefilled": written, "cached": metrics.cached_tokens, "own": list(reply_ids)}
         if fixed:
-            _, metrics, again = one.run(held(request, turns[number].said))
+            _, metrics, again = engine_replay.run(constrain_reply(request, turns[number].call_text))
             row |= {"said": metrics.completion_tokens, "rounds": metrics.rounds, "again": again}
             row |= {"drafts": metrics.draft_n, "accepted": metrics.draft_n_accepted}
         row["rss"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -254,11 +258,11 @@ def replay(
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of all turns."""
+    """Return figures of all turns."""
     half = len(rows) // 2
     total = {name: sum(row[name] for row in rows) for name in ("new", "prefilled", "prompt")}
     extra = [row["prefilled"] - row["new"] for row in rows]
-    shown = {
+    totals = {
         "turns": len(rows),
         "compactions": len({row["first"] for row in rows}) - 1,
         "prompt_most": max(row["prompt"] for row in rows),
@@ -273,18 +277,18 @@ def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         - max(row["rss"] for row in rows[:half]),
     }
     if "said" in rows[0]:
-        said, rounds, drafts, accepted = (
+        reply_tokens, rounds, drafts, accepted = (
             sum(row[n] for row in rows) for n in ("said", "rounds", "drafts", "accepted")
         )
-        shown |= {"said_tokens": said, "tokens_per_round": round(said / rounds, 4)}
-        shown |= {"acceptance_rate": round(accepted / drafts, 4) if drafts else None}
-        shown |= {"prefilled_again": sum(row["again"] for row in rows)}
-    return shown
+        totals |= {"said_tokens": reply_tokens, "tokens_per_round": round(reply_tokens / rounds, 4)}
+        totals |= {"acceptance_rate": round(accepted / drafts, 4) if drafts else None}
+        totals |= {"prefilled_again": sum(row["again"] for row in rows)}
+    return totals
 
 
 @dataclasses.dataclass
 class Runs:
-    """The runs of one model, each kept as lines of a file."""
+    """The runs of one model, each stored as lines of a file."""
 
     name: str
     folder: Path
@@ -293,64 +297,71 @@ class Runs:
     threads: int
 
     def rows(
-        self, part: str, turns: Sequence[Turn], method: str, **how: Any
+        self, part: str, turns: Sequence[Turn], method: str, **options: Any
     ) -> list[dict[str, Any]]:
-        """Figures of a run's turns: a cold one goes on where it was, others begin anew if not whole."""
+        """Return the figures of a run's turns.
+
+        A cold run continues where it was; others begin anew if incomplete.
+        """
         cold = part == "cold"
         path = self.parts / f"{self.name}-{part}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        wanted = how.pop("wanted", range(len(turns)))
-        if len(rows) == len(wanted):
+        numbers = options.pop("numbers", range(len(turns)))
+        if len(rows) == len(numbers):
             return rows
-        rows, left = (
-            (rows, set(wanted) - {row["turn"] for row in rows}) if cold else ([], set(wanted))
+        rows, remaining = (
+            (rows, set(numbers) - {row["turn"] for row in rows}) if cold else ([], set(numbers))
         )
-        one = Replay(self.folder, method, self.ctx, self.threads, shares=not cold)
+        engine_replay = Replay(self.folder, method, self.ctx, self.threads, shares=not cold)
         with path.open("a" if cold else "w") as file:
-            for row in replay(one, turns, self.ctx, wanted=left, **how):
+            for row in replay(engine_replay, turns, self.ctx, numbers=remaining, **options):
                 rows.append(row)
                 print(json.dumps(row), file=file, flush=True)
-        one.close()
+        engine_replay.close()
         return rows
 
 
-def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Every method on one model, with a run without a cache to compare with."""
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every method on one model, and a run without a cache to compare with."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / name
         shutil.copytree(demo_folder(name), folder)
         config = json.loads((folder / "config.json").read_text())
         longest = config["max_position_embeddings"]
-        config["max_position_embeddings"] = max(longest, given.window)
+        config["max_position_embeddings"] = max(longest, arguments.window)
         (folder / "config.json").write_text(json.dumps(config))
-        parts = given.parts or Path(place)
+        parts = arguments.parts or Path(place)
         parts.mkdir(parents=True, exist_ok=True)
-        runs = Runs(name, folder, parts, given.window, given.threads)
+        runs = Runs(name, folder, parts, arguments.window, arguments.threads)
         tokenizer = ModelFolder(folder).tokenizer
         assert tokenizer is not None
-        turns = transcript(given.turns, tokenizer)
+        turns = transcript(arguments.turns, tokenizer)
         sizes = [len(tokenizer.encode(turn.result)) for turn in turns if turn.name == "read"]
-        found: dict[str, Any] = {"model": name, "window": given.window, "own_ctx": longest}
-        found |= {"turns": given.turns, "result_tokens": [min(sizes), max(sizes)], "methods": {}}
-        each = {method: runs.rows(method, turns, method) for method in METHODS[name]}
+        result: dict[str, Any] = {"model": name, "window": arguments.window, "own_ctx": longest}
+        result |= {
+            "turns": arguments.turns,
+            "result_tokens": [min(sizes), max(sizes)],
+            "methods": {},
+        }
+        rows_by_method = {method: runs.rows(method, turns, method) for method in METHODS[name]}
         alone = runs.rows("without_rule", turns[:20], "off", rule=False, fixed=False)
-        wanted = range(0, given.turns, given.cold_every)
+        cold_numbers = range(0, arguments.turns, arguments.cold_every)
         cold = {
             row["turn"]: row["own"]
-            for row in runs.rows("cold", turns, "off", fixed=False, wanted=wanted)
+            for row in runs.rows("cold", turns, "off", fixed=False, numbers=cold_numbers)
         }
-        for method, rows in each.items():
-            equal = sum(rows[number]["own"] == own for number, own in cold.items())
-            found["methods"][method] = {
+        for method, rows in rows_by_method.items():
+            equal = sum(rows[number]["own"] == reply_ids for number, reply_ids in cold.items())
+            result["methods"][method] = {
                 **summed(rows),
                 "turns_equal_to_cold": equal,
                 "turns_cold": len(cold),
             }
-        return {**found, "without_rule": summed(alone)}
+        return {**result, "without_rule": summed(alone)}
 
 
 def main() -> None:
-    """Measure, and print or write what was found."""
+    """Measure, and print or write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", action="append", choices=sorted(METHODS))
     parser.add_argument("--turns", type=int, default=60)
@@ -361,16 +372,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", type=Path)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    found = {
+    arguments = parser.parse_args()
+    result = {
         "schema": SCHEMA,
         "machine": describe_machine(),
         **describe_commit("spd", "benchmarks/agent_replay.py"),
-        "settings": {"own_tokens": OWN, "tools": len(TOOLS), "threads": given.threads},
-        "models": [measure(name, given) for name in given.model or ["demo-hybrid", "demo"]],
+        "settings": {"own_tokens": OWN, "tools": len(TOOLS), "threads": arguments.threads},
+        "models": [measure(name, arguments) for name in arguments.model or ["demo-hybrid", "demo"]],
     }
-    text = json.dumps(found, indent=1)
-    print(text) if given.out is None else given.out.write_text(text + "\n")
+    text = json.dumps(result, indent=1)
+    print(text) if arguments.out is None else arguments.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

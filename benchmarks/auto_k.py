@@ -59,18 +59,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def sweep_of(
     model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
 ) -> Sweep:
-    """Plain, every fixed k, and adaptive k, on one mix of prompts."""
+    """Return a sweep of plain decoding, every fixed k, and adaptive k, on one mix of prompts."""
     prompts = [
         replace(prompt, category="mixed")
         for prompt in select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
     ]
-    questions = encode_prompts(model, prompts, [None], options.tokens)
+    encoded = encode_prompts(model, prompts, [None], options.tokens)
     fixed = [int(word) for word in options.draft_max.split(",")]
     plain = EngineConfig(
         model=model,
         device="cpu",
         threads=options.threads,
-        ctx=max(len(question.ids) for question in questions) + options.tokens,
+        ctx=max(len(prompt.ids) for prompt in encoded) + options.tokens,
         prefix_sharing=False,
         spec="off",
     )
@@ -88,11 +88,11 @@ def sweep_of(
         ignore_eos=True,
         waves=options.waves,
     )
-    return Sweep(configs, [questions] * len(configs), settings)
+    return Sweep(configs, [encoded] * len(configs), settings)
 
 
 def case_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the rows of one load say: the best fixed k, and adaptive k against it and against plain."""
+    """Return the best fixed k of one load, and adaptive k against it and against plain."""
 
     def values(row: Mapping[str, Any]) -> list[float]:
         return list(row["tokens_per_second"]["values"])
@@ -122,13 +122,13 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One model: a case for each number of requests together."""
+    """Return a case of one model for each number of requests together."""
     folder = model_folder(name)
-    known = drafters(folder)
-    method = options.spec or next(iter(known))
-    sweep = sweep_of(folder, known[method], options)
-    sweep.report = lambda what, done, total: print(
-        f"\r{name}: {what}, {done} of {total}   ", end="", file=sys.stderr
+    methods = drafters(folder)
+    method = options.spec or next(iter(methods))
+    sweep = sweep_of(folder, methods[method], options)
+    sweep.report = lambda phase, done, total: print(
+        f"\r{name}: {phase}, {done} of {total}   ", end="", file=sys.stderr
     )
     sweep.run()
     rows = make_rows(sweep.samples, sweep.plans)
@@ -152,8 +152,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def kept(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What a result file of this form says of models and methods that were not measured now."""
+def earlier_models(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries of a result file for models and methods that were not measured now."""
     names = {(model["model"], model["method"]) for model in measured}
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     models = before["models"] if before.get("schema") == SCHEMA else []
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "schema": SCHEMA,
         "acceptance": "natural",
-        "models": [*(kept(options.out, models) if options.keep else []), *models],
+        "models": [*(earlier_models(options.out, models) if options.keep else []), *models],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if any(model["differences"] for model in models) else 0

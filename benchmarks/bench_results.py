@@ -36,17 +36,17 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def result_file(name: str) -> Path:
-    """Where a result is kept."""
+    """Return the path of a result."""
     return RESULTS / f"bench_{name}.json"
 
 
-def command_words(name: str, more: Sequence[str] = ()) -> list[str]:
-    """The options of a result; what is given again takes the place of what was there."""
+def command_words(name: str, extra_words: Sequence[str] = ()) -> list[str]:
+    """Return the options of a result; `extra_words` override them."""
     words = COMMANDS[name].split()
-    for flag in [word for word in more if word.startswith("-") and word in words]:
+    for flag in [word for word in extra_words if word.startswith("-") and word in words]:
         at = words.index(flag)
         del words[at : at + 2]
-    return [*words, *more]
+    return [*words, *extra_words]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     name = arguments[0]
-    more = [word for word in arguments[1:] if word != "--"]
-    words = command_words(name, more)
+    extra_words = [word for word in arguments[1:] if word != "--"]
+    words = command_words(name, extra_words)
     command = [sys.executable, "-m", "spd", "bench", *words, "--json"]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if not run.stdout.strip():
@@ -69,9 +69,9 @@ def main(arguments: Sequence[str]) -> int:
         print(run.stdout, file=sys.stderr)
         return run.returncode or 1
     del result["samples"]
-    kept = {"command": " ".join(["spd bench", *words]), **describe_commit(), **result}
+    stored = {"command": " ".join(["spd bench", *words]), **describe_commit(), **result}
     result_file(name).parent.mkdir(parents=True, exist_ok=True)
-    result_file(name).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    result_file(name).write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return run.returncode
 
 

@@ -28,7 +28,7 @@ PROMPT = tuple(range(300, 330))
 
 
 def work(options: dict[str, Any]) -> None:
-    """A worker: for each line "TOGETHER TOKENS" on stdin print the tokens a second that its engine gave."""
+    """Print, for each line "TOGETHER TOKENS" on stdin, this worker's tokens a second."""
     from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
 
     model = Path(options["model"]) if options["model"] else demo_folder()
@@ -46,8 +46,8 @@ def work(options: dict[str, Any]) -> None:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         requests = [Request(f"{time.monotonic_ns()}-{i}", PROMPT, params) for i in range(together)]
         began = time.perf_counter()
-        made = sum(len(done.token_ids) for done in engine.generate(requests))
-        print(made / (time.perf_counter() - began), flush=True)
+        generated = sum(len(done.token_ids) for done in engine.generate(requests))
+        print(generated / (time.perf_counter() - began), flush=True)
 
 
 class Worker:
@@ -70,7 +70,7 @@ class Worker:
 
 
 def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """The rows of one dtype: medians of tokens a second by threads, for every load and number together."""
+    """Return the rows of one dtype: median tokens a second by threads, load and number together."""
     shared = {"model": arguments.model, "dtype": dtype, "spec": arguments.spec}
     names = {"1": 1, "all": len(os.sched_getaffinity(0)), "own": None}
     pairs = {
@@ -92,11 +92,11 @@ def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
                 speeds: dict[str, list[float]] = {name: [] for name in names}
                 for repetition in range(arguments.repetitions + 1):  # the first is not counted
                     for name, pair in pairs.items():
-                        used = pair if load == "two" else pair[:1]
-                        for worker in used:
+                        busy_workers = pair if load == "two" else pair[:1]
+                        for worker in busy_workers:
                             worker.ask(together, tokens)
-                        made = [float(worker.read()) for worker in used]
-                        speeds[name] += made[:1] if repetition else []
+                        token_counts = [float(worker.read()) for worker in busy_workers]
+                        speeds[name] += token_counts[:1] if repetition else []
                 for program in busy:
                     program.kill()
                     program.wait()
@@ -106,9 +106,9 @@ def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
                     {"dtype": dtype, "kernels": sorted(kernels), "together": together, "load": load,
                      "tokens_per_second": middle, "ratio": ratio, "every": speeds}
                 )  # fmt: skip
-                shown = "  ".join(f"{name} {value:7.1f}" for name, value in middle.items())
+                figures_text = "  ".join(f"{name} {value:7.1f}" for name, value in middle.items())
                 print(
-                    f"{dtype:9} {together:3} together  {load:5} {shown}   own / best {ratio:.3f}",
+                    f"{dtype:9} {together:3} together  {load:5} {figures_text}   own / best {ratio:.3f}",
                     flush=True,
                 )
     finally:

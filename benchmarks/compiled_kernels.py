@@ -27,7 +27,7 @@ COLUMNS = [
 
 
 def compiled(architecture: int) -> list[list[Any]]:
-    """A row for each kernel, in bfloat16 where there is a choice."""
+    """Return a row for each kernel, in bfloat16 where there is a choice."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = ROOT / "tests/kernels/compile_ahead.py"
     output = subprocess.run(
@@ -43,8 +43,8 @@ def compiled(architecture: int) -> list[list[Any]]:
 
 def main() -> None:
     """Compile, and write the table with one row a line."""
-    found = [row for architecture in ARCHITECTURES for row in compiled(architecture)]
-    rows = [json.dumps(row) for row in found]
+    kernels = [row for architecture in ARCHITECTURES for row in compiled(architecture)]
+    rows = [json.dumps(row) for row in kernels]
     head = {
         "schema": "spd.benchmarks.compiled_kernels/1",
         "triton": triton.__version__,
@@ -56,7 +56,7 @@ def main() -> None:
         ["{", *lines, f' "columns": {json.dumps(COLUMNS)},', f' "rows": [\n{table}\n ]', "}"]
     )
     RESULT.write_text(text + "\n")
-    print(f"{len(found)} rows; in local memory: {[row for row in found if row[3]]}")
+    print(f"{len(rows)} rows; in local memory: {[row for row in kernels if row[3]]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a checkpoint can be drafted for with: its MTP head, folders `eagle3` and `draft` beside it, lookup."""
+"""The drafters of a checkpoint: its MTP head, folders `eagle3` and `draft` beside it, lookup."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from spd.formats.mtp import find_mtp_source
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model that is named on a command line."""
+    """Return the folder of a model that is named on a command line."""
     return demo_folder() if name == "demo" else Path(name).resolve()
 
 
 def drafters(model: Path) -> dict[str, dict[str, Any]]:
     """Return the options of an `EngineConfig` by method, the learned ones first."""
-    found: dict[str, dict[str, Any]] = {}
+    methods: dict[str, dict[str, Any]] = {}
     if find_mtp_source(ModelFolder(model)) is not None:
-        found["mtp"] = {"spec": "mtp"}
+        methods["mtp"] = {"spec": "mtp"}
     if (model / "eagle3").is_dir():
-        found["eagle3"] = {"spec": "eagle3", "draft_model": model / "eagle3"}
+        methods["eagle3"] = {"spec": "eagle3", "draft_model": model / "eagle3"}
     if (model / "draft").is_dir():
-        found["draft"] = {"spec": "draft", "draft_model": model / "draft"}
-    return {**found, "ngram": {"spec": "ngram"}}
+        methods["draft"] = {"spec": "draft", "draft_model": model / "draft"}
+    return {**methods, "ngram": {"spec": "ngram"}}

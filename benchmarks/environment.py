@@ -1,4 +1,4 @@
-"""What a figure depends on and a reader cannot see: the commit, and the load of others."""
+"""Conditions of a figure that a reader cannot see: the commit, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def busy_cpu_seconds() -> float:
 
 
 class ForeignLoad:
-    """How many CPUs something else kept busy while a process group worked; a figure above ~0.1 is noise."""
+    """The CPUs that other programs used while a process group worked; above ~0.1 is noise."""
 
     def __init__(self, group: int) -> None:
         self.group = group
-        self.own = group_cpu_seconds(group)
+        self.own_start = group_cpu_seconds(group)
         self.busy = busy_cpu_seconds()
         self.at = time.monotonic()
 
     def read(self) -> tuple[float, float]:
         """Return since this was made: CPUs busy with others on average, and the group's own CPU seconds."""
-        own = group_cpu_seconds(self.group) - self.own
+        own_seconds = group_cpu_seconds(self.group) - self.own_start
         busy = busy_cpu_seconds() - self.busy
-        return max(0.0, busy - own) / max(1e-9, time.monotonic() - self.at), own
+        return max(0.0, busy - own_seconds) / max(1e-9, time.monotonic() - self.at), own_seconds

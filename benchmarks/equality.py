@@ -58,7 +58,7 @@ OPENINGS = (
 
 @dataclass
 class Text:
-    """What one request gave."""
+    """The output of one request."""
 
     tokens: list[int] = field(default_factory=list)
     drafts: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
@@ -68,25 +68,25 @@ class Text:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
-    """All requests to their ends, together as far as there are slots."""
-    made = {request.id: Text() for request in requests}
-    engine.trace = lambda record: made[record.request].drafts.append(
+    """Run all requests to their ends, together as far as there are slots; return their texts."""
+    texts = {request.id: Text() for request in requests}
+    engine.trace = lambda record: texts[record.request].drafts.append(
         (tuple(record.draft), record.accepted)
     )
     for event in engine.stream(requests):
-        made[event.request_id].tokens += event.token_ids
-        made[event.request_id].finish = event.finish_reason
-    for name, text in made.items():
-        told = engine.metrics(name)
-        text.interrupted = told.preemptions
-        text.cached = told.cached_tokens
-    return list(made.values())
+        texts[event.request_id].tokens += event.token_ids
+        texts[event.request_id].finish = event.finish_reason
+    for name, text in texts.items():
+        metrics = engine.metrics(name)
+        text.interrupted = metrics.preemptions
+        text.cached = metrics.cached_tokens
+    return list(texts.values())
 
 
 def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
-    """Requests at every temperature; `engine` says what a next turn goes on from."""
+    """Return requests at every temperature; `engine` generates what a next turn continues."""
     tokenizer = engine.tokenizer
-    made = list[Request]()
+    requests = list[Request]()
     assert isinstance(tokenizer, Tokenizer)
     for i in range(count):
         name = CALLS[i // 3 % len(CALLS)]
@@ -94,41 +94,41 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
         ids: tuple[int, ...] = tuple(tokenizer.encode(words))
         spans: tuple[tuple[str, int], ...] = ()
         if i % 3 == 1:
-            ids = (*made[-1].prompt_ids, *tokenizer.encode(f"\n{i}. "))
+            ids = (*requests[-1].prompt_ids, *tokenizer.encode(f"\n{i}. "))
         elif i % 3 == 2:
-            before = made[-2]
-            more = tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
+            before = requests[-2]
+            continuation = tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
             reply = tuple(run(engine, [before])[0].tokens)
-            ids = (*before.prompt_ids, *reply, *more)
-            parts = (len(before.prompt_ids), len(reply), len(more))
+            ids = (*before.prompt_ids, *reply, *continuation)
+            parts = (len(before.prompt_ids), len(reply), len(continuation))
             spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
         heat = TEMPERATURES[(i + i // 3) % 3]
         params = SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
-        made.append(Request(f"r{i}", ids, params, spans))
-    return made
+        requests.append(Request(f"r{i}", ids, params, spans))
+    return requests
 
 
 def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
-    """What can draft for a model, as options."""
-    found: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
+    """Return the methods that can draft for a model, as engine options."""
+    methods: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
     for spec in ("mtp", "draft"):
         options: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
         with contextlib.suppress(SpdError):
             choose_drafter(EngineConfig(model=folder, **options), ModelFolder.from_path(folder))
-            found += [options, {**options, "spec": f"{spec}+ngram", "ngram_min": 2}]
-    return found
+            methods += [options, {**options, "spec": f"{spec}+ngram", "ngram_min": 2}]
+    return methods
 
 
-def differing(found: Sequence[Text], wanted: Sequence[Text]) -> int:
-    """Tokens that are not the same, those behind a first difference in length too."""
-    pairs = [(f.tokens, w.tokens) for f, w in zip(found, wanted, strict=True)]
+def differing(texts: Sequence[Text], expected: Sequence[Text]) -> int:
+    """Return the number of tokens that differ, those behind a first difference in length too."""
+    pairs = [(f.tokens, w.tokens) for f, w in zip(texts, expected, strict=True)]
     return sum(sum(map(int.__ne__, f, w)) + abs(len(f) - len(w)) for f, w in pairs)
 
 
 def run_cell(
-    options: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]
+    options: dict[str, Any], requests: Sequence[Request], expected: Sequence[Text]
 ) -> dict[str, Any]:
-    """One drafter and k at every lag."""
+    """Run one drafter and k at every lag."""
     began = time.monotonic()
     first = list[Text]()
     row = {
@@ -140,16 +140,20 @@ def run_cell(
         "interrupted": 0,
         "cached": 0,
     }
-    longest = max(len(one.prompt_ids) + (one.params.max_tokens or 0) for one in requests)
+    longest = max(
+        len(request.prompt_ids) + (request.params.max_tokens or 0) for request in requests
+    )
     pages = SLOTS * -(-longest // 64) * 2 // 3
     for lag in LAGS:
-        for some, own in (
+        for selected, extra_options in (
             (requests, {"slots": SLOTS, "cache_pages": pages}),
             (requests[::ALONE], {"slots": 1}),
         ):
-            engine = Engine(EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**options, **own}))
-            right = wanted[:: 1 if some is requests else ALONE]
-            texts = run(engine, some)
+            engine = Engine(
+                EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**options, **extra_options})
+            )
+            right = expected[:: 1 if selected is requests else ALONE]
+            texts = run(engine, selected)
             row["tokens"] += sum(len(text.tokens) for text in texts)
             row["differ"] += differing(texts, right) + sum(
                 t.finish != w.finish for t, w in zip(texts, right, strict=True)
@@ -157,7 +161,7 @@ def run_cell(
             row["interrupted"] += sum(text.interrupted for text in texts)
             row["cached"] += sum(text.cached for text in texts)
             engine.close()
-            if some is requests:
+            if selected is requests:
                 first = first or texts
                 row["drafts_differ"] += sum(
                     a.drafts != b.drafts and not a.interrupted + b.interrupted
@@ -168,15 +172,15 @@ def run_cell(
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def cells(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every cell's name and options."""
-    for dtype in asked.dtype.split(","):
-        for method in methods_of(folder, asked.draft_model):
+def cells(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every cell's name and engine options."""
+    for dtype in arguments.dtype.split(","):
+        for method in methods_of(folder, arguments.draft_model):
             for k in (None,) if method["spec"] == "off" else KS:
                 options = {
                     "model": folder,
                     "dtype": dtype,
-                    "tp": asked.tp,
+                    "tp": arguments.tp,
                     "draft_max": k,
                     **method,
                 }
@@ -196,9 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="cells by name: * stands for anything")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args(arguments)
-    folder = resolve_model(asked.model)
-    end = time.monotonic() + 60 * asked.minutes
+    settings = parser.parse_args(arguments)
+    folder = resolve_model(settings.model)
+    end = time.monotonic() + 60 * settings.minutes
     head = {
         "schema": SCHEMA,
         **describe_commit("spd", "benchmarks/equality.py"),
@@ -206,17 +210,23 @@ def main(arguments: list[str] | None = None) -> int:
     }
     head |= {
         "model": folder.name,
-        "draft_model": asked.draft_model and asked.draft_model.name,
-        "tp": asked.tp,
+        "draft_model": settings.draft_model and settings.draft_model.name,
+        "tp": settings.tp,
     }
-    head |= {"requests": asked.requests, "tokens": asked.tokens}
-    kept = json.loads(asked.out.read_text()) if asked.out is not None and asked.out.exists() else {}
+    head |= {"requests": settings.requests, "tokens": settings.tokens}
+    earlier = (
+        json.loads(settings.out.read_text())
+        if settings.out is not None and settings.out.exists()
+        else {}
+    )
     rows: dict[str, Any] = {}
-    if not head["changed"] and all(kept.get(key) == value for key, value in head.items()):
-        rows = kept["cells"]
-    every = {name: options for name, options in cells(asked, folder) if fnmatch(name, asked.only)}
+    if not head["changed"] and all(earlier.get(key) == value for key, value in head.items()):
+        rows = earlier["cells"]
+    all_cells = {
+        name: options for name, options in cells(settings, folder) if fnmatch(name, settings.only)
+    }
     right: dict[str, tuple[list[Request], list[Text]]] = {}
-    for name, options in every.items():
+    for name, options in all_cells.items():
         if name in rows or time.monotonic() > end:
             continue
         if (dtype := options["dtype"]) not in right:
@@ -225,19 +235,19 @@ def main(arguments: list[str] | None = None) -> int:
             engine = Engine(
                 EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain)
             )
-            requests = make_requests(engine, asked.requests, asked.tokens)
-            right[dtype] = requests, [run(engine, [one])[0] for one in requests]
+            requests = make_requests(engine, settings.requests, settings.tokens)
+            right[dtype] = requests, [run(engine, [request])[0] for request in requests]
             engine.close()
         rows[name] = run_cell(options, *right[dtype])
         print(name, json.dumps(rows[name]), flush=True)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
-    done = [rows[name] for name in every if name in rows]
+        if settings.out is not None:
+            settings.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
+    done = [rows[name] for name in all_cells if name in rows]
     tokens, differ, drafts = (
         sum(row[key] for row in done) for key in ("tokens", "differ", "drafts_differ")
     )
     print(f"{tokens:,} tokens, {differ} differ; drafts of {drafts} requests differ")
-    return 6 if differ or drafts else 7 if len(done) < len(every) else 0
+    return 6 if differ or drafts else 7 if len(done) < len(all_cells) else 0
 
 
 if __name__ == "__main__":

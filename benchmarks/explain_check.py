@@ -47,21 +47,21 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "explain_check.json"
     )
-    given = parser.parse_args(arguments)
-    if sum(int(word) > 0 for word in given.draft_max.split(",")) < 2:
+    options = parser.parse_args(arguments)
+    if sum(int(word) > 0 for word in options.draft_max.split(",")) < 2:
         parser.error(
-            f"--draft-max {given.draft_max}: a k can only be left out where another is left"
+            f"--draft-max {options.draft_max}: a k can only be left out where another is left"
         )
-    return given
+    return options
 
 
 def run_rounds(
     model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
 ) -> Records:
-    """The rounds of every k, each k once a repetition, in turn; the first repetition warms up."""
+    """Return the rounds of every k, each k once a repetition; the first repetition warms up."""
     prompts = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
-    questions = encode_prompts(model, prompts, [None], options.tokens)
-    longest = max(len(question.ids) for question in questions)
+    encoded = encode_prompts(model, prompts, [None], options.tokens)
+    longest = max(len(prompt.ids) for prompt in encoded)
     base = {
         "model": model,
         "device": "cpu",
@@ -74,48 +74,51 @@ def run_rounds(
         drafting = {**drafting_options, "draft_max": k, "adaptive": False} if k else {"spec": "off"}
         engines[k] = Engine(EngineConfig(**base, **drafting))
     params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-    found: dict[int, list[RoundRecord]] = {k: [] for k in engines}
+    records_by_k: dict[int, list[RoundRecord]] = {k: [] for k in engines}
     for repetition in range(options.repetitions + 1):
         for k, engine in engines.items():
             requests = [
-                Request(f"{k}.{repetition}.{number}", question.ids, params)
-                for number, question in enumerate(questions)
+                Request(f"{k}.{repetition}.{number}", prompt.ids, params)
+                for number, prompt in enumerate(encoded)
             ]
             records = run_pass(engine, requests).records
             if repetition:
-                found[k] += [record for record in records if record.round > 0]
+                records_by_k[k] += [record for record in records if record.round > 0]
     for engine in engines.values():
         engine.close()
-    return found
+    return records_by_k
 
 
 def predictions(records: Records) -> list[dict[str, Any]]:
-    """For each k above 0: tokens a second as measured, and as foreseen from the rounds of all other k."""
-    found = []
+    """Return for each k above 0 the measured and predicted tokens a second.
+
+    The prediction is from the rounds of all other k.
+    """
+    rows = []
     for k in records:
         if k:
-            others = [Trace(list(rounds)) for other, rounds in records.items() if other != k]
-            foreseen = explain_traces(others).prospects[k].tokens_per_second
+            other_traces = [Trace(list(rounds)) for other, rounds in records.items() if other != k]
+            predicted = explain_traces(other_traces).prospects[k].tokens_per_second
             measured = explain_traces([Trace(list(records[k]))]).tokens_per_second
-            found.append(
+            rows.append(
                 {
                     "k": k,
                     "measured": measured,
-                    "predicted": foreseen,
-                    "error": foreseen / measured - 1,
+                    "predicted": predicted,
+                    "error": predicted / measured - 1,
                 }
             )
-    return found
+    return rows
 
 
 def judge(method: str, records: Records) -> dict[str, Any]:
-    """A method's predictions, and how good the k is that explain would choose from all rounds."""
+    """Return a method's predictions, and how good the k is that explain would choose."""
     pairs = predictions(records)
     speeds = {
         k: explain_traces([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()
     }
-    whole = explain_traces([Trace(list(rounds)) for rounds in records.values()])
-    chosen = max(records, key=lambda k: whole.prospects[k].tokens_per_second)
+    explanation = explain_traces([Trace(list(rounds)) for rounds in records.values()])
+    chosen = max(records, key=lambda k: explanation.prospects[k].tokens_per_second)
     best = max(speeds, key=lambda k: speeds[k])
     return {
         "method": method,
@@ -127,15 +130,18 @@ def judge(method: str, records: Records) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the file; status 1 where explain is wrong too often or chooses badly."""
+    """Measure, print, and write the file; status 1 where explain is wrong too often."""
     options = parse_options(arguments)
     cases: list[dict[str, Any]] = []
     for name in options.model or ["demo"]:
         folder = model_folder(name)
-        known = drafters(folder)
-        for method in options.spec.split(",") if options.spec else known:
+        methods = drafters(folder)
+        for method in options.spec.split(",") if options.spec else methods:
             cases.append(
-                {"model": folder.name, **judge(method, run_rounds(folder, known[method], options))}
+                {
+                    "model": folder.name,
+                    **judge(method, run_rounds(folder, methods[method], options)),
+                }
             )
             for pair in cases[-1]["pairs"]:
                 print(

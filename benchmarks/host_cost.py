@@ -52,18 +52,18 @@ class Clocks:
 
     @classmethod
     def now(cls) -> Clocks:
-        """Both clocks' readings."""
+        """Return both clocks' readings."""
         return cls(time.perf_counter(), time.process_time())
 
     def add(self, began: Clocks) -> None:
-        """Add what has passed since a reading."""
+        """Add the time since a reading."""
         now = Clocks.now()
         self.wall += now.wall - began.wall
         self.cpu += now.cpu - began.cpu
 
 
 def engine_of(model: Path, slots: int, **engine_options: Any) -> Engine:
-    """An engine whose slots all hold a few hundred positions."""
+    """Return an engine whose slots all hold a few hundred positions."""
     engine_options = {
         "threads": 1,
         "graphs": False,
@@ -73,7 +73,7 @@ def engine_of(model: Path, slots: int, **engine_options: Any) -> Engine:
 
 
 def requests(count: int) -> list[Request]:
-    """Sampled requests that run to the context's end."""
+    """Return sampled requests that run to the context's end."""
     return [
         Request(
             f"{i}",
@@ -90,7 +90,7 @@ Written = list[tuple[Tensor, Tensor]]
 
 
 def recording(queue: LocalRoundQueue, written: Written) -> Run:
-    """`Round.run`, which also keeps what it writes."""
+    """Return `Round.run`, recording also what it writes."""
     honest = queue.round.run
 
     def run(*args: Any) -> Any:
@@ -103,7 +103,7 @@ def recording(queue: LocalRoundQueue, written: Written) -> Run:
 
 
 def replaying(queue: LocalRoundQueue, written: Written) -> Run:
-    """In place of `Round.run`: what was written before is written again."""
+    """Return a stand-in for `Round.run` that writes again what was written before."""
     source = iter(written)
 
     def run(*args: Any) -> None:
@@ -118,7 +118,7 @@ def replaying(queue: LocalRoundQueue, written: Written) -> Run:
 def host_microseconds(
     model: Path, slots: int, steps: int, **engine_options: Any
 ) -> dict[str, dict[str, float]]:
-    """`host_share` behind the device program, and behind what it wrote."""
+    """Return `host_share` behind the device program, and behind what it wrote."""
     written: Written = []
     return {
         "behind the device program": host_share(
@@ -171,18 +171,18 @@ def host_share(
     engine.close()
     if len(costs) <= WARM_UP:
         raise SystemExit(f"{slots} slots never decoded together: fewer --slots")
-    found: dict[str, float] = {"steps": len(costs) - WARM_UP}
+    shares: dict[str, float] = {"steps": len(costs) - WARM_UP}
     for clock in ("wall", "cpu"):
         ordered = sorted(1e6 * getattr(cost, clock) for cost in costs[WARM_UP:])
-        found |= {
+        shares |= {
             clock: statistics.median(ordered),
             f"{clock}_p90": ordered[int(0.9 * len(ordered))],
         }
-    return found
+    return shares
 
 
 def main() -> None:
-    """Measure, print, and write a JSON file if asked."""
+    """Measure, print, and write a JSON file if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -201,13 +201,13 @@ def main() -> None:
         "host_us": {},
     }
     for name, engine_options in ROUNDS.items():
-        found = host_microseconds(
+        costs = host_microseconds(
             options.model, options.slots, options.steps, threads=options.threads, **engine_options
         )
-        result["host_us"][name] = found
-        for where, cost in found.items():
+        result["host_us"][name] = costs
+        for place, cost in costs.items():
             print(
-                f"host, {options.slots} slots, {name}, {where}: {cost['wall']:.0f} us", flush=True
+                f"host, {options.slots} slots, {name}, {place}: {cost['wall']:.0f} us", flush=True
             )
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

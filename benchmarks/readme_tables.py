@@ -25,7 +25,7 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the result files it is made of, the function that makes it of them, what measures them."""
+    """A table: its result files, the function that renders them, and the command to measure."""
 
     files: str
     """Names in `benchmarks/results`, with a space between two; the function takes one argument for each."""
@@ -33,11 +33,13 @@ class Table:
     command: str
 
     def text(self, results: Path) -> str:
-        """The table, or a sentence where nothing was measured."""
+        """Return the table, or a sentence where nothing was measured."""
         paths = [results / name for name in self.files.split()]
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
-        made = self.form(*found) if len(found) == len(paths) else None
-        return made or textwrap.fill(f"Not measured yet; `{self.command}` does it.", 80) + "\n"
+        documents = [
+            json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()
+        ]
+        text = self.form(*documents) if len(documents) == len(paths) else None
+        return text or textwrap.fill(f"Not measured yet; `{self.command}` does it.", 80) + "\n"
 
 
 PEERS = "python -m benchmarks.peers MODEL"
@@ -104,7 +106,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """The text with every marked table made anew. Raises KeyError for a name that is not known."""
+    """Return the text with every marked table made anew. Raises KeyError for an unknown name."""
     return BLOCK.sub(lambda match: match[1] + TABLES[match[2]].text(results) + match[4], text)
 
 

@@ -53,7 +53,7 @@ CALLS = "os.path.join", "re.sub", "json.dumps", "heapq.heappush", "functools.red
 
 
 def drafters(model: str) -> dict[str, dict[str, Any]]:
-    """Options of a server by drafter; the model itself stands for a draft model."""
+    """Return options of a server by drafter; the model itself stands for a draft model."""
     draft = {"spec": "draft", "draft_model": model, "draft_max": 3}
     return {
         "off": {"spec": "off"},
@@ -65,7 +65,7 @@ def drafters(model: str) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[Service, int]]:
-    """A server in this process, and its port."""
+    """Serve in this process; yield the service and its port."""
     settings = plan_settings(options.to_generate_options())
     config = dataclasses.replace(settings.config, cache_pages=pages)
     thread = EngineThread(
@@ -88,7 +88,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
 
 
 def make_chats(count: int, seed: int, temperature: float, tokens: int) -> list[dict[str, Any]]:
-    """Bodies of chat completions."""
+    """Return bodies of chat completions."""
     draws = random.Random(seed)
     chats = []
     for number in range(count):
@@ -107,7 +107,7 @@ def make_chats(count: int, seed: int, temperature: float, tokens: int) -> list[d
 def generated(
     model: str, chats: Sequence[dict[str, Any]], threads: int | None
 ) -> list[tuple[str, int]]:
-    """Text and number of tokens of each, as `spd generate` writes them alone."""
+    """Return the text and number of tokens of each, as `spd generate` writes them alone."""
     lines = [
         {"messages": chat["messages"], "params": {k: v for k, v in chat.items() if k != "messages"}}
         for chat in chats
@@ -116,27 +116,29 @@ def generated(
     command += ["--spec", "off", "--concurrency", "1", "--ctx", str(CTX)]
     command += [] if threads is None else ["--threads", str(threads)]
     environment = {**os.environ, "SPD_CONFIG": os.devnull}
-    said = "".join(json.dumps(line) + "\n" for line in lines)
+    input_lines = "".join(json.dumps(line) + "\n" for line in lines)
     ran = subprocess.run(
-        command, input=said, env=environment, capture_output=True, text=True, check=True
+        command, input=input_lines, env=environment, capture_output=True, text=True, check=True
     )
     answers = map(json.loads, ran.stdout.splitlines())
     return [(answer["text"], answer["usage"]["completion_tokens"]) for answer in answers]
 
 
 def ask(port: int, chat: dict[str, Any], *, stream: bool) -> str:
-    """What a server answers."""
+    """Return a server's answer."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
         connection.request("POST", "/v1/chat/completions", json.dumps({**chat, "stream": stream}))
-        said = connection.getresponse().read().decode()
+        reply_text = connection.getresponse().read().decode()
     if not stream:
-        return str(json.loads(said)["choices"][0]["message"]["content"])
-    events = [json.loads(line[6:]) for line in said.split("\n\n") if line.startswith("data: {")]
+        return str(json.loads(reply_text)["choices"][0]["message"]["content"])
+    events = [
+        json.loads(line[6:]) for line in reply_text.split("\n\n") if line.startswith("data: {")
+    ]
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
 
 def leave(port: int, chat: dict[str, Any], draws: random.Random, over: threading.Event) -> None:
-    """Ask and leave, again and again: in the middle of a stream, or before a whole answer comes."""
+    """Ask and leave, again and again: in the middle of a stream, or before a full answer comes."""
     while not over.is_set():
         stream = draws.random() < 0.5
         body = {**chat, "stream": stream, "seed": draws.randrange(1000)}
@@ -152,7 +154,7 @@ def leave(port: int, chat: dict[str, Any], draws: random.Random, over: threading
 def run_cell(
     options: ServeOptions, chats: Sequence[dict[str, Any]], right: Sequence[tuple[str, int]]
 ) -> dict[str, int]:
-    """Tokens compared and different, and what else the server did."""
+    """Return the compared and different tokens, and counts of the server."""
     over = threading.Event()
     with (
         serving(options, PAGES) as (service, port),
@@ -164,18 +166,20 @@ def run_cell(
         ]
         try:
             answers = pool.map(lambda i: ask(port, chats[i], stream=i % 2 == 0), range(len(chats)))
-            found = list(answers)
+            answers_by_chat = list(answers)
         finally:
             over.set()
-        for one in left:
-            one.result()
+        for thread in left:
+            thread.result()
         ends = time.monotonic() + 30
         while service.open and time.monotonic() < ends:
             time.sleep(0.01)
         return {
             "tokens": sum(size for _, size in right),
             "differ": sum(
-                size for text, (want, size) in zip(found, right, strict=True) if text != want
+                size
+                for text, (want, size) in zip(answers_by_chat, right, strict=True)
+                if text != want
             ),
             "left": int(service.counters.get('requests_total{reason="abort"}', 0)),
             "interrupted": int(service.counters["preemptions_total"]),
@@ -193,36 +197,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=56)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args(arguments)
+    settings = parser.parse_args(arguments)
     cells: dict[str, dict[str, int]] = {}
     head = {"schema": SCHEMA, **describe_commit("spd", "benchmarks/serve_equality.py")}
     head |= {"machine": describe_machine(), "clients": CLIENTS, "leaving": LEAVERS}
     seed = 0
     compared = 0
-    while compared < asked.tokens:
-        for model in asked.models.split(","):
+    while compared < settings.tokens:
+        for model in settings.models.split(","):
             for temperature in TEMPERATURES:
-                chats = make_chats(asked.requests, seed, temperature, LENGTH)
-                right = generated(model, chats, asked.threads)
+                chats = make_chats(settings.requests, seed, temperature, LENGTH)
+                right = generated(model, chats, settings.threads)
                 for spec, drafting_options in drafters(model).items():
                     options = ServeOptions(
                         model=model,
                         ctx=CTX,
                         concurrency=CLIENTS,
-                        threads=asked.threads,
+                        threads=settings.threads,
                         adaptive=False,
                         **drafting_options,
                     )
-                    found = run_cell(options, chats, right)
+                    result = run_cell(options, chats, right)
                     cell = cells.setdefault(
-                        f"{model}/{spec}/T{temperature:g}", dict.fromkeys(found, 0)
+                        f"{model}/{spec}/T{temperature:g}", dict.fromkeys(result, 0)
                     )
-                    for name, count in found.items():
+                    for name, count in result.items():
                         cell[name] += count
-                    print(f"{model}/{spec}/T{temperature:g}", found, flush=True)
-                    if asked.out is not None:
-                        asked.out.write_text(json.dumps({**head, "cells": cells}, indent=1) + "\n")
-        seed += asked.requests
+                    print(f"{model}/{spec}/T{temperature:g}", result, flush=True)
+                    if settings.out is not None:
+                        settings.out.write_text(
+                            json.dumps({**head, "cells": cells}, indent=1) + "\n"
+                        )
+        seed += settings.requests
         compared = sum(cell["tokens"] for cell in cells.values())
     differ = sum(cell["differ"] + cell["still_open"] for cell in cells.values())
     print(f"{compared:,} tokens, {differ} differ")

@@ -53,7 +53,7 @@ QUESTION = "What does os.path.join do?"
 def running(
     command: Sequence[str], ready: str, **environment: str
 ) -> Iterator[tuple[int, re.Match[str]]]:
-    """A server in a process group of its own, and what it said when it was ready."""
+    """Run a server in a process group of its own; yield it and its ready message."""
     with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "SPD_CONFIG": os.devnull, **environment}
         server = subprocess.Popen(
@@ -61,11 +61,11 @@ def running(
         )
         try:
             ends = time.monotonic() + 600
-            while (found := re.search(ready, os.pread(log.fileno(), 1 << 20, 0).decode())) is None:
+            while (match := re.search(ready, os.pread(log.fileno(), 1 << 20, 0).decode())) is None:
                 if server.poll() is not None or time.monotonic() > ends:
                     raise RuntimeError(os.pread(log.fileno(), 1 << 20, 0).decode()[-2000:])
                 time.sleep(0.1)
-            yield server.pid, found
+            yield server.pid, match
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -76,18 +76,18 @@ def running(
 
 @contextmanager
 def serving(home: str, options: ServeOptions) -> Iterator[tuple[int, int]]:
-    """A server of spd: its process and its port."""
+    """Run a server of spd; yield its process and port."""
     words = [f"--{name}={value}" for name in ("spec", "ctx", "concurrency", "threads")
              if (value := getattr(options, name)) is not None]  # fmt: skip
     command = [sys.executable, "-m", "spd", "serve", options.model, "--port", "0", *words]
-    with running(command, r":(\d+)/v1 \(", XDG_RUNTIME_DIR=home) as (process, found):
-        yield process, int(found[1])
+    with running(command, r":(\d+)/v1 \(", XDG_RUNTIME_DIR=home) as (process, match):
+        yield process, int(match[1])
 
 
 def guidellm(
-    asked: argparse.Namespace, port: int, model: str, folder: Path, count: int, *words: str
+    arguments: argparse.Namespace, port: int, model: str, folder: Path, count: int, *words: str
 ) -> list[dict[str, Any]]:
-    """Figures of each load of `count` requests that guidellm makes, of those that end within a minute."""
+    """Return figures of each load of `count` requests of guidellm that ends in a minute."""
     with tempfile.TemporaryDirectory() as home:
         data = Path(home) / "data.jsonl"
         out = Path(home) / "out.json"
@@ -97,7 +97,7 @@ def guidellm(
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         chat = "/v1/chat/completions" if model == "demo" else "/v1/completions"
         target = f"target=http://127.0.0.1:{port},model={model},http2=false,request_format={chat}"
-        command = [asked.guidellm, "run", "--backend", f"kind=openai_http,{target}"]
+        command = [arguments.guidellm, "run", "--backend", f"kind=openai_http,{target}"]
         command += ["--constraint", f"kind=max_requests,count={count}"]
         command += ["--constraint", f"kind=max_duration,seconds={LONGEST}"]
         command += ["--data", f"kind=json_file,path={data}", "--disable-console", *words]
@@ -107,43 +107,46 @@ def guidellm(
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise RuntimeError(ran.stderr[-2000:] or ran.stdout[-2000:])
-        return [figures_of(one) for one in json.loads(out.read_text())["benchmarks"]]
+        return [figures_of(benchmark) for benchmark in json.loads(out.read_text())["benchmarks"]]
 
 
 def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of one load of guidellm: counts, tokens a second, milliseconds at p50 and p99."""
+    """Return the figures of one load of guidellm: counts, tokens a second, ms at p50 and p99."""
     metrics = benchmark["metrics"]
-    shown = dict[str, Any]()
-    shown["requests"] = metrics["request_totals"]
+    figures = dict[str, Any]()
+    figures["requests"] = metrics["request_totals"]
     for name, key in (("ttft_ms", "time_to_first_token_ms"), ("itl_ms", "inter_token_latency_ms")):
-        found = metrics[key]["successful"]["percentiles"]
-        shown[name] = {at: round(found[at], 2) for at in ("p50", "p99")}
-    shown["tokens_per_second"] = round(
+        percentiles = metrics[key]["successful"]["percentiles"]
+        figures[name] = {at: round(percentiles[at], 2) for at in ("p50", "p99")}
+    figures["tokens_per_second"] = round(
         metrics["output_token_count"]["successful"]["total_sum"] / benchmark["duration"], 1
     )
-    return shown
+    return figures
 
 
-def measure_rates(asked: argparse.Namespace, home: str) -> list[dict[str, Any]]:
-    """The demo at each rate; its prompts differ, so that each has something to prefill."""
-    options = ServeOptions(model="demo", concurrency=TOGETHER, threads=asked.threads)
-    found = []
+def measure_rates(arguments: argparse.Namespace, home: str) -> list[dict[str, Any]]:
+    """Measure the demo at each rate; its prompts differ, so that each has a prefill."""
+    options = ServeOptions(model="demo", concurrency=TOGETHER, threads=arguments.threads)
+    rows = []
     with serving(home, options) as (_, port):
         folder = demo_folder()
         for rate in RATES:
             words = ["--profile", f"kind=poisson,rate={rate}"]
-            (figures,) = guidellm(asked, port, "demo", folder, rate * asked.seconds, *words)
-            found.append({"rate": rate, **figures})
-            print(found[-1], flush=True)
-    return found
+            (figures,) = guidellm(arguments, port, "demo", folder, rate * arguments.seconds, *words)
+            rows.append({"rate": rate, **figures})
+            print(rows[-1], flush=True)
+    return rows
 
 
-def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
-    """Of the demo and the 0.35 B: tokens a second and CPU of 16 requests, bare and served, in turns."""
-    found: dict[str, Any] = {}
-    for model in ("demo", *([] if asked.medium is None else [str(asked.medium)])):
+def measure_overhead(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
+    """Measure tokens a second and CPU of 16 requests, bare and served, in turns.
+
+    Models: the demo and the 0.35 B.
+    """
+    overheads: dict[str, Any] = {}
+    for model in ("demo", *([] if arguments.medium is None else [str(arguments.medium)])):
         options = ServeOptions(
-            model=model, spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
+            model=model, spec="off", ctx=CTX, concurrency=TOGETHER, threads=arguments.threads
         )
         engine = Engine(plan_settings(options.to_generate_options()).config)
         rows: list[dict[str, float]] = []
@@ -159,17 +162,17 @@ def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
                 served_seconds, events = together(port, prompts)
                 served_cpu = group_cpu_seconds(process) - before
                 if number >= 0:  # the first one warms up
-                    each = {
+                    medians = {
                         "bare": seconds,
                         "served": served_seconds,
                         "bare_cpu": cpu,
                         "served_cpu": served_cpu,
                     }
-                    rows.append({**each, "events": events, "foreign_cpus": foreign.read()[0]})
+                    rows.append({**medians, "events": events, "foreign_cpus": foreign.read()[0]})
         engine.close()
         ratio = paired_ratio([row["served"] for row in rows], [row["bare"] for row in rows])
         cpu_us = [1e6 * (row["served_cpu"] - row["bare_cpu"]) / row["events"] for row in rows]
-        found["demo" if model == "demo" else "0.35 B"] = {
+        overheads["demo" if model == "demo" else "0.35 B"] = {
             "tokens_per_second": {
                 name: round(TOGETHER * TOKENS / summarize([row[name] for row in rows]).median, 1)
                 for name in ("bare", "served")
@@ -179,11 +182,11 @@ def measure_overhead(asked: argparse.Namespace, home: str) -> dict[str, Any]:
             "rounds": rows,
         }
         print(model, "served / bare:", ratio, "· CPU µs an event:", summarize(cpu_us), flush=True)
-    return found
+    return overheads
 
 
 def bare(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Seconds and CPU seconds of an engine for these prompts together."""
+    """Return seconds and CPU seconds of an engine for these prompts together."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     requests = [
         Request(f"{time.monotonic_ns()}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
@@ -196,7 +199,7 @@ def bare(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[float, float
 
 
 def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """Seconds in which a server streams the replies, and how many events they came in."""
+    """Return the seconds in which a server streams the replies, and the number of their events."""
     shared = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     heads = []
     for prompt in prompts:
@@ -204,44 +207,54 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
         line = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         heads.append(f"{line}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     began = time.perf_counter()
-    said = {}
+    replies = {}
     with selectors.DefaultSelector() as waiting:
         for head in heads:
             connection = socket.create_connection(("127.0.0.1", port))
             connection.sendall(head)
-            said[connection] = bytearray()
+            replies[connection] = bytearray()
             waiting.register(connection, selectors.EVENT_READ)
         while waiting.get_map():
             for key, _ in waiting.select():
                 if data := key.fileobj.recv(1 << 16):  # type: ignore[union-attr]
-                    said[key.fileobj] += data  # type: ignore[index]
+                    replies[key.fileobj] += data  # type: ignore[index]
                 else:
                     waiting.unregister(key.fileobj)
     seconds = time.perf_counter() - began
-    for connection, data in said.items():
+    for connection, data in replies.items():
         connection.close()
         if b"data: [DONE]" not in data:
             raise RuntimeError(data[-500:].decode())
-    return seconds, sum(data.count(b"data: {") for data in said.values())
+    return seconds, sum(data.count(b"data: {") for data in replies.values())
 
 
-def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
-    """16 clients at once ask for the 0.35 B: spd's server, then vLLM's."""
+def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
+    """Let 16 clients at once ask for the 0.35 B: spd's server, then vLLM's."""
     words = ["--profile", f"kind=concurrent,streams={TOGETHER}"]
-    found = dict[str, Any]()
+    figures = dict[str, Any]()
     options = ServeOptions(
-        model=str(asked.medium), spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
+        model=str(arguments.medium),
+        spec="off",
+        ctx=CTX,
+        concurrency=TOGETHER,
+        threads=arguments.threads,
     )
     with serving(home, options) as (_, port):
-        (found["spd"],) = guidellm(
-            asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words
+        (figures["spd"],) = guidellm(
+            arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, *words
         )
-    print("spd", found["spd"], flush=True)
-    if asked.vllm is None:
-        return found
+    print("spd", figures["spd"], flush=True)
+    if arguments.vllm is None:
+        return figures
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [asked.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(asked.medium)]
+    command = [
+        arguments.vllm,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(arguments.medium),
+    ]
     command += ["--port", str(port), "--max-model-len", str(CTX), "--max-num-seqs", str(TOGETHER)]
     command += ["--dtype", "bfloat16", "--enforce-eager"]  # its compiler takes longer than the run
     environment = {
@@ -249,24 +262,24 @@ def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environment |= {"HF_HUB_OFFLINE": "1", "LD_PRELOAD": find_preload(Path(asked.vllm))}
+    environment |= {"HF_HUB_OFFLINE": "1", "LD_PRELOAD": find_preload(Path(arguments.vllm))}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     try:
         with running(command, "Application startup complete", **environment):
-            (found["vllm"],) = guidellm(
-                asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words
+            (figures["vllm"],) = guidellm(
+                arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, *words
             )
     except RuntimeError as error:
-        found["vllm"] = {"failed": str(error)}
-    print("vllm", found["vllm"], flush=True)
-    return found
+        figures["vllm"] = {"failed": str(error)}
+    print("vllm", figures["vllm"], flush=True)
+    return figures
 
 
-def measure_warm(asked: argparse.Namespace, home: str) -> dict[str, Any]:
-    """Milliseconds from Enter to the first byte, warm and cold, in turns."""
-    options = ServeOptions(model="demo", threads=asked.threads)
-    found: dict[str, list[float]] = {"warm": [], "cold": []}
-    threads = [] if asked.threads is None else [f"--threads={asked.threads}"]
+def measure_warm(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
+    """Return milliseconds from Enter to the first byte, warm and cold, in turns."""
+    options = ServeOptions(model="demo", threads=arguments.threads)
+    seconds: dict[str, list[float]] = {"warm": [], "cold": []}
+    threads = [] if arguments.threads is None else [f"--threads={arguments.threads}"]
     command = [
         sys.executable,
         "-m",
@@ -285,20 +298,20 @@ def measure_warm(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     }  # as it is once installed
     with serving(home, options):
         for _ in range(RUNS + 1):
-            for name, more in (("warm", []), ("cold", ["--no-server"])):
+            for name, flags in (("warm", []), ("cold", ["--no-server"])):
                 began = time.perf_counter()
                 with subprocess.Popen(
-                    [*command, *more], env=environment, stdout=subprocess.PIPE
+                    [*command, *flags], env=environment, stdout=subprocess.PIPE
                 ) as process:
                     assert process.stdout is not None
                     os.read(process.stdout.fileno(), 1)
-                    found[name].append(1000 * (time.perf_counter() - began))
+                    seconds[name].append(1000 * (time.perf_counter() - began))
                     process.stdout.read()
-    shown = {
-        name: summarize(values[1:]) for name, values in found.items()
+    figures = {
+        name: summarize(values[1:]) for name, values in seconds.items()
     }  # the first one fills caches
-    print("first byte, ms:", *(f"{name} {value}" for name, value in shown.items()), flush=True)
-    return {name: value.as_dict() for name, value in shown.items()}
+    print("first byte, ms:", *(f"{name} {value}" for name, value in figures.items()), flush=True)
+    return {name: value.as_dict() for name, value in figures.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,10 +324,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args(arguments)
-    kept = json.loads(asked.out.read_text()) if asked.out is not None and asked.out.exists() else {}
+    options = parser.parse_args(arguments)
+    earlier = (
+        json.loads(options.out.read_text())
+        if options.out is not None and options.out.exists()
+        else {}
+    )
     head = {"schema": SCHEMA, **describe_commit("spd", "benchmarks/serve_load.py")}
-    found = {**kept, **head, "machine": describe_machine(), "together": TOGETHER}
+    result = {**earlier, **head, "machine": describe_machine(), "together": TOGETHER}
     measures = {
         "rates": measure_rates,
         "overhead": measure_overhead,
@@ -322,13 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "warm": measure_warm,
     }
     with tempfile.TemporaryDirectory(prefix="spd-load-") as home:
-        for part in asked.only.split(","):
-            if (part != "peer" or asked.medium) and (
-                part not in ("rates", "peer") or asked.guidellm
+        for part in options.only.split(","):
+            if (part != "peer" or options.medium) and (
+                part not in ("rates", "peer") or options.guidellm
             ):
-                found[part] = measures[part](asked, home)
-                if asked.out is not None:
-                    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+                result[part] = measures[part](options, home)
+                if options.out is not None:
+                    options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -69,7 +69,7 @@ SETTLE = 30.0
 
 
 class Soak:
-    """Requests to one server, and what came of them."""
+    """Requests to one server, and the judgement of its answers."""
 
     def __init__(
         self, port: int, process: int, runtime_folder: Path, options: GenerateOptions
@@ -101,22 +101,22 @@ class Soak:
             self.counts[kind] += 1
             self.faults += [f"request {number}, {kind}: {fault}"] if fault else []
 
-    def run(self, count: int, clients: int, every: int) -> None:
-        """Send them all, so many at a time; look at the server after each `every`, when it is idle."""
+    def run(self, count: int, clients: int, sample_interval: int) -> None:
+        """Send all requests, `clients` at a time; sample the idle server at each `sample_interval`."""
         self.samples.append(self._sample())
         with ThreadPoolExecutor(clients) as pool:
-            for first in range(0, count, every):
-                list(pool.map(self.ask, range(first, min(count, first + every))))
+            for first in range(0, count, sample_interval):
+                list(pool.map(self.ask, range(first, min(count, first + sample_interval))))
                 ends = time.monotonic() + SETTLE
                 while (running := self._health()["running"]) and time.monotonic() < ends:
                     time.sleep(0.02)
                 self.faults += [f"{running} requests run on after all have gone"] if running else []
                 self.samples.append(self._sample())
-                shown = (f"{name} {value:,.0f}" for name, value in self.samples[-1].items())
-                print(" · ".join(shown), flush=True)
+                sample_texts = (f"{name} {value:,.0f}" for name, value in self.samples[-1].items())
+                print(" · ".join(sample_texts), flush=True)
 
     def growth(self) -> dict[str, float]:
-        """What the server has more at the end than at half time."""
+        """Return the server's growth from half time to the end."""
         half = self.samples[len(self.samples) // 2]
         end = self.samples[-1]
         return {name: end[name] - half[name] for name in GROWTH}
@@ -136,10 +136,10 @@ class Soak:
             text = response.read().decode()
         if response.status != 200:
             return f"status {response.status}: {text[:200]}"
-        whole = (
+        reply = (
             text.endswith("data: [DONE]\n\n") if body["stream"] else "choices" in json.loads(text)
         )
-        return None if whole and '{"error"' not in text else f"not whole: {text[-200:]}"
+        return None if reply and '{"error"' not in text else f"not whole: {text[-200:]}"
 
     def _aborted(self, draws: random.Random) -> str | None:
         body = self._body(draws, stream=True, max_tokens=2000, ignore_eos=True)
@@ -163,7 +163,7 @@ class Soak:
         return None if text == self._canary_text else f"{text!r} instead of {self._canary_text!r}"
 
     def _socket(self, draws: random.Random) -> str | None:
-        """The canary as `spd generate` asks it, or one that is left."""
+        """Send the canary as `spd generate` does, or one that is left."""
         engine = served_engine(self._session, self._options)
         if engine is None:
             return "no server is found"
@@ -181,9 +181,13 @@ class Soak:
 
     # -- what they are made of ---------------------------------------------------------------------------
 
-    def _body(self, draws: random.Random, **more: Any) -> dict[str, Any]:
+    def _body(self, draws: random.Random, **fields: Any) -> dict[str, Any]:
         content = f"{draws.choice(QUESTIONS)} {draws.randrange(50)}"
-        params = {"max_tokens": draws.randint(1, 24), "temperature": draws.choice((0, 0.8)), **more}
+        params = {
+            "max_tokens": draws.randint(1, 24),
+            "temperature": draws.choice((0, 0.8)),
+            **fields,
+        }
         return {"messages": [{"role": "user", "content": content}], **params}
 
     def _send(self, path: str, body: Any) -> http.client.HTTPConnection:
@@ -200,29 +204,29 @@ class Soak:
     def _health(self) -> dict[str, Any]:
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
             connection.request("GET", "/health")
-            shown: dict[str, Any] = json.loads(connection.getresponse().read())
-        return shown
+            health: dict[str, Any] = json.loads(connection.getresponse().read())
+        return health
 
     def _sample(self) -> dict[str, float]:
         folder = Path(f"/proc/{self._process}")
-        found = dict(
+        sample = dict(
             re.findall(r"^(VmRSS|Threads):\s+(\d+)", (folder / "status").read_text(), re.MULTILINE)
         )
         return {
             "requests": self.counts.total(),
-            "memory_mib": int(found["VmRSS"]) / 1024,
+            "memory_mib": int(sample["VmRSS"]) / 1024,
             "descriptors": len(os.listdir(folder / "fd")),
-            "threads": int(found["Threads"]),
+            "threads": int(sample["Threads"]),
         }
 
 
 def faults_of(soak: Soak) -> list[str]:
-    """What is wrong with the answers, and what of the server has grown."""
+    """Return the faults of the answers, and the server's growth beyond its limits."""
     grown = soak.growth()
-    more = [
-        f"{name} grew by {grown[name]:.1f}" for name, most in GROWTH.items() if grown[name] > most
+    grown_faults = [
+        f"{name} grew by {grown[name]:.1f}" for name, limit in GROWTH.items() if grown[name] > limit
     ]
-    return [*soak.faults, *more]
+    return [*soak.faults, *grown_faults]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,12 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-m", "--model", default="demo")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args(arguments)
+    settings = parser.parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="spd-soak-") as home:
-        options = {"model": asked.model, "threads": asked.threads}
-        command = [sys.executable, "-m", "spd", "serve", asked.model, "--port", "0"]
-        command += [] if asked.threads is None else ["--threads", str(asked.threads)]
+        options = {"model": settings.model, "threads": settings.threads}
+        command = [sys.executable, "-m", "spd", "serve", settings.model, "--port", "0"]
+        command += [] if settings.threads is None else ["--threads", str(settings.threads)]
         environment = {**os.environ, "XDG_RUNTIME_DIR": home, "SPD_CONFIG": os.devnull}
         server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         try:
@@ -249,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **options, prompt=QUESTION, temperature=0, max_tokens=24
             )
             soak = Soak(int(port[1]), server.pid, Path(home) / "spd", request_options)
-            soak.run(asked.requests, asked.clients, max(1, asked.requests // 20))
+            soak.run(settings.requests, settings.clients, max(1, settings.requests // 20))
             server.send_signal(signal.SIGTERM)
             ended = server.wait(60)
         finally:
@@ -257,8 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = faults_of(soak) + ([f"the server ended with status {ended}"] if ended else [])
     result = {
         "schema": SCHEMA,
-        "model": asked.model,
-        "clients": asked.clients,
+        "model": settings.model,
+        "clients": settings.clients,
         "seconds": round(time.monotonic() - began, 1),
         "counts": soak.counts,
         "growth": soak.growth(),
@@ -267,12 +271,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": describe_machine(),
         **describe_commit(),
     }
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if settings.out is not None:
+        settings.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for fault in faults[:20]:
         print(fault)
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in soak.counts.items())
-    print(f"{len(faults)} faults of {asked.requests:,} requests in {result['seconds']} s: {kinds}")
+    print(
+        f"{len(faults)} faults of {settings.requests:,} requests in {result['seconds']} s: {kinds}"
+    )
     return 1 if faults else 0
 
 

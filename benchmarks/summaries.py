@@ -1,4 +1,4 @@
-"""What benchmarks make of repeated measurements: medians with every value, paired ratios, plain intervals."""
+"""Statistics of repeated measurements: medians with every value, paired ratios, plain intervals."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def median_interval(
     """
     n = len(values)
     ordered = sorted(values)
-    found = None
+    interval = None
     outside = 0.0  # probability that the median lies below the rank-th value
     for rank in range(n // 2):
         outside += comb(n, rank) / 2**n
         if 1 - 2 * outside < confidence:
             break
-        found = (ordered[rank], ordered[n - 1 - rank])
-    return found
+        interval = (ordered[rank], ordered[n - 1 - rank])
+    return interval
 
 
 def ratio_of_sums(over: Sequence[float], under: Sequence[float]) -> tuple[float, float | None]:

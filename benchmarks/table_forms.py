@@ -1,4 +1,4 @@
-"""How each table of README and docs/measurements.md is made of its result files."""
+"""The functions that make each table of README and docs/measurements.md of its result files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = MappingProxyType(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown of a table."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return (
         "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -42,19 +42,25 @@ FEATURES = MappingProxyType(
 
 
 def machine(result: Result) -> str:
-    """The processor of a result, its number of cores and its best instructions."""
-    found = result["machine"]
-    name = found["cpu"].replace("(R)", "").removesuffix(" Processor")
-    best = next(shown for feature, shown in FEATURES.items() if feature in found["cpu_features"])
-    return f"{found['cores']} cores of an {name} ({best})"
+    """Return the processor of a result, its number of cores and its best instructions."""
+    machine_facts = result["machine"]
+    name = machine_facts["cpu"].replace("(R)", "").removesuffix(" Processor")
+    best = next(
+        feature_text
+        for feature, feature_text in FEATURES.items()
+        if feature in machine_facts["cpu_features"]
+    )
+    return f"{machine_facts['cores']} cores of an {name} ({best})"
 
 
 def headline(peers: Result, loads: Result, adaptive: Result, equal: Result) -> str:
-    """The README's four rows: a figure, the machine, and the command that measured it."""
+    """Return the README's four rows: a figure, the machine, and the command that measured it."""
     sixteen = loads["loads"]["16 together"]["entries"]
     alone = _draft_and_plain(peers["entries"], "decode_tokens_per_second", ".1f")
     together = _draft_and_plain(sixteen, "output_tokens_per_second", ".0f")
-    model = next(one for one in adaptive["models"] if one["model"] == "demo")
+    model = next(
+        model_result for model_result in adaptive["models"] if model_result["model"] == "demo"
+    )
     ratio = next(case for case in model["cases"] if case["concurrency"] == 1)["auto_over_plain"]
     demo = f"`demo`, its own MTP layer, adaptive k: {_interval(ratio)} × plain decoding"
     cells = equal["cells"].values()
@@ -83,14 +89,14 @@ def headline(peers: Result, loads: Result, adaptive: Result, equal: Result) -> s
 
 
 def _draft_and_plain(entries: Result, key: str, form: str) -> str:
-    """Tokens a second with a draft model and without one, of spd and of vLLM."""
+    """Return tokens a second with a draft model and without one, of spd and of vLLM."""
     names = ("spd-draft", "spd-plain", "vllm-draft", "vllm-plain")
     draft, plain, *peer = (format(entries[name][key]["median"], form) for name in names)
     return f"{draft} tokens/s with a draft model, {plain} without; vLLM-CPU {peer[0]} and {peer[1]}"
 
 
 def equality(*results: Result) -> str:
-    """Tokens compared and changed, for each model and number of ranks."""
+    """Return tokens compared and changed, for each model and number of ranks."""
     rows = []
     for result in results:
         cells = result["cells"].values()
@@ -106,7 +112,7 @@ def equality(*results: Result) -> str:
 
 
 def serve_equality(result: Result) -> str:
-    """Tokens of a server compared and changed, for each model and temperature."""
+    """Return tokens of a server compared and changed, for each model and temperature."""
     rows: dict[tuple[str, str], list[Result]] = {}
     for name, cell in result["cells"].items():
         model, _, heat = name.split("/")
@@ -125,24 +131,33 @@ def serve_equality(result: Result) -> str:
 
 
 def serve_load(result: Result) -> str | None:
-    """Time to a first token and between tokens by rate and client; the front's own cost; warm commands."""
+    """Return times to a first token and between tokens by rate, the front's cost, warm commands."""
     if any(part not in result for part in ("rates", "overhead", "peer", "warm")):
         return None
-    loads = {f"demo, {one['rate']} requests/s": one for one in result["rates"]}
-    for peer, one in result["peer"].items():
-        if "failed" not in one:
-            loads[f"0.35 B, {result['together']} clients, {PEER_NAMES[peer]}"] = one
+    loads = {
+        f"demo, {rate_result['rate']} requests/s": rate_result for rate_result in result["rates"]
+    }
+    for peer, rate_result in result["peer"].items():
+        if "failed" not in rate_result:
+            loads[f"0.35 B, {result['together']} clients, {PEER_NAMES[peer]}"] = rate_result
     rows = []
-    for name, one in loads.items():
-        cells = [f"{one[key][at]:.1f}" for key in ("ttft_ms", "itl_ms") for at in ("p50", "p99")]
+    for name, rate_result in loads.items():
+        cells = [
+            f"{rate_result[key][at]:.1f}" for key in ("ttft_ms", "itl_ms") for at in ("p50", "p99")
+        ]
         rows.append(
-            [name, f"{one['tokens_per_second']:.0f}", *cells, str(one["requests"]["errored"])]
+            [
+                name,
+                f"{rate_result['tokens_per_second']:.0f}",
+                *cells,
+                str(rate_result["requests"]["errored"]),
+            ]
         )
     head = ["", "tokens/s", "first token p50", "p99", "between p50", "p99", "refused"]
     text = table(head, rows)
-    for name, one in result["overhead"].items():
-        ratio = one["served_over_bare"]["median"]
-        cost = one["cpu_us_an_event"]["median"]
+    for name, rate_result in result["overhead"].items():
+        ratio = rate_result["served_over_bare"]["median"]
+        cost = rate_result["cpu_us_an_event"]["median"]
         text += f"\nThe {name}: {result['together']} requests take {ratio:.3f} of the bare engine's time "
         text += f"through the server, which uses {cost:.0f} µs more of a CPU for each event.\n"
     warm, cold = (result["warm"][name]["median"] for name in ("warm", "cold"))
@@ -152,17 +167,18 @@ def serve_load(result: Result) -> str | None:
 
 
 def cpu_peers(result: Result) -> str:
-    """Tokens a second of each peer, one request at a time, by what proposes."""
+    """Return tokens a second of each peer, one request at a time, by proposer."""
     entries = result["entries"]
     settings = result["settings"]
     modes = [mode for mode in MODES if any(f"{peer}-{mode}" in entries for peer in PEER_NAMES)]
     rows = []
     for peer in PEER_NAMES:
-        own = [entries.get(f"{peer}-{mode}") for mode in modes]
-        version = next((_version(peer, entry) for entry in own if entry is not None), None)
+        peer_entries = [entries.get(f"{peer}-{mode}") for mode in modes]
+        version = next((_version(peer, entry) for entry in peer_entries if entry is not None), None)
         if version is not None:
             cells = [
-                "" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own
+                "" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}"
+                for e in peer_entries
             ]
             rows.append([PEER_NAMES[peer] + version, *cells])
     head = [f"tokens/s, k = {settings['draft_max']}", *(MODES[mode] for mode in modes)]
@@ -177,38 +193,39 @@ def _version(peer: str, entry: Result) -> str:
 
 
 def peer_loads(result: Result) -> str | None:
-    """Output tokens a second of every peer under every load, and spd's ratio to each."""
+    """Return output tokens a second of every peer under every load, and spd's ratio to each."""
     loads = result.get("loads")
     if not loads:
         return None
     text = ""
     for mode in MODES:
-        named = [
+        entry_names = [
             peer
             for peer in PEER_NAMES
             if any(f"{peer}-{mode}" in at["entries"] for at in loads.values())
         ]
-        if not named:
+        if not entry_names:
             continue
         rows = []
-        for load, found in loads.items():
+        for load, entries in loads.items():
             cells = []
-            for peer in named:
-                entry = found["entries"].get(f"{peer}-{mode}")
-                ratio = found["ratios"].get(f"spd-{mode} / {peer}-{mode}")
+            for peer in entry_names:
+                entry = entries["entries"].get(f"{peer}-{mode}")
+                ratio = entries["ratios"].get(f"spd-{mode} / {peer}-{mode}")
                 speed = (
                     "" if entry is None else f"{entry['output_tokens_per_second']['median']:.1f}"
                 )
                 cells.append(speed + ("" if ratio is None else f" ({ratio['median']:.2f} ×)"))
             rows.append([load, *cells])
         text += ("\n" if text else "") + table(
-            [f"{MODES[mode]}, tokens/s (spd's ratio)", *(PEER_NAMES[peer] for peer in named)], rows
+            [f"{MODES[mode]}, tokens/s (spd's ratio)", *(PEER_NAMES[peer] for peer in entry_names)],
+            rows,
         )
     return text
 
 
 def acceptance(result: Result) -> str:
-    """Tokens a round of every drafter, temperature and rule, by k."""
+    """Return tokens a round of every drafter, temperature and rule, by k."""
     rows: dict[tuple[str, float, str], dict[int, str]] = {}
     worst = 0.0
     for row in result["rows"]:
@@ -230,7 +247,7 @@ def _acceptance_order(key: tuple[str, float, str]) -> tuple[int, float, int]:
 
 
 def _bench_rows(result: Result) -> list[Result]:
-    """Rows over all categories, or of the only one."""
+    """Return the rows over all categories, or of the only one."""
     over_all = [row for row in result["rows"] if row["category"] == "all"]
     return over_all or list(result["rows"])
 
@@ -244,7 +261,7 @@ def _speed_up(row: Result) -> str:
 
 
 def bench_demo(result: Result) -> str:
-    """Speed and acceptance by position of every drafter and k."""
+    """Return speed and acceptance by position of every drafter and k."""
     lines = []
     for row in _bench_rows(result):
         drafted = row["drafted_per_position"]
@@ -261,7 +278,10 @@ def bench_demo(result: Result) -> str:
 
 
 def bench_pairs(result: Result) -> str:
-    """Against plain decoding: a drafter with and without lookup beside it, by temperature and category."""
+    """Return a drafter with and without lookup against plain decoding.
+
+    By temperature and category.
+    """
     categories = list(
         dict.fromkeys(row["category"] for row in result["rows"] if row["category"] != "all")
     )
@@ -271,28 +291,30 @@ def bench_pairs(result: Result) -> str:
         if row["speed_up"] is not None:
             name = " + ".join(METHODS[method] for method in row["method"].split("+"))
             cells = [
-                f"{rows[row['temperature'], row['method'], each]['speed_up']['median']:.2f}"
-                for each in categories
+                f"{rows[row['temperature'], row['method'], category]['speed_up']['median']:.2f}"
+                for category in categories
             ]
             lines.append([f"{row['temperature']:g}", name, _speed_up(row), *cells])
     return table(["T", "", "all", *categories], lines)
 
 
 def bench_concurrency(result: Result) -> str:
-    """Plain and speculative tokens a second by how many requests run together."""
+    """Return plain and speculative tokens a second by the number of requests together."""
     rows = _bench_rows(result)
     lines = []
     for plain in (row for row in rows if row["method"] == "plain"):
         for row in rows:
             if row["method"] != "plain" and row["concurrency"] == plain["concurrency"]:
-                speeds = [f"{each['tokens_per_second']['median']:.0f}" for each in (plain, row)]
+                speeds = [
+                    f"{speed_row['tokens_per_second']['median']:.0f}" for speed_row in (plain, row)
+                ]
                 length = f"{row['acceptance_length']:.2f}"
                 lines.append([str(row["concurrency"]), *speeds, _speed_up(row), length])
     return table(["together", "plain tokens/s", "speculating", "ratio", "a round"], lines)
 
 
 def bench_rate_draft_tp(result: Result) -> str:
-    """Milliseconds a token by request rate: plain, and with the drafter on so many ranks."""
+    """Return milliseconds a token by request rate: plain, and by ranks of the drafter."""
     rows = _bench_rows(result)
     ranks = sorted({row["draft_tp"] for row in rows if row["method"] != "plain"})
     lines = []
@@ -310,7 +332,7 @@ def bench_rate_draft_tp(result: Result) -> str:
 
 
 def auto_k(result: Result) -> str:
-    """Adaptive k against plain decoding and the best fixed k."""
+    """Return adaptive k against plain decoding and the best fixed k."""
     lines = []
     for model in result["models"]:
         for case in model["cases"]:
@@ -322,7 +344,7 @@ def auto_k(result: Result) -> str:
 
 
 def host_cost(result: Result) -> str:
-    """Milliseconds of the host a round, by where the device program runs."""
+    """Return milliseconds of the host a round, by where the device program runs."""
     rounds = result["host_us"]
     places = list(next(iter(rounds.values())))
     rows = [
@@ -338,7 +360,7 @@ def _interval(ratio: Result) -> str:
 
 
 def explain_check(result: Result) -> str:
-    """How far the predictions of left-out k are off, and the k that would be chosen."""
+    """Return errors of the predictions of left-out k, and the k that would be chosen."""
     lines = []
     for case in result["cases"]:
         errors = " ".join(f"{pair['error']:+.0%}" for pair in case["pairs"])
@@ -363,13 +385,13 @@ def gpu_gates(result: Result) -> str:
         lines.append(["**this version**", "all of it", "**not measured**"])
     for gate in GATES:
         verdict = gate.judge(result["probes"].get(gate.probe, {}).get("result"))
-        asked = f"at least {gate.least:,g}" if gate.most is None else f"at most {gate.most:g}"
-        asked = "reported" if gate.reported else "none" if gate.most == 0 else asked
+        goal_text = f"at least {gate.least:,g}" if gate.most is None else f"at most {gate.most:g}"
+        goal_text = "reported" if gate.reported else "none" if gate.most == 0 else goal_text
         if verdict.figure is None:
-            unknown.append(gate.name if gate.reported else f"{gate.name} ({asked})")
+            unknown.append(gate.name if gate.reported else f"{gate.name} ({goal_text})")
         else:
             figure = f"{verdict.figure:,.0f}" if verdict.figure >= 1000 else f"{verdict.figure:.3g}"
-            lines.append([gate.name, asked, figure + ("" if verdict.met else ", missed")])
+            lines.append([gate.name, goal_text, figure + ("" if verdict.met else ", missed")])
     commit = str(result.get("commit") or "an unknown commit")[:7]
     text = table(["", "asked", f"found at {commit}"], lines)
     if unknown:

@@ -1,1 +1,1 @@
-"""Two trees of spd run side by side, and every difference in what they answer."""
+"""Two trees of spd run side by side, and every difference of their answers."""

@@ -43,7 +43,7 @@ Answer = dict[str, list[Any]]
 
 
 def git(*arguments: str, **environment: str) -> str:
-    """What git says in this repository."""
+    """Return the output of git in this repository."""
     command = ["git", "-C", str(ROOT), *arguments]
     settings = os.environ | environment
     return subprocess.run(
@@ -52,7 +52,7 @@ def git(*arguments: str, **environment: str) -> str:
 
 
 def tree_of(commit: str | None) -> str:
-    """The git tree of a commit, or of the working tree with what is not committed."""
+    """Return the git tree of a commit, or of the working tree with uncommitted changes."""
     if commit is not None:
         return git("rev-parse", "--verify", f"{commit}^{{tree}}")
     with tempfile.TemporaryDirectory() as folder:
@@ -61,29 +61,29 @@ def tree_of(commit: str | None) -> str:
 
 
 def documents(text: str) -> list[Any]:
-    """The values of lines of JSON without what differs from run to run; other lines as they are."""
-    found: list[Any] = []
+    """Return the values of lines of JSON without those that vary; other lines as they are."""
+    values: list[Any] = []
     for line in text.splitlines():
         try:
-            found.append(
+            values.append(
                 json.loads(
                     line, object_hook=lambda o: {k: o[k] for k in o if not VARIABLE.match(k)}
                 )
             )
         except ValueError:
-            found.append(line)
-    return found
+            values.append(line)
+    return values
 
 
 class Tree:
-    """One tree unpacked, a process that runs its command line, and the answers it gave so far."""
+    """One tree unpacked, a process that runs its command line, and the answers so far."""
 
     def __init__(self, tree: str, place: Path, store: Path) -> None:
         self.place = place
-        self.kept = store / f"{place.name}-{tree[:12]}"
+        self.store = store / f"{place.name}-{tree[:12]}"
         self.home = store.parent / "home"
         self.process: subprocess.Popen[str] | None = None
-        for folder in (place / "tree", place / "cwd", self.kept, self.home):
+        for folder in (place / "tree", place / "cwd", self.store, self.home):
             folder.mkdir(parents=True, exist_ok=True)
         git("archive", "-o", f"{place}/tree.tar", tree)
         subprocess.run(["tar", "-xf", "../tree.tar"], cwd=place / "tree", check=True)
@@ -95,7 +95,7 @@ class Tree:
         settings += f"XDG_CACHE_HOME={Path('~/.cache').expanduser()}"  # of compiled C kernels
         environment = {
             "PATH": os.environ["PATH"],
-            **dict(each.split("=") for each in settings.split()),
+            **dict(setting.split("=") for setting in settings.split()),
         }
         options: Any = {
             "env": environment,
@@ -106,7 +106,7 @@ class Tree:
         return subprocess.Popen([sys.executable, *arguments], cwd=self.place / folder, **options)
 
     def ask(self, run: Run) -> Answer:
-        """What the tree answers to a command line; that its process died is an answer too."""
+        """Return the tree's answer to a command line; that its process died is an answer too."""
         process = self.process = self.process or self.python(str(HERE / "worker.py"))
         assert process.stdin is not None and process.stdout is not None
         print(json.dumps(run._asdict()), file=process.stdin, flush=True)
@@ -114,16 +114,16 @@ class Tree:
         if not line:
             self.close()
             return {"status": [f"died: {process.returncode}"], "err": [], "out": [], "trace": []}
-        return {part: documents(said) for part, said in json.loads(line).items()}
+        return {part: documents(text) for part, text in json.loads(line).items()}
 
     def answers(self, name: str, runs: list[Run]) -> list[Answer]:
-        """What the tree answers to every run of a cell, kept from an earlier call or asked now."""
-        path = self.kept / f"{name.replace('/', '~')}.json"
+        """Return the tree's answers to every run of a cell, stored earlier or run now."""
+        path = self.store / f"{name.replace('/', '~')}.json"
         if not path.exists():
             path.with_suffix(".new").write_text(json.dumps([self.ask(run) for run in runs]))
             path.with_suffix(".new").rename(path)
-        found: list[Answer] = json.loads(path.read_text())
-        return found
+        stored: list[Answer] = json.loads(path.read_text())
+        return stored
 
     def close(self) -> None:
         """End the process."""
@@ -132,8 +132,8 @@ class Tree:
         self.process = None
 
 
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The plain values in one of JSON by dotted path."""
+def plain_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values in one of JSON by dotted path."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -141,38 +141,38 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, list)
         else ()
     )
-    for key, each in inner:
-        yield from leaves(each, f"{path}.{key}")
+    for key, item in inner:
+        yield from plain_values(item, f"{path}.{key}")
     if not inner:
         yield path[1:], value
 
 
-def called(path: str) -> str | None:
-    """What the new tree calls a path of the old one; None where it is not compared."""
+def new_path(path: str) -> str | None:
+    """Return the new tree's name of a path of the old one; None where it is not compared."""
     for old, new in RENAMED.items():
         if f"{path}.".startswith(f"{old}."):
             return None if new is None else new + path[len(old) :]
     return path
 
 
-def named(answer: Answer, is_old: bool) -> dict[str, Any]:
-    """The values of an answer by part, line and dotted path, as the new tree calls it."""
-    found = {}
+def flat_values(answer: Answer, is_old: bool) -> dict[str, Any]:
+    """Return the values of an answer by part, line and dotted path, by the new tree's names."""
+    values = {}
     for part, lines in answer.items():
         for number, line in enumerate(lines):
-            for path, value in leaves(line, ""):
-                if (name := called(path)) is not None:
-                    found[f"{part} {number} {name if is_old else path}"] = value
-    return found
+            for path, value in plain_values(line, ""):
+                if (name := new_path(path)) is not None:
+                    values[f"{part} {number} {name if is_old else path}"] = value
+    return values
 
 
 def differences(runs: list[Run], old: list[Answer], new: list[Answer]) -> Iterator[str]:
-    """Every difference of two trees' answers to the runs of a cell, in words."""
+    """Yield every difference of two trees' answers to the runs of a cell, as text."""
     for run, before, after in zip(runs, old, new, strict=True):
-        was = named(before, True)
-        now = named(after, False)
+        was = flat_values(before, True)
+        now = flat_values(after, False)
         for name in (name for name in was | now if was.get(name, ...) != now.get(name, ...)):
-            pair = [str(each.get(name, "nothing"))[:90] for each in (was, now)]
+            pair = [str(values.get(name, "nothing"))[:90] for values in (was, now)]
             yield f"{' '.join(run.argv)[-150:]!r}: {name}: {pair[0]} became {pair[1]}"
 
 
@@ -184,15 +184,18 @@ def compare(cells: Cells, old: Tree, new: Tree, end: float) -> Iterator[tuple[st
             return
         with ThreadPoolExecutor(2) as pool:
             before, after = pool.map(Tree.answers, (old, new), (name,) * 2, (runs,) * 2)
-        found = list(differences(runs, before, after))
-        said = [each for answer in before for each in answer["out"] if isinstance(each, dict)]
-        counts = {"tokens": sum(len(each.get("token_ids") or ()) for each in said)}
+        changes = list(differences(runs, before, after))
+        printed = [value for answer in before for value in answer["out"] if isinstance(value, dict)]
+        counts = {"tokens": sum(len(value.get("token_ids") or ()) for value in printed)}
         counts["rounds"] = sum(len(answer["trace"][1:]) for answer in before)
         counts["failed"] = sum(answer["status"] != [0] for answer in before)
-        shown = "".join(f"{count:>8,}" for count in counts.values())
-        print(f"{name:<44}{shown}{time.monotonic() - began:>9.1f}{len(found):>13,}", flush=True)
-        print("".join(f"  {line}\n" for line in found[:3]), end="", flush=True)
-        yield name, {**counts, "differences": len(found), "first": found[:20]}
+        counts_text = "".join(f"{count:>8,}" for count in counts.values())
+        print(
+            f"{name:<44}{counts_text}{time.monotonic() - began:>9.1f}{len(changes):>13,}",
+            flush=True,
+        )
+        print("".join(f"  {line}\n" for line in changes[:3]), end="", flush=True)
+        yield name, {**counts, "differences": len(changes), "first": changes[:20]}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,43 +209,47 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=200, help="prompts of the demo's cells")
     parser.add_argument("--store", type=Path, default=Path("~/.cache/spd-freeze").expanduser())
     parser.add_argument("-o", "--output", type=Path, help="a JSON file of what was found")
-    asked = parser.parse_args(arguments)
-    trees = tree_of(asked.old), tree_of(asked.new)
+    options = parser.parse_args(arguments)
+    trees = tree_of(options.old), tree_of(options.new)
     processor = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
-    facts = {"processor": processor, "python": platform.python_version(), "torch": version("torch")}
+    environment = {
+        "processor": processor,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
     sources = "".join((HERE / name).read_text() for name in ("cells.py", "worker.py"))
-    key = hashlib.sha256(f"{facts} {asked.prompts} {sources}".encode()).hexdigest()
-    store = asked.store / f"{trees[0][:12]}-{key[:12]}"
+    key = hashlib.sha256(f"{environment} {options.prompts} {sources}".encode()).hexdigest()
+    store = options.store / f"{trees[0][:12]}-{key[:12]}"
     with tempfile.TemporaryDirectory() as place:
         old, new = (
             Tree(tree, Path(place) / name, store) for tree, name in zip(trees, "01", strict=True)
         )
-        if not (listed := store / "shelf/shelf.json").exists():
-            listed.parent.mkdir(exist_ok=True)
-            old.python("-c", SHELF, str(listed.parent), folder="tree").communicate()
-        shelf = json.loads(listed.read_text())
-        prompts = make_prompts(old.place / "tree", asked.prompts)
-        every = *other_cells(shelf), *family_cells(shelf, prompts), *demo_cells(prompts)
-        cells = {name: runs for name, runs in every if fnmatch(name, asked.only)}
-        if asked.list:
+        if not (shelf_file := store / "shelf/shelf.json").exists():
+            shelf_file.parent.mkdir(exist_ok=True)
+            old.python("-c", SHELF, str(shelf_file.parent), folder="tree").communicate()
+        shelf = json.loads(shelf_file.read_text())
+        prompts = make_prompts(old.place / "tree", options.prompts)
+        all_cells = *other_cells(shelf), *family_cells(shelf, prompts), *demo_cells(prompts)
+        cells = {name: runs for name, runs in all_cells if fnmatch(name, options.only)}
+        if options.list:
             print("\n".join(f"{name}: {len(runs)} runs" for name, runs in cells.items()))
             return 0
-        rows = dict(compare(cells, old, new, time.monotonic() + 60 * asked.minutes))
+        rows = dict(compare(cells, old, new, time.monotonic() + 60 * options.minutes))
         old.close()
         new.close()
     summed = ("tokens", "rounds", "failed", "differences")
     total = {name: sum(row[name] for row in rows.values()) for name in summed}
     total |= {"cells": len(rows), "left": len(cells) - len(rows)}
     print(", ".join(f"{count:,} {name}" for name, count in total.items()))
-    if asked.output is not None:
-        shown = {
-            "old": [asked.old, trees[0]],
-            "new": [asked.new, trees[1]],
-            **facts,
+    if options.output is not None:
+        figures = {
+            "old": [options.old, trees[0]],
+            "new": [options.new, trees[1]],
+            **environment,
             **total,
             "found": rows,
         }
-        asked.output.write_text(json.dumps(shown, indent=1) + "\n")
+        options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return 6 if total["differences"] else 7 if total["left"] else 0
 
 

@@ -1,4 +1,4 @@
-"""What is run in both trees: command lines of spd in cells, and the checkpoints and prompts for them."""
+"""The runs of both trees: command lines of spd in cells, and their checkpoints and prompts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LINES = """{"prompt": 1}|{"prompt": "a", "x": 1}|{"prompt": "a", "params": {"top
 
 
 class Run(NamedTuple):
-    """A command line, its standard input, and whether a trace is asked for."""
+    """A command line, its standard input, and True where a trace is written."""
 
     argv: list[str]
     stdin: str = ""
@@ -100,10 +100,12 @@ Cell = tuple[str, list[Run]]
 Shelf = dict[str, tuple[str, str]]  # checkpoints: the folder, and what asks for the own head
 
 
-def make_prompts(tree: Path, most: int) -> list[str]:
-    """The benchmarks' own, then of the standard library: questions, code, edits and repetitive text."""
-    own = next((tree / "spd").rglob("prompts.jsonl")).read_text(encoding="utf-8").splitlines()
-    found: list[str] = [json.loads(line)["prompt"] for line in own]
+def make_prompts(tree: Path, limit: int) -> list[str]:
+    """Return the benchmarks' prompts, then questions, code and repetitive text of the library."""
+    prompt_lines = (
+        next((tree / "spd").rglob("prompts.jsonl")).read_text(encoding="utf-8").splitlines()
+    )
+    prompts: list[str] = [json.loads(line)["prompt"] for line in prompt_lines]
     for name in MODULES.split():
         source = inspect.getsource(importlib.import_module(name))
         for match in re.finditer(r"^def ([a-z]\w+)\(.*?(?=^\S)", source, re.MULTILINE | re.DOTALL):
@@ -112,32 +114,32 @@ def make_prompts(tree: Path, most: int) -> list[str]:
             head = "\n".join(code.splitlines()[:6])
             edit = f"Rename {word} to {word}_of in this code and print it again.\n\n{code}"
             kinds = (f"What does {name}.{word} do?", head, edit, f"{head[:200]}\n" * 5)
-            found.append(kinds[len(found) % 4])
-    return found[:most]
+            prompts.append(kinds[len(prompts) % 4])
+    return prompts[:limit]
 
 
 def batch(argv: str, prompts: list[str], *params: dict[str, Any]) -> Run:
-    """Prompts asked in chats, together in one engine; sets of parameters take turns.
+    """Return a run of prompts in chats, together in one engine; sets of parameters take turns.
 
     Each has a seed of its own, since trees derive those of lines without one in different ways.
     """
-    given = params or ({},)
+    param_sets = params or ({},)
     lines = [
-        {"prompt": text, "params": {"seed": number} | given[number % len(given)]}
+        {"prompt": text, "params": {"seed": number} | param_sets[number % len(param_sets)]}
         for number, text in enumerate(prompts)
     ]
     return Run([*argv.split(), "--jsonl"], "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def alone(argv: str, prompt: str) -> Run:
-    """One prompt with a line a round; code is continued as it stands."""
+    """Return a run of one prompt with a line a round; code is continued as it stands."""
     return Run(
         [*argv.split(), "--json", *["--raw"] * prompt.startswith("def "), "--", prompt], trace=True
     )
 
 
 def demo_cells(prompts: list[str]) -> Iterator[Cell]:
-    """The demo with every drafter, k, lag and temperature, the rules and the arithmetic.
+    """Yield the demo with every drafter, k, lag and temperature, the rules and the arithmetic.
 
     Every drafter meets every prompt in a batch at each temperature, and alone.
     """
@@ -171,29 +173,35 @@ def demo_cells(prompts: list[str]) -> Iterator[Cell]:
 
 
 def family_cells(shelf: Shelf, prompts: list[str]) -> Iterator[Cell]:
-    """Every tiny checkpoint in each arithmetic: plain, by lookup, as its own draft, and with its head."""
-    few = [prompts[n % len(prompts)][:size] for n, size in enumerate((400, 30, 250, 90, 3))]
+    """Yield every tiny checkpoint in each arithmetic: plain, by lookup, its own draft, its head."""
+    short_prompts = [
+        prompts[n % len(prompts)][:size] for n, size in enumerate((400, 30, 250, 90, 3))
+    ]
     for name, (folder, head) in shelf.items():
-        more = (
+        extra_forms = (
             ("--quantize int8", "--kernels torch --tp 2")
             if name in ("llama2", "deepseek_v3", "mtp-mimo-qwen3")
             else ()
         )
-        for form in (*FORMS[: 3 if OLD_NATIVE else 2], *(f"{each} {ALIKE}" for each in more)):
+        for form in (
+            *FORMS[: 3 if OLD_NATIVE else 2],
+            *(f"{form_options} {ALIKE}" for form_options in extra_forms),
+        ):
             base = f"generate -m {folder} --threads 1 -n 24 --ignore-eos --seed 3 {form}"
-            runs = [batch(f"{base} --temperature 0 --spec off", few, {"logprobs": 3})]
+            runs = [batch(f"{base} --temperature 0 --spec off", short_prompts, {"logprobs": 3})]
             for spec in filter(None, ("ngram", f"draft --draft-model {folder}", head)):
                 argv = f"{base} --temperature 0.6 --no-adaptive --draft-max 3 --lag 1 --spec {spec}"
-                runs += [batch(argv, few, {"logprobs": 1}), alone(argv, few[2])]
+                runs += [batch(argv, short_prompts, {"logprobs": 1}), alone(argv, short_prompts[2])]
             yield f"family/{name}/{form.replace('--', '').replace(' ', '-')}", runs
 
 
 def other_cells(shelf: Shelf) -> Iterator[Cell]:
-    """Plans, refusals, and the compiled kernels."""
+    """Yield plans, refusals, and the compiled kernels."""
 
     def runs(words: str, table: str) -> list[Run]:
         return [
-            Run([*words.split(), *each.split()]) for each in table.replace("\n", "|").split("|")
+            Run([*words.split(), *arguments.split()])
+            for arguments in table.replace("\n", "|").split("|")
         ]
 
     llama = shelf["llama2"][0]

@@ -51,7 +51,7 @@ def answer(argv: list[str], stdin: str, trace: bool) -> dict[str, Any]:
 
 
 def code_of(asm: dict[str, str]) -> str:
-    """TTIR and PTX without what they say of source files, the values of TTIR numbered as they come."""
+    """Return TTIR and PTX without their source places, the values of TTIR numbered in order."""
     numbers: dict[str, str] = {}
     ttir = TTIR_PLACE.sub("", asm["ttir"])
     ttir = re.sub(r"%[\w-]+", lambda value: numbers.setdefault(value[0], f"%{len(numbers)}"), ttir)
@@ -64,34 +64,34 @@ def compile_kernels(arch: str) -> int:
     """Print the digest of the code by kernel, argument types, constants and options."""
     import triton
 
-    found: dict[str, str] = {}
-    usual = triton.compile
+    digests: dict[str, str] = {}
+    compile_source = triton.compile
 
-    def compile_and_note(source: Any, *target: Any, **how: Any) -> Any:
-        compiled = usual(source, *target, **how)
+    def compile_and_note(source: Any, *target: Any, **options: Any) -> Any:
+        compiled = compile_source(source, *target, **options)
         constants = sorted((key, repr(value)) for key, value in source.constants.items())
         types = list(source.signature.values())
-        told = [
+        launch = [
             source.fn.fn.__name__,
             types,
             constants,
             sorted(source.attrs.items()),
-            sorted(how["options"].items()),
+            sorted(options["options"].items()),
         ]
         digest = hashlib.sha256(code_of(compiled.asm).encode()).hexdigest()
-        found[json.dumps(told, default=repr)] = digest
+        digests[json.dumps(launch, default=repr)] = digest
         return compiled
 
     script = TREE / "tests/kernels/compile_ahead.py"
-    said = re.compile(r"^def (signatures|launches)\(", re.M)
+    defines_launches = re.compile(r"^def (signatures|launches)\(", re.M)
     rooms = (sorted((TREE / room).rglob("*.py")) for room in ("spd/kernels", "tests/kernels"))
-    files = [path for room in rooms for path in room if said.search(path.read_text())]
+    files = [path for room in rooms for path in room if defines_launches.search(path.read_text())]
     modules = [".".join(path.relative_to(TREE).with_suffix("").parts) for path in files]
     triton.compile = triton.compiler.compile = compile_and_note
     sys.argv = [str(script), arch, "leave none out", *modules]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         runpy.run_path(str(script), run_name="__main__")
-    print(json.dumps(found))
+    print(json.dumps(digests))
     return 0
 
 

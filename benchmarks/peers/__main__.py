@@ -58,9 +58,9 @@ def render(result: Mapping[str, Any]) -> str:
         lines.append(
             f"verify({verify['rows']} rows) / decode(1 row){'':<15}{verify['ratio']['median']:>7.3f}"
         )
-    for load, found in result["loads"].items():
+    for load, entries in result["loads"].items():
         lines.append(load)
-        for name, entry in found["entries"].items():
+        for name, entry in entries["entries"].items():
             speed = entry["output_tokens_per_second"]["median"]
             accepted = entry["acceptance"]
             length = f"{accepted['acceptance_length']:>7.2f} a round" if accepted else ""
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(result))
     changed = False
     for name in ("spd-draft", "spd-ngram"):
-        own = result["entries"].get(name)
-        equal = own["equal_to_spd_plain"] if own else None
+        spd_entry = result["entries"].get(name)
+        equal = spd_entry["equal_to_spd_plain"] if spd_entry else None
         if equal is not None and equal["equal_texts"] != equal["texts"]:
             print(f"{name} differs from spd-plain: speculation changed tokens", file=sys.stderr)
             changed = True

@@ -1,4 +1,4 @@
-"""Whether two engines accept alike: vLLM's counters of each, summed over the same prompts."""
+"""The agreement of two engines' acceptance: vLLM's counters of each, over the same prompts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ WITHIN = 0.02
 
 
 def total(counts: Iterable[Mapping[str, Any] | None]) -> Speculation | None:
-    """The sum of what several answers counted; None where one counted nothing."""
+    """Return the sum of several answers' counters; None where one has none."""
     drafts = 0
     tokens = 0
     accepted = 0
     positions = list[int]()
-    for one in counts:
-        if one is None:
+    for count in counts:
+        if count is None:
             return None
-        drafts = drafts + one["drafts"]
-        tokens = tokens + one["draft_tokens"]
-        accepted += one["accepted"]
-        positions += [0] * (len(one["per_position"]) - len(positions))
-        for i, count in enumerate(one["per_position"]):
-            positions[i] += count
+        drafts += count["drafts"]
+        tokens += count["draft_tokens"]
+        accepted += count["accepted"]
+        positions += [0] * (len(count["per_position"]) - len(positions))
+        for position, accepted_count in enumerate(count["per_position"]):
+            positions[position] += accepted_count
     return Speculation(drafts, tokens, accepted, tuple(positions)) if drafts else None
 
 
 def figures(counted: Speculation) -> dict[str, Any]:
-    """vLLM's definitions: accepted drafts over drafts, 1 + accepted over rounds, accepted by position."""
+    """Return vLLM's figures: accepted over drafts, 1 + accepted over rounds, and by position."""
     return {
         "drafts": counted.drafts,
         "acceptance_rate": counted.accepted / counted.draft_tokens,
@@ -40,26 +40,26 @@ def figures(counted: Speculation) -> dict[str, Any]:
 
 
 def agreement(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, Any]:
-    """Relative differences of two engines' `figures`, the largest of them, and whether it is small."""
+    """Return the relative differences of two engines' `figures`, the largest, and a verdict."""
     differences = {
         name: mine[name] / its[name] - 1
         for name in ("acceptance_rate", "acceptance_length")
         if its[name]
     }
     positions = zip(mine["per_position"], its["per_position"], strict=False)
-    for number, (one, other) in enumerate(positions, 1):
-        if other:
-            differences[f"position {number}"] = one / other - 1
+    for number, (first, second) in enumerate(positions, 1):
+        if second:
+            differences[f"position {number}"] = first / second - 1
     largest = max((abs(value) for value in differences.values()), default=0.0)
     return {"differences": differences, "largest": largest, "agree": largest <= WITHIN}
 
 
 def agreement_lines(report: Mapping[str, Any]) -> list[str]:
-    """The comparison in words, a line for each figure of each pair."""
+    """Return the comparison as text, a line for each figure of each pair."""
     lines = []
-    for pair, found in report["agreement"].items():
-        words = "agree" if found["agree"] else "differ"
-        lines.append(f"acceptance of {pair}: {words}, {found['largest']:.1%} apart at most")
+    for pair, comparison in report["agreement"].items():
+        words = "agree" if comparison["agree"] else "differ"
+        lines.append(f"acceptance of {pair}: {words}, {comparison['largest']:.1%} apart at most")
         mine, its = (report["entries"][name]["acceptance"] for name in pair.split(" / "))
         for name in ("acceptance_rate", "acceptance_length"):
             lines.append(f"  {name:<20}{mine[name]:>8.4f}{its[name]:>8.4f}")

@@ -24,7 +24,7 @@ from benchmarks.summaries import paired_ratio, summarize
 
 @dataclass
 class Tally:
-    """What one entry has given so far."""
+    """The measurements of one entry so far."""
 
     ready: dict[str, Any]
     answers: list[Answer] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Tally:
 def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Start every worker, run the rounds, and return the report; a worker that fails to load is left out."""
     vocab = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    asked = prompts(options, options.rounds, vocab)
+    round_prompts = prompts(options, options.rounds, vocab)
     failures: dict[str, str] = {}
     workers: dict[str, Worker] = {}
     tallies: dict[str, Tally] = {}
@@ -45,7 +45,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
             stack.callback(worker.close)
             try:
                 tallies[entry.name] = Tally(worker.wait_ready(timeout=900))
-                worker.generate(asked[0], min(16, options.tokens), timeout=300)
+                worker.generate(round_prompts[0], min(16, options.tokens), timeout=300)
                 workers[entry.name] = worker
             except WorkerError as error:
                 failures[entry.name] = str(error)
@@ -53,7 +53,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
                 say(f"left out: {error}")
             worker.pause()
         say("rounds begin")
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(round_prompts):
             _round(
                 options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}"
             )
@@ -142,8 +142,8 @@ def report(
         pairs = [(a.extra["verify_ms_rows"], a.extra["verify_ms_1"]) for a in rows.answers]
         result["verify_over_decode"] = {
             "rows": options.rows,
-            "verify_ms": summarize([many for many, _ in pairs]).as_dict(),
-            "decode_ms": summarize([one for _, one in pairs]).as_dict(),
+            "verify_ms": summarize([verify_ms for verify_ms, _ in pairs]).as_dict(),
+            "decode_ms": summarize([decode_ms for _, decode_ms in pairs]).as_dict(),
             "ratio": paired_ratio(*zip(*pairs, strict=True)).as_dict(),
         }
     for mine, its in AGREEING:

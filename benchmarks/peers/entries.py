@@ -28,7 +28,7 @@ TOGETHER = ("spd", "vllm", "llama")
 
 def entries(options: Options) -> list[Entry]:
     """List the processes to compare, in the order of a round."""
-    listed = []
+    selected = []
     k = ["--draft-max", str(options.draft_max)]
     modes = {"plain": [], "draft": ["--draft", str(options.draft), *k], "ngram": ["--ngram", *k]}
     if options.imposed is not None:
@@ -44,16 +44,16 @@ def entries(options: Options) -> list[Entry]:
         for mode, arguments in modes.items():
             if peer not in ONLY.get(mode, (peer,)):
                 continue
-            listed.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
+            selected.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
     if options.rows > 1 and "spd" in options.pythons:
         extra = ["--rows", str(options.rows), "--draft", str(options.draft)]
-        listed.append(
+        selected.append(
             _entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra, together=False)
         )
-    chosen = [entry for entry in listed if not options.only or entry.name in options.only]
+    chosen = [entry for entry in selected if not options.only or entry.name in options.only]
     if not chosen:
         raise SystemExit(
-            f"nothing to compare: the entries are {', '.join(entry.name for entry in listed)}"
+            f"nothing to compare: the entries are {', '.join(entry.name for entry in selected)}"
         )
     return chosen
 
@@ -109,5 +109,5 @@ def find_preload(python: Path) -> str:
         (python.parents[1] / "lib", "libiomp5.so"),
         (Path("/usr/lib"), "*-linux-gnu/libtcmalloc_minimal.so.4"),
     )
-    found = [next(iter(sorted(folder.glob(pattern))), None) for folder, pattern in patterns]
-    return ":".join(str(path) for path in found if path)
+    libraries = [next(iter(sorted(folder.glob(pattern))), None) for folder, pattern in patterns]
+    return ":".join(str(path) for path in libraries if path)

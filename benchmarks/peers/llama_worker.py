@@ -39,7 +39,7 @@ WITHHELD = 8
 
 
 def converted(build: Path, model: Path, dtype: str) -> Path:
-    """The checkpoint in llama.cpp's format, made where it is missing or older than the weights."""
+    """Return the checkpoint in llama.cpp's format, made if missing or older than the weights."""
     out = build / "converted" / f"{model.parent.name}-{model.name}-{DTYPES[dtype]}.gguf"
     newest = max(path.stat().st_mtime for path in model.glob("*.safetensors"))
     if not out.exists() or out.stat().st_mtime < newest:
@@ -48,10 +48,10 @@ def converted(build: Path, model: Path, dtype: str) -> Path:
         unfinished = out.with_suffix(".part")
         command = [sys.executable, script, str(build), str(model), str(unfinished), DTYPES[dtype]]
         if dtype == "int4":
-            whole = str(converted(build, model, "bfloat16"))
+            target = str(converted(build, model, "bfloat16"))
             command = [
                 str(build / "build" / "bin" / "llama-quantize"),
-                whole,
+                target,
                 str(unfinished),
                 DTYPES[dtype],
             ]
@@ -61,7 +61,7 @@ def converted(build: Path, model: Path, dtype: str) -> Path:
 
 
 def server_command(options: WorkerOptions, port: int) -> list[str]:
-    """llama-server with the options of a mode; the context is shared by its slots."""
+    """Return llama-server's command with the options of a mode; its slots share the context."""
     assert options.build is not None
     threads = str(options.threads)
     k = str(options.draft_max)
@@ -92,10 +92,12 @@ class LlamaEngine:
         self.version = "unknown"
         if port is None:
             command = server_command(options, self.port)
-            said = subprocess.run(
+            help_text = subprocess.run(
                 [command[0], "--version"], capture_output=True, text=True, check=True
             )
-            self.version = (said.stdout + said.stderr).split("version:")[-1].split("\n")[0].strip()
+            self.version = (
+                (help_text.stdout + help_text.stderr).split("version:")[-1].split("\n")[0].strip()
+            )
             self.server = subprocess.Popen(
                 command, stdout=sys.stderr, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
             )
@@ -123,15 +125,15 @@ class LlamaEngine:
     def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
         """Generate one request alone."""
         result = self.run([prompt_ids], tokens, 1, None)
-        (one,) = result.requests
+        (generation,) = result.requests
         counted = result.speculation
         if counted is None:
-            return one
+            return generation
         extra = {
             "speculation": asdict(counted),
             "tokens_per_step": 1 + counted.accepted / counted.drafts,
         }
-        return Generation(one.token_ids, one.chunks, extra)
+        return Generation(generation.token_ids, generation.chunks, extra)
 
     def run(
         self,
@@ -188,27 +190,27 @@ class LlamaEngine:
         return Generation(ids[:tokens], first_tokens(chunks, tokens), {}), timings
 
     def _counted(self, timings: Sequence[Mapping[str, Any]], tokens: int) -> Speculation | None:
-        """Sums of what the server says; a step without drafts counts as a round with them."""
+        """Return sums of the server's counters; a step without drafts counts as a round."""
         if not self.speculates:
             return None
-        accepted = sum(each.get("draft_n_accepted", 0) for each in timings)
-        drafted = sum(each.get("draft_n", 0) for each in timings)
-        rounds = sum(each.get("predicted_n", tokens) - 1 for each in timings) - accepted
+        accepted = sum(timing.get("draft_n_accepted", 0) for timing in timings)
+        drafted = sum(timing.get("draft_n", 0) for timing in timings)
+        rounds = sum(timing.get("predicted_n", tokens) - 1 for timing in timings) - accepted
         return Speculation(rounds, drafted, accepted, ()) if drafted else None
 
 
 def first_tokens(chunks: Sequence[Chunk], tokens: int) -> list[Chunk]:
-    """The chunks of the first `tokens` tokens, the last one cut."""
-    kept: list[Chunk] = []
+    """Return the chunks of the first `tokens` tokens, the last one cut."""
+    cut_chunks: list[Chunk] = []
     for chunk in chunks:
         if tokens > 0:
-            kept.append(Chunk(chunk.seconds, min(chunk.tokens, tokens)))
+            cut_chunks.append(Chunk(chunk.seconds, min(chunk.tokens, tokens)))
         tokens -= chunk.tokens
-    return kept
+    return cut_chunks
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events."""
+    """Yield the objects of a stream of server-sent events."""
     for line in response:
         if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
             yield json.loads(line[6:])

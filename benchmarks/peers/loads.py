@@ -23,7 +23,7 @@ TIMEOUT = 1200.0
 
 @dataclass
 class LoadTally:
-    """Passes of one worker under one load."""
+    """The passes of one worker under one load."""
 
     tokens_per_second: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -33,24 +33,24 @@ class LoadTally:
     speculation: list[Mapping[str, Any] | None] = field(default_factory=list)
 
     def add(self, value: Mapping[str, Any], foreign_cpus: float) -> None:
-        """Take a worker's answer: output tokens over the wall time of the pass, latencies of its requests."""
+        """Add a worker's answer: output tokens over the wall time, latencies of its requests."""
         requests = value["requests"]
         self.tokens_per_second.append(
-            sum(len(one["token_ids"]) for one in requests) / value["seconds"]
+            sum(len(request["token_ids"]) for request in requests) / value["seconds"]
         )
         self.foreign_cpus.append(foreign_cpus)
         self.speculation.append(value["speculation"])
-        for one in requests:
-            chunks = one["chunks"]
+        for request in requests:
+            chunks = request["chunks"]
             later = sum(chunk["tokens"] for chunk in chunks[1:])
-            self.texts.append(one["token_ids"])
+            self.texts.append(request["token_ids"])
             self.ttft_ms.append(1000 * chunks[0]["seconds"])
             if later:
                 self.tpot_ms.append(1000 * (chunks[-1]["seconds"] - chunks[0]["seconds"]) / later)
 
 
 def load_name(load: Load) -> str:
-    """How a report calls a load."""
+    """Return a report's name of a load."""
     return f"{load.concurrency} together" if load.rate is None else f"{load.rate:g} a second"
 
 
@@ -61,19 +61,21 @@ def measure_loads(
     vocab: int,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, LoadTally]]:
-    """Every load in turn, all workers interleaved within it; a worker that fails is left out from then on."""
-    found: dict[str, dict[str, LoadTally]] = {}
+    """Measure every load in turn, all workers interleaved; one that fails is left out from then."""
+    tallies_by_load: dict[str, dict[str, LoadTally]] = {}
     for load in options.loads:
-        tallies = found[load_name(load)] = {}
+        tallies = tallies_by_load[load_name(load)] = {}
         count = max(LEAST_REQUESTS, load.concurrency)
         for number in range(-1, options.load_rounds):  # the first warms up, at the load's own size
-            asked = prompts(options, count, vocab, seed=1 + number)
+            load_prompts = prompts(options, count, vocab, seed=1 + number)
             arrivals = load.arrivals(count, seed=1 + number)
             for name, worker in list(workers.items()):
                 if not worker.entry.together:
                     continue
                 try:
-                    value, foreign = _pass(worker, asked, options, load.concurrency, arrivals)
+                    value, foreign = _pass(
+                        worker, load_prompts, options, load.concurrency, arrivals
+                    )
                 except WorkerError as error:
                     failures[name] = str(error)
                     del workers[name]
@@ -83,12 +85,12 @@ def measure_loads(
                     tally = tallies.setdefault(name, LoadTally())
                     tally.add(value, foreign)
                     say(f"{load_name(load)} {name}: {tally.tokens_per_second[-1]:.1f} tokens/s")
-    return found
+    return tallies_by_load
 
 
 def _pass(
     worker: Worker,
-    asked: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     options: Options,
     concurrency: int,
     arrivals: list[float] | None,
@@ -97,15 +99,15 @@ def _pass(
     try:
         time.sleep(options.pause)
         load = ForeignLoad(worker.group)
-        value = worker.run(asked, options.load_tokens, concurrency, arrivals, TIMEOUT)
+        value = worker.run(prompts, options.load_tokens, concurrency, arrivals, TIMEOUT)
         return value, load.read()[0]
     finally:
         worker.pause()
 
 
-def report_loads(found: Mapping[str, Mapping[str, LoadTally]]) -> dict[str, Any]:
-    """The figures of every load: medians, ratios with intervals, equality with spd's plain text."""
-    return {name: _report(tallies) for name, tallies in found.items()}
+def report_loads(tallies_by_load: Mapping[str, Mapping[str, LoadTally]]) -> dict[str, Any]:
+    """Return the figures of every load: medians, ratios with intervals, equal texts."""
+    return {name: _report(tallies) for name, tallies in tallies_by_load.items()}
 
 
 def _report(tallies: Mapping[str, LoadTally]) -> dict[str, Any]:
@@ -134,7 +136,10 @@ def _report(tallies: Mapping[str, LoadTally]) -> dict[str, Any]:
 def _equal(tally: LoadTally, reference: LoadTally | None) -> int | None:
     if reference is None:
         return None
-    return sum(one == other for one, other in zip(tally.texts, reference.texts, strict=False))
+    return sum(
+        text == reference_text
+        for text, reference_text in zip(tally.texts, reference.texts, strict=False)
+    )
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> Interval:

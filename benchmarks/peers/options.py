@@ -1,4 +1,4 @@
-"""What a comparison is asked for: the command line of `python -m benchmarks.peers`."""
+"""The command line of `python -m benchmarks.peers`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Options:
 
     @property
     def slots(self) -> int:
-        """Requests that run together at most."""
+        """Return the most requests that run together."""
         return max([1, *(load.concurrency for load in self.loads)])
 
 
@@ -112,47 +112,47 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu_peers.json"
     )
-    given = parser.parse_args(arguments)
+    values = parser.parse_args(arguments)
     cpus = tuple(sorted(os.sched_getaffinity(0)))
-    threads = given.threads or len(cpus)
+    threads = values.threads or len(cpus)
     if not 1 <= threads <= len(cpus):
         parser.error(f"--threads {threads}: this process may use {len(cpus)} CPUs")
     pythons = {
-        "spd": given.spd_python,
-        "transformers": given.transformers_python,
-        "vllm": given.vllm_python,
+        "spd": values.spd_python,
+        "transformers": values.transformers_python,
+        "vllm": values.vllm_python,
     }
-    if given.llama_cpp is not None:
-        pythons["llama"] = given.spd_python
-    only = tuple(given.only.split(",")) if given.only else ()
+    if values.llama_cpp is not None:
+        pythons["llama"] = values.spd_python
+    only = tuple(values.only.split(",")) if values.only else ()
     return Options(
-        model=given.model.resolve(),
-        draft=(given.draft or given.model / "draft").resolve(),
-        draft_max=given.draft_max,
-        dtype=given.dtype,
-        tokens=given.tokens,
-        prompt_tokens=given.prompt_tokens,
-        rounds=given.rounds,
-        rows=given.rows,
+        model=values.model.resolve(),
+        draft=(values.draft or values.model / "draft").resolve(),
+        draft_max=values.draft_max,
+        dtype=values.dtype,
+        tokens=values.tokens,
+        prompt_tokens=values.prompt_tokens,
+        rounds=values.rounds,
+        rows=values.rows,
         threads=threads,
         cpus=cpus[:threads],
-        ctx=given.ctx,
+        ctx=values.ctx,
         # Absolute but not resolved: a virtual environment's python is a link, and its path is the point.
         pythons={name: os.path.abspath(path) for name, path in pythons.items() if path},
         only=only,
-        preload=given.vllm_preload,
-        pause=given.pause,
-        llama_cpp=given.llama_cpp.resolve() if given.llama_cpp is not None else None,
-        imposed=given.imposed,
-        mtp=given.mtp,
-        int4=given.int4,
-        eagle3=given.eagle3.resolve() if given.eagle3 is not None else None,
-        text=given.text,
+        preload=values.vllm_preload,
+        pause=values.pause,
+        llama_cpp=values.llama_cpp.resolve() if values.llama_cpp is not None else None,
+        imposed=values.imposed,
+        mtp=values.mtp,
+        int4=values.int4,
+        eagle3=values.eagle3.resolve() if values.eagle3 is not None else None,
+        text=values.text,
         loads=(
-            *(Load(int(word)) for word in filter(None, given.concurrency.split(","))),
-            *(Load(RATE_SLOTS, float(word)) for word in filter(None, given.rates.split(","))),
+            *(Load(int(word)) for word in filter(None, values.concurrency.split(","))),
+            *(Load(RATE_SLOTS, float(word)) for word in filter(None, values.rates.split(","))),
         ),
-        load_tokens=given.load_tokens,
-        load_rounds=given.load_rounds,
-        out=given.out,
+        load_tokens=values.load_tokens,
+        load_rounds=values.load_rounds,
+        out=values.out,
     )

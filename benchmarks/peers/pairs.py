@@ -1,4 +1,4 @@
-"""Which entry is held against which, and whose acceptance must be the same."""
+"""The pairs of entries that are compared, and those whose acceptance must be equal."""
 
 REFERENCE = "spd-plain"
 PAIRS = (

@@ -1,4 +1,4 @@
-"""Prompts that every engine is given alike: random ids, or spd's own where a checkpoint reads text."""
+"""Prompts that every engine gets alike: random ids, or spd's own where a checkpoint reads text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BYTES_AND_SPECIALS = 300
 
 
 def prompts(options: Options, count: int, vocab: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `options.prompt_tokens` ids; another seed gives others."""
+    """Return `count` prompts of `options.prompt_tokens` ids; another seed gives others."""
     if options.text:
         lengths = [options.prompt_tokens]
-        asked = encode_prompts(
+        encoded = encode_prompts(
             options.model, read_prompts(BUILTIN_PROMPTS), lengths, options.tokens
         )
         return [
             list(question.ids)
-            for question in islice(cycle(asked), seed * count, (seed + 1) * count)
+            for question in islice(cycle(encoded), seed * count, (seed + 1) * count)
         ]
     draws = random.Random(seed)
     low = min(BYTES_AND_SPECIALS, vocab // 2)

@@ -27,7 +27,7 @@ NGRAM_MAX = 8
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What every worker is told on its command line."""
+    """The options on every worker's command line."""
 
     model: Path
     draft: Path | None
@@ -62,7 +62,7 @@ class Speculation:
     per_position: tuple[int, ...] = ()
 
     def since(self, before: Speculation) -> Speculation:
-        """What was counted after `before`."""
+        """Return the counts after `before`."""
         earlier = (*before.per_position, *[0] * len(self.per_position))
         return Speculation(
             self.drafts - before.drafts,
@@ -91,7 +91,7 @@ class PassResult:
 
 
 class PeerEngine(Protocol):
-    """What a worker offers once it is loaded."""
+    """The interface of a worker once it is loaded."""
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions that matter, by package."""
@@ -125,7 +125,7 @@ class ChunkClock:
         self.start = time.perf_counter()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Note tokens that have just arrived; an empty arrival is no chunk."""
+        """Record tokens that have just arrived; an empty arrival is no chunk."""
         if token_ids:
             self.chunks.append(Chunk(time.perf_counter() - self.start, len(token_ids)))
             self.token_ids += token_ids
@@ -136,7 +136,7 @@ class ChunkClock:
 
 
 def imposed_rates(length: float, k: int) -> list[float]:
-    """The chance of at least 1, 2, … k accepted drafts, where spd would impose `length` tokens a round."""
+    """Return the chances of 1, 2, … k accepted drafts where spd would impose `length`."""
     from spd.runtime.round.imposed_acceptance import conditional_rate
 
     rate = conditional_rate(length, k)

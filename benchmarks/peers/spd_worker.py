@@ -79,7 +79,7 @@ class SpdEngine(SteppedEngine):
         return versions()
 
     def decoder(self, concurrency: int) -> Engine:
-        """An engine with as many slots."""
+        """Return an engine with as many slots."""
         if concurrency != self.slots:
             self.engine.close()
             self.slots = concurrency
@@ -87,7 +87,10 @@ class SpdEngine(SteppedEngine):
         return self.engine
 
     def speculation(self, ran: Pass) -> Speculation | None:
-        """Sums over the requests; drafts that matched count, as in vLLM, also where the text ended before."""
+        """Return sums over the requests.
+
+        Drafts that matched count, as in vLLM, also where the text ended before.
+        """
         drafted = [record for record in ran.records if record.draft]
         return Speculation(
             len(drafted),
@@ -102,8 +105,8 @@ class RowsEngine:
 
     def __init__(self, options: WorkerOptions, rows: int) -> None:
         self.rows = rows
-        self.one = open_engine(options, 0)
-        self.many = open_engine(options, rows - 1)
+        self.single_row = open_engine(options, 0)
+        self.several_rows = open_engine(options, rows - 1)
         self.requests = 0
 
     def versions(self) -> Mapping[str, str]:
@@ -117,8 +120,11 @@ class RowsEngine:
         that verified fewer rows.
         """
         self.requests += 1
-        found: dict[str, list[float]] = {}
-        for name, engine, rows in (("one", self.one, 1), ("many", self.many, self.rows)):
+        verify_times: dict[str, list[float]] = {}
+        for name, engine, rows in (
+            ("one", self.single_row, 1),
+            ("many", self.several_rows, self.rows),
+        ):
             records: list[RoundRecord] = []
             engine.trace = records.append
             params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -127,25 +133,26 @@ class RowsEngine:
             for event in engine.stream([request]):
                 clock.add(list(event.token_ids))
             engine.trace = None
-            found[name] = [
+            verify_times[name] = [
                 r.ms["verify"] for r in records if r.round > 0 and len(r.draft) + 1 == rows
             ]
-        one, many = (
-            median(found[name]) if found[name] else float("nan") for name in ("one", "many")
+        single_row, several_rows = (
+            median(verify_times[name]) if verify_times[name] else float("nan")
+            for name in ("one", "many")
         )
         return clock.finish(
             rows=self.rows,
-            verify_ms_1=one,
-            verify_ms_rows=many,
-            rounds_1=len(found["one"]),
-            rounds_rows=len(found["many"]),
+            verify_ms_1=single_row,
+            verify_ms_rows=several_rows,
+            rounds_1=len(verify_times["one"]),
+            rounds_rows=len(verify_times["many"]),
         )
 
 
 if __name__ == "__main__":
     if "--rows" in sys.argv:
         at = sys.argv.index("--rows")
-        wanted = int(sys.argv[at + 1])
+        rows = int(sys.argv[at + 1])
         del sys.argv[at : at + 2]
-        raise SystemExit(serve(lambda options: RowsEngine(options, wanted)))
+        raise SystemExit(serve(lambda options: RowsEngine(options, rows)))
     raise SystemExit(serve(SpdEngine))

@@ -13,16 +13,16 @@ from spd.runtime.round.sampling_params import SamplingParams
 
 
 class SteppedEngine:
-    """Runs greedy requests to exactly so many tokens; who derives from it says which engine takes them."""
+    """Runs greedy requests to exactly so many tokens; subclasses provide the engine."""
 
     requests = 0
 
     def decoder(self, concurrency: int) -> Any:
-        """The engine, ready for so many requests together."""
+        """Return the engine, ready for so many requests together."""
         raise NotImplementedError
 
     def speculation(self, ran: Pass) -> Speculation | None:
-        """What was drafted and accepted in a pass that has just ended."""
+        """Return the drafted and accepted counts of a pass that has just ended."""
         raise NotImplementedError
 
     def run(
@@ -35,22 +35,24 @@ class SteppedEngine:
         """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self.requests += 1
-        asked = [
+        requests = [
             Request(f"{self.requests}.{number}", tuple(ids), params)
             for number, ids in enumerate(prompts)
         ]
-        ran = run_pass(self.decoder(concurrency), asked, concurrency=concurrency, arrivals=arrivals)
-        requests = [
+        ran = run_pass(
+            self.decoder(concurrency), requests, concurrency=concurrency, arrivals=arrivals
+        )
+        generations = [
             Generation(
                 line.token_ids, [Chunk(at - line.arrived, count) for at, count in line.chunks], {}
             )
             for line in ran.timelines
         ]
-        return PassResult(ran.seconds, requests, self.speculation(ran))
+        return PassResult(ran.seconds, generations, self.speculation(ran))
 
     def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
         """Generate one request alone."""
         result = self.run([prompt_ids], tokens, 1, None)
-        (one,) = result.requests
+        (generation,) = result.requests
         counted = {} if result.speculation is None else {"speculation": asdict(result.speculation)}
-        return Generation(one.token_ids, one.chunks, counted)
+        return Generation(generation.token_ids, generation.chunks, counted)

@@ -19,12 +19,12 @@ def convert(source: Path, model: Path, out: Path, dtype: str) -> None:
     from conversion import base  # type: ignore[import-not-found,unused-ignore]
 
     text_model = base.TextModel
-    known = text_model.get_vocab_base_pre
+    original = text_model.get_vocab_base_pre
     sentences = text_model._create_vocab_sentencepiece
 
     def name_of(self: Any, tokenizer: Any) -> str:
         try:
-            return str(known(self, tokenizer))
+            return str(original(self, tokenizer))
         except NotImplementedError:
             return "gpt-2"
 

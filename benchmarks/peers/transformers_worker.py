@@ -12,7 +12,7 @@ from benchmarks.peers.protocol import NGRAM_MAX, ChunkClock, Generation, WorkerO
 
 
 class ClockStreamer:
-    """Stand where a text streamer stands: the first call brings the prompt, the others new tokens."""
+    """A stand-in for a text streamer: the first call brings the prompt, the others new tokens."""
 
     def __init__(self, clock: ChunkClock) -> None:
         self.clock = clock

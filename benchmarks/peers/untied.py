@@ -1,4 +1,4 @@
-"""A checkpoint whose head is a tensor of its own: vLLM's DeepSeek models do not read tied embeddings."""
+"""A checkpoint with a head tensor of its own: vLLM's DeepSeek models read no tied embeddings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spd.formats.names import EMBEDDING, HEAD
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """`config.json` of a folder."""
+    """Return `config.json` of a folder."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return config
 
 
 def is_latent(model: Path) -> bool:
-    """Whether the folder's attention is latent, as DeepSeek's."""
+    """True if the folder's attention is latent, as DeepSeek's."""
     return bool(read_config(model).get("kv_lora_rank"))
 
 

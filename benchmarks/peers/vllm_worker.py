@@ -38,7 +38,7 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def speculative_config(options: WorkerOptions) -> dict[str, Any] | None:
-    """What vLLM is told about drafts; None for plain decoding."""
+    """Return vLLM's configuration of drafts; None for plain decoding."""
     k = options.draft_max
     if options.ngram:
         lengths = {"prompt_lookup_min": NGRAM_MIN, "prompt_lookup_max": NGRAM_MAX}
@@ -75,17 +75,17 @@ class Stepper:
         self.engine.add_request(request.id, {"prompt_token_ids": list(request.prompt_ids)}, params)
 
     def step(self) -> list[Event]:
-        """One step of the engine."""
+        """Run one step of the engine."""
         events = []
         for output in self.engine.step():
-            one = output.outputs[0]
-            reason = (one.finish_reason or "stop") if output.finished else None
-            events.append(Event(output.request_id, tuple(one.token_ids), "", reason))
+            completion = output.outputs[0]
+            reason = (completion.finish_reason or "stop") if output.finished else None
+            events.append(Event(output.request_id, tuple(completion.token_ids), "", reason))
         return events
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits or runs."""
+        """True if anything waits or runs."""
         return bool(self.engine.has_unfinished_requests())
 
 
@@ -116,11 +116,11 @@ class VllmEngine(SteppedEngine):
         return {"vllm": vllm.__version__, "torch": torch.__version__}
 
     def decoder(self, concurrency: int) -> Stepper:
-        """The one engine."""
+        """Return the one engine."""
         return Stepper(self.llm.llm_engine)
 
     def speculation(self, ran: Pass) -> Speculation | None:
-        """What vLLM's counters have gained."""
+        """Return the increments of vLLM's counters."""
         if not self.speculates:
             return None
         values: dict[str, Any] = {}

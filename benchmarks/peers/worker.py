@@ -18,12 +18,12 @@ from benchmarks.environment import ROOT
 
 
 class WorkerError(Exception):
-    """A worker said so, died, or did not answer in time."""
+    """A worker reported an error, died, or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the comparison: which program, with which arguments, in which environment."""
+    """One line of the comparison: a program, its arguments and environment."""
 
     name: str
     command: tuple[str, ...]
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one generation gave, with the figures derived from the arrival times."""
+    """The output of one generation, with the figures derived from the arrival times."""
 
     token_ids: list[int]
     ttft_seconds: float
@@ -100,7 +100,7 @@ class Worker:
 
     @property
     def group(self) -> int:
-        """The process group of the worker and of the processes it starts."""
+        """Return the process group of the worker and of the processes it starts."""
         return self._process.pid
 
     def pause(self) -> None:
@@ -142,9 +142,9 @@ class Worker:
         """Ask for `tokens` tokens of each prompt; returns the worker's object, a `protocol.PassResult`."""
         request = {"op": "pass", "prompts": prompts, "tokens": tokens, "concurrency": concurrency}
         answer = self._ask({**request, "arrivals": arrivals}, timeout)
-        for one in answer["requests"]:
-            if len(one["token_ids"]) != tokens:
-                raise self._failure(f"gave {len(one['token_ids'])} tokens, not {tokens}")
+        for generation in answer["requests"]:
+            if len(generation["token_ids"]) != tokens:
+                raise self._failure(f"gave {len(generation['token_ids'])} tokens, not {tokens}")
         return answer
 
     def _ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -188,8 +188,8 @@ class Worker:
             raise WorkerError(f"{self.entry.name}: {value['error'].strip()}")
         return value
 
-    def _failure(self, what: str) -> WorkerError:
+    def _failure(self, problem: str) -> WorkerError:
         tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
         return WorkerError(
-            "\n  ".join([f"{self.entry.name} {what}; the end of {self.log}:", *tail])
+            "\n  ".join([f"{self.entry.name} {problem}; the end of {self.log}:", *tail])
         )

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import compare
-from benchmarks.peers.agreement import figures
+from benchmarks.peers.agreement import agreement, figures
 from benchmarks.peers.protocol import Speculation
 from benchmarks.peers.worker import Entry
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -107,11 +107,11 @@ def test_loads_run_every_worker_that_can_and_counters_are_compared(
         assert entry["acceptance"]["per_position"] == [0.5, 0.25]
         assert set(load["ratios"]) == {"spd-draft / vllm-draft", "spd-draft / spd-plain"}
         assert load["ratios"]["spd-draft / vllm-draft"]["low"] is not None
-    agreement = report["agreement"]["spd-draft / vllm-draft"]
+    comparison = report["agreement"]["spd-draft / vllm-draft"]
     # 0.75 of a draft a round here, 0.81 there.
-    assert agreement["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
-    assert agreement["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
-    assert not agreement["agree"]
+    assert comparison["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
+    assert comparison["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
+    assert not comparison["agree"]
     assert "spd-draft / vllm-draft: differ, 10.7% apart at most" in capsys.readouterr().out
     counted = figures(Speculation(100, 200, 75, (50, 25)))
     same = agreement(counted, counted)

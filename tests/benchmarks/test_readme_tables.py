@@ -67,7 +67,7 @@ def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     round_values = [("a", 0, 3, 0), ("a", 1, 4, 2), ("b", 1, 4, 0), ("b", 2, 5, 1), ("a", 2, 7, 2)]
     round_values += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
     rounds = [record(*values) for values in round_values]
-    counted = acceptance.counted_rounds(Pass(lines, rounds, 1.0), 2)
+    counted = acceptance.full_rounds(Pass(lines, rounds, 1.0), 2)
     assert [(r.request, r.round) for r in counted] == [
         ("a", 1),
         ("a", 2),

@@ -158,7 +158,7 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
 @pytest.mark.parametrize("load", [Load(), Load(3)])
 def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Tiny, load: Load) -> None:
     """Each has a seed of its own, so each is compared with its own plain text."""
-    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), alike=True)
+    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), same_prompts=True)
     sweep.run()
     assert sweep.differences == [] and sweep.compared
 
@@ -168,7 +168,7 @@ def test_a_verifier_that_lets_drafts_through_is_seen(
     tiny: Tiny, monkeypatch: Patch, same_prompts: bool
 ) -> None:
     verify(first_is_free)(monkeypatch)  # in torch's form
-    sweep = make_sweep(tiny(), SETTINGS, alike=same_prompts, kernels="torch")
+    sweep = make_sweep(tiny(), SETTINGS, same_prompts=same_prompts, kernels="torch")
     sweep.run()
     assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
     first = sweep.differences[0]
