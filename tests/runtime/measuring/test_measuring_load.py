@@ -158,7 +158,9 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
 @pytest.mark.parametrize("load", [Load(), Load(3)])
 def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Tiny, load: Load) -> None:
     """Each has a seed of its own, so each is compared with its own plain text."""
-    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), same_prompts=True)
+    sweep = make_sweep(
+        tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), same_prompts=True
+    )
     sweep.run()
     assert sweep.differences == [] and sweep.compared
 
