@@ -47,7 +47,7 @@ OptionValue = list[str] | bool | str
 def read_defaults(command: str, path: Path) -> dict[str, OptionValue]:
     """Return the defaults of a file for a command, by parameter name.
 
-    The command's own table takes precedence over the top level. Raises UsageError naming file and key.
+    The command's own table takes precedence over the top level. Raises UsageError.
     """
     params = _options_of(command)
     loaded = _load(path)

@@ -1,4 +1,4 @@
-"""Options of several commands: names, help, panels, defaults. Those of one command are in its module.
+"""Options of several commands: names, help, panels, defaults; those of one are in its module.
 
 Commands receive one frozen object. A default of None means that the option is not set, which the
 table of conflicts and the model's defaults rely on. Nothing heavy is imported here, and no unused

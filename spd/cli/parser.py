@@ -182,9 +182,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_value(name: str, annotation: str, text: str) -> Any:
-    """Return text as a value of a field with this annotation; `auto` is None if the field allows it.
+    """Return text as a value of a field with this annotation.
 
-    name: the option for messages. Raises UsageError.
+    `auto` becomes None if the field allows it. name: the option for messages. Raises UsageError.
     """
     match = re.search(r"\b(bool|float|int)\b", annotation)
     if "None" in annotation and text == "auto":

@@ -119,7 +119,7 @@ def _cut_commands(
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file or stdin (-): at most 64 MiB of UTF-8, a byte order mark removed."""
+    """Return the text of a file or stdin (-): at most 64 MiB of UTF-8, without a BOM."""
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     if name != "-" and os.path.isdir(name):

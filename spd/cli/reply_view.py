@@ -156,7 +156,7 @@ def _styled_lines(text: str, style: str) -> str:
 
 @dataclass
 class GenerateRun:
-    """Runs the request of `spd generate`; writes its text, or its token ids if there is no tokenizer.
+    """Runs the request of `spd generate`; writes text, or token ids if there is no tokenizer.
 
     inside_thinking: as in `ThinkingSplitter`.
     """
@@ -205,6 +205,7 @@ class GenerateRun:
         return self._exit_status()
 
     def _take(self, event: Event) -> None:
+        """Add an event to the reply, and write it if streaming."""
         self.reply.add(event)
         if self._streaming:
             self._view.write_event(event)

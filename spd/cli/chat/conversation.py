@@ -173,6 +173,7 @@ class ChatEncoder:
         replies: Sequence[Mapping[str, Any]],
         user: str,
     ) -> RenderedChat:
+        """Render the turns up to a message of the user. Raises IncompatibleError if it is too long."""
         messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
         for index, turn in enumerate((*earlier_turns, Turn(user))):
             if turn.user or not messages or messages[-1]["role"] != "tool":

@@ -43,7 +43,7 @@ class Editor:
     """A line editor on a terminal, with a toolbar that shows `status`.
 
     The toolbar is redrawn until `loaded` returns True; an exception of `loaded` ends `read`.
-    `commands` are completed, and so are their arguments: by their source, or as paths if it is None.
+    `commands` and their arguments are completed: by their source, or as paths if it is None.
     """
 
     def __init__(

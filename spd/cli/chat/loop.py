@@ -250,7 +250,7 @@ class Chat:
         return tuple(fixes or ["a shorter message"])
 
     def run_tool_calls(self) -> None:
-        """Run the tool calls of the last reply after consent, and continue unless one is refused."""
+        """Run the tool calls of the last reply after consent; continue unless one is refused."""
         while (tools := self.model.tools) and self.conversation.turns:
             turn = self.conversation.turns[-1]
             text = self.model.encoder.encode(self.conversation).text
@@ -280,7 +280,7 @@ class Chat:
             self._has_warned_unsaved = True
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a saved conversation: show its last turns; an unanswered message is the draft."""
+        """Continue a saved conversation: show its last turns; a message without reply is the draft."""
         self.conversation = conversation
         turns = conversation.turns
         if turns and turns[-1].reply is None:

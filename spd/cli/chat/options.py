@@ -13,7 +13,7 @@ _chat = partial(option, "Chat")
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ChatOptions(ModelArgument, ReplyOptions):
-    """Everything `spd chat` takes."""
+    """The options of `spd chat`."""
 
     file: list[str] | None = main_option(
         None, "FILE", "Goes with the first message. Repeatable.", "-f"

@@ -202,7 +202,7 @@ def _choose_drafter(
 def speculation_facts(
     choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None
 ) -> Facts:
-    """Return the method that `--spec auto` takes, and for each method the reason if it would not run.
+    """Return the method of `--spec auto`, and for each method the reason if it would not run.
 
     A method that takes a draft model is tried with `draft`.
     """

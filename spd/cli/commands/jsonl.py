@@ -235,9 +235,10 @@ def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
 
 
 def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
-    """Return how many answers a file holds and how many of them failed; cut an incomplete last one off.
+    """Return how many answers a file holds and how many of them failed.
 
-    Raises UsageError for a file that does not match the lines, or is being written; it is unchanged.
+    An incomplete last answer is cut off. Raises UsageError for a file that does not match the lines
+    or is being written; such a file is unchanged.
     """
     try:
         sink.open()  # locked from here on

@@ -14,7 +14,7 @@ MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2
 
 
 def escape_controls(text: str, pattern: re.Pattern[str] = MISLEADING) -> str:
-    """Return text with the characters that `pattern` matches, and lone surrogates, as backslash escapes.
+    """Return text with matches of `pattern` and lone surrogates as backslash escapes.
 
     For a model's reply CONTROL is enough.
     """

@@ -35,6 +35,7 @@ def to_json(value: object) -> str:
 
 
 def _replace_non_finite(value: object) -> object:
+    """Return a JSON value with None for non-finite numbers, and paths as texts."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, Mapping):
