@@ -10,7 +10,7 @@ import pytest
 
 from spd.cli.terminal.bars import ASCII, UNICODE, Bar, bar_lines
 from spd.cli.terminal.plain_text import cell_width
-from tests.cli.test_cli_terminal import PLAIN, run_on_terminal
+from tests.cli.cli_processes import PLAIN, run_on_terminal
 from tests.runtime.measuring.test_measuring_explain import make_trace
 
 BARS = [

@@ -19,8 +19,8 @@ from spd.errors import UsageError
 from spd.formats.files import open_output
 from spd.runtime import Engine
 from spd.runtime.engine.request import derived_seed
+from tests.cli.cli_processes import finish, start
 from tests.cli.conftest import assert_refused, wait_until
-from tests.cli.test_cli_terminal import finish, start
 from tests.json_schema import faults
 
 Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]

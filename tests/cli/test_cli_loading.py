@@ -32,16 +32,16 @@ from spd.runtime.load.progress import LoadProgress, Phase
 from spd.runtime.plan import machine
 from spd.runtime.round.round import Round
 from tests.cli import conftest
+from tests.cli.cli_processes import TerminalStream
 from tests.cli.conftest import assert_refused, make_failing, wait_until
-from tests.cli.test_cli_terminal import Terminal
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     """Return standard error as a terminal of eighty columns that shows a bar at once."""
     monkeypatch.setattr(progress_module, "DELAY", 0.0)
     monkeypatch.setattr(progress_module, "INTERVAL", 0.0)
-    return Terminal()
+    return TerminalStream()
 
 
 def load(stream: io.StringIO, console: Console, *phases: tuple[Phase, int, int]) -> None:
@@ -59,7 +59,7 @@ STEPS: tuple[tuple[Phase, int, int], ...] = (
 )
 
 
-def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
+def test_a_bar_names_phase_and_amount_and_goes_away(terminal: TerminalStream) -> None:
     load(terminal, Console(), *STEPS)
     lines = terminal.getvalue().split("\r")
     assert (
@@ -82,7 +82,7 @@ def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -
         (80, "......", CAPABILITIES),
         (120, f"####{15 * '.'}", CAPABILITIES),
     ):
-        terminal = Terminal()
+        terminal = TerminalStream()
         times = iter((0.0, 10.0, 10.0))
         monkeypatch.setattr(progress_module, "columns_of", lambda stream, columns=columns: columns)
         monkeypatch.setattr(time, "perf_counter", times.__next__)

@@ -18,8 +18,8 @@ import pytest
 
 from spd.formats.demo import DEMOS
 from spd.runtime.plan import machine
+from tests.cli.cli_processes import finish, start
 from tests.cli.conftest import assert_refused, read_saved_chat
-from tests.cli.test_cli_terminal import finish, start
 from tests.helpers import edit_weights
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,44 +21,21 @@ from spd.cli.terminal.plain_text import cell_width, escape_controls, fit_lines
 from spd.cli.terminal.sink import Sink, check_writable, to_json
 from spd.cli.terminal.streams import is_color_enabled
 from spd.errors import IncompatibleError, ResourceError, UsageError
+from tests.cli.cli_processes import (
+    PLAIN,
+    TerminalStream,
+    expect_stderr_line,
+    finish,
+    plain_text,
+    run_on_terminal,
+    run_redirected,
+    slow_program,
+    start,
+)
 from tests.cli.conftest import ROOT, make_failing, make_program
 from tests.recipes.tiny_dense import write_dense
 
-STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 PIECES = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
-
-
-def run_on_terminal(
-    *argv: object, columns: int = 80, code: str = "", **environment_changes: str
-) -> tuple[int, str]:
-    """Run a command on a pseudo-terminal; return its exit status and output."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(controller, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL")
-    inherited = {name: value for name, value in os.environ.items() if name not in unset}
-    environment = {
-        **inherited,
-        "TERM": "xterm-256color",
-        "PYTHONUTF8": "1",
-        "HF_HUB_OFFLINE": "1",
-        **environment_changes,
-    }
-    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
-    )
-    os.close(terminal)
-    seen = b""
-    with suppress(OSError):  # the other side is closed
-        while True:
-            seen += os.read(controller, 65536)
-    os.close(controller)
-    return process.wait(), seen.decode().replace("\r\n", "\n")
-
-
-def plain_text(text: str) -> str:
-    """Return text without styles and without overwritten parts of lines."""
-    return "\n".join(line.rpartition("\r")[2] for line in STYLE.sub("", text).split("\n"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +50,6 @@ error: nothing to generate from
        echo "your prompt" | spd generate
 """
 STYLED = {"error:": "\x1b[1;31merror:\x1b[0m", "fix:": "\x1b[32mfix:\x1b[0m"}
-PLAIN = {"NO_COLOR": "1"}
 
 
 def test_an_error_is_styled_and_wrapped() -> None:
@@ -148,15 +117,8 @@ def test_lines_are_broken_between_words() -> None:
     assert fit_lines(help_line, 40) == f"{help_line[:38]}\n{' ' * 13}once more"
 
 
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_colour_follows_variables_then_the_terminal() -> None:
-    for environ, run_on_terminal, off_terminal in (
+    for environ, with_terminal, without_terminal in (
         ({}, True, False),
         ({"TERM": "dumb"}, False, False),
         ({"NO_COLOR": "1"}, False, False),
@@ -166,11 +128,11 @@ def test_colour_follows_variables_then_the_terminal() -> None:
         ({"CLICOLOR_FORCE": "0"}, True, False),
         ({"CLICOLOR_FORCE": "1"}, True, True),
     ):
-        assert is_color_enabled(Terminal(), environ) is run_on_terminal
+        assert is_color_enabled(TerminalStream(), environ) is with_terminal
         assert (
             is_color_enabled(io.StringIO(), environ)
             is is_color_enabled(None, environ)
-            is off_terminal
+            is without_terminal
         )
 
 
@@ -235,72 +197,6 @@ def test_an_error_has_one_line_for_each_part(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "error: x\n  fix: /help\n")
 
 
-def slow_program(
-    model: Path, *argv: str, hang_at: str = "step", extra_setup: str = "", **how: Any
-) -> list[str]:
-    """Return a command that runs spd with an engine that loads or decodes slowly.
-
-    The process prints a line if the interpreter ends while an engine thread runs: a real one would abort.
-    """
-    pieces = how.get("pieces", 40)
-    pause = how.get("pause", 0.05)
-    spd_argv = ["spd", *how.get("command", ("generate", "Hi")), "-m", str(model), *argv]
-    setup = f"""
-import atexit, threading
-def hang(word):
-    print(word, file=sys.stderr, flush=True)
-    time.sleep(60)
-def slow(step):
-    time.sleep({pause})
-    if {hang_at!r} == "prefill" and step == 0 or {hang_at!r} == "hang" and step == 2:
-        print("hanging", file=sys.stderr, flush=True)
-        while True: time.sleep(0.01)
-def load(progress): {hang_at!r} == "load" and hang("loading")
-{extra_setup}
-atexit.register(lambda: threading.active_count() > 1 and print("torn down", file=sys.stderr))
-sys.argv = {spd_argv!r}
-"""
-    script = f'pieces=["word "] * {pieces}, on_step=slow, on_load=load'
-    return [sys.executable, "-c", make_program(script, setup=setup)]
-
-
-def start(
-    command: Sequence[str | Path],
-    *,
-    stdin: int = subprocess.DEVNULL,
-    stdout: int = subprocess.PIPE,
-    start_new_session: bool = False,
-    preexec_fn: Callable[[], object] | None = None,
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        start_new_session=start_new_session,
-        preexec_fn=preexec_fn,
-    )
-
-
-def wait_for(process: subprocess.Popen[bytes], line: str) -> None:
-    """Read one line of standard error."""
-    assert process.stderr.readline().decode() == line
-
-
-def finish(process: subprocess.Popen[bytes]) -> tuple[int, bytes, str]:
-    out, err = process.communicate(timeout=100)  # a bound against hangs, not a measurement
-    return process.returncode, out, (err or b"").decode()
-
-
-def shell(command: list[str], redirect: str, tmp_path: Path) -> tuple[int, bytes, str]:
-    """Run a command with its streams as a shell redirects them."""
-    (tmp_path / "run.py").write_text(command[2])
-    return finish(
-        start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect}"])
-    )
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
     signum: int, model: Path
@@ -324,7 +220,7 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
 )
 def test_a_signal_ends_a_run_that_hangs(hang_at, argv, broken, out, expected, model) -> None:
     process = start(slow_program(model, *argv, hang_at=hang_at, extra_setup=broken))
-    wait_for(process, "loading\n" if hang_at == "load" else "hanging\n")
+    expect_stderr_line(process, "loading\n" if hang_at == "load" else "hanging\n")
     process.send_signal(signal.SIGINT)
     code, printed, err = finish(process)
     assert code == -signal.SIGINT and err.startswith(expected)
@@ -343,10 +239,10 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
             extra_setup="FakeEngine.abort = lambda self, request: hang('aborting')",
         )
     )
-    wait_for(process, "hanging\n")
+    expect_stderr_line(process, "hanging\n")
     process.send_signal(signal.SIGINT)
     for line in ("stopping…\n", "aborting\n"):
-        wait_for(process, line)
+        expect_stderr_line(process, line)
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert (code, err) == (-signal.SIGINT, "")
@@ -430,7 +326,7 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
 def test_closed_and_full_streams_end_with_their_status(
     argv, redirect, code, expected, model, tmp_path
 ) -> None:
-    done = shell(slow_program(model, *argv, pieces=2, pause=0), redirect, tmp_path)
+    done = run_redirected(slow_program(model, *argv, pieces=2, pause=0), redirect, tmp_path)
     assert done[0] == code, done
     assert expected in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
 
@@ -511,7 +407,7 @@ def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_pat
     links = "open(%r, 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))"
     setup = f"def slow(step): {links % str(tmp_path / 'fd')}"
     code = slow_program(model, "-o", str(tmp_path / "out"), pieces=2, extra_setup=setup)
-    assert shell(code, "<&- >&- 2>&-", tmp_path)[0] == 0
+    assert run_redirected(code, "<&- >&- 2>&-", tmp_path)[0] == 0
     assert (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
 
 

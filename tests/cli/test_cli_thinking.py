@@ -17,8 +17,8 @@ import pytest
 from spd.conversation.thinking import UNANSWERED
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.runtime.engine.request import ThinkingBudget
+from tests.cli.cli_processes import run_on_terminal, slow_program, start
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit_json, make_program, write_tokenizer
-from tests.cli.test_cli_terminal import run_on_terminal, slow_program, start
 from tests.json_schema import faults
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
