@@ -24,7 +24,7 @@ from spd.formats.gguf.file_kind import model_files
 from spd.runtime.plan.config import DRAFTER_OPTIONS, METHODS, EngineConfig
 
 if TYPE_CHECKING:
-    from spd.runtime.lab.replay import Replay
+    from spd.runtime.lab import Replay
 
 SCHEMA = "spd.verify/1"
 SETTING_NAMES = (

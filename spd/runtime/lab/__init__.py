@@ -17,7 +17,7 @@ _NAMES = {
     ),
     "load": ("Load",),
     "prompt_set": ("BUILTIN_PROMPTS", "Prompt", "select_prompts", "encode_prompts", "read_prompts"),
-    "replay": ("make_requests", "replay_requests"),
+    "replay": ("Replay", "make_requests", "replay_requests"),
     "rows": (
         "DRAFTING_SETTINGS",
         "MACHINE_SETTINGS",
