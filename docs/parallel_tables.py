@@ -73,9 +73,9 @@ def streamed_bytes(config: ModelConfig, module: LayerLayout | None = None) -> fl
     outside_layers = config.vocab_size * hidden + (0 if module is None else 2 * hidden * hidden)
     total = 0.0
     for layer in layout.layers if module is None else (module,):
-        layer_size = float(sum(destination.size for destination in layer.destinations()))
+        layer_size = float(sum(parameter.size for parameter in layer.parameters()))
         if isinstance(layer.mlp, MoeLayout):
-            routed = layer.mlp.destinations()
+            routed = layer.mlp.parameters()
             experts = layer.mlp.experts
             experts_size = routed["experts_gate_up"].size + routed["experts_down"].size
             layer_size -= experts_size * (1 - experts.router.per_token / experts.num_experts)

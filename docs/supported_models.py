@@ -87,7 +87,7 @@ def table_lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterato
 def first_sentence(layout: Callable[..., object]) -> str:
     """Return the first sentence of the docstring of a family's function."""
     text = " ".join((layout.__doc__ or "").split("\n\n")[0].split())
-    return text.split(". ")[0].rstrip(".")
+    return text.removeprefix("Lay out ").split(". ")[0].rstrip(".")
 
 
 GGUF = """\

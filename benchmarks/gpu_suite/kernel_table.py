@@ -44,7 +44,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.runtime.lab.tile_checks import find_widest_tiles
-from spd.runtime.load.token_tiles import widest_tiles
+from spd.runtime.load.token_tiles import find_tile_limits
 
 ROWS = (1, 2, 4, 8, 16)
 READ_GIB = 2.0
@@ -127,7 +127,7 @@ def eight_over_one(rows: Rows) -> dict[str, list[float]]:
 
 def _kernels() -> Kernels:
     """As an engine here has them."""
-    return load_kernels("triton", None, widest_tiles("cuda", spd_cache_folder)[0])
+    return load_kernels("triton", None, find_tile_limits("cuda", spd_cache_folder)[0])
 
 
 def run_token_tiles() -> dict[str, Any]:

@@ -25,11 +25,11 @@ from spd.formats.mtp import MtpSource
 from spd.formats.mtp_layout import FAMILIES, MtpLayout
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Shape
 from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
-from spd.runtime.models.mtp_weights import module_bytes, module_layer, module_parts
-from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors
+from spd.runtime.models.mtp_weights import count_module_bytes, module_layer, module_parts
+from spd.runtime.models.parameters import Shape
+from spd.runtime.models.weights import DTYPE_BYTES, expected_tensors, iterate_parameters
 from spd.runtime.plan.memory import find_largest, page_bytes, tensor_bytes
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -243,10 +243,10 @@ def write_hollow(model: Published, parent: Path) -> Path:
     for layout in layouts:
         shapes |= expected_tensors(config, layout)
         matrices |= {
-            prefix + name
-            for prefix, destination in destinations(config, layout)
-            if prefix and len(destination.shape) == 2 and not destination.exact
-            for name, *_ in destination.parts
+            prefix + source.name
+            for prefix, parameter in iterate_parameters(config, layout)
+            if prefix and len(parameter.shape) == 2 and not parameter.is_float32
+            for source in parameter.sources
         }
     entries: dict[str, tuple[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
@@ -330,7 +330,7 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
 
 def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
     """Bytes of a layer's experts that no token goes to."""
-    found = layout.destinations()
+    found = layout.parameters()
     stored = sum(
         form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down")
     )
@@ -343,7 +343,7 @@ def _draft_bytes(engine: Engine, config: Any) -> float:
         return 0.0
     form = engine.plan.shape.draft_form
     layer = module_layer(config, source.layout.family)
-    total = module_bytes(source, 0, engine.plan.shape.dtype, form)
+    total = count_module_bytes(source, 0, engine.plan.shape.dtype, form)
     if isinstance(layer.mlp, MoeLayout):
         chosen = layer.mlp.experts.router.per_token * engine.plan.shape.slots
         total -= int(

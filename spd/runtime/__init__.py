@@ -29,7 +29,11 @@ if TYPE_CHECKING:
         usable_schema,
     )
     from spd.runtime.load.progress import LoadProgress, Progress
-    from spd.runtime.load.quantize import quantization_config, rounded_names, rounded_outputs
+    from spd.runtime.load.quantize import (
+        int4_output_tensors,
+        int4_tensor_names,
+        quantization_config,
+    )
     from spd.runtime.models import unused_tensors
     from spd.runtime.models.mtp_weights import check_source, module_position_size
     from spd.runtime.models.weights import DTYPE_BYTES
@@ -61,7 +65,7 @@ _HOMES = {
         "full_match_pattern",
     ),
     "load.progress": ("LoadProgress", "Progress"),
-    "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
+    "load.quantize": ("quantization_config", "int4_tensor_names", "int4_output_tensors"),
     "models": ("unused_tensors",),
     "models.mtp_weights": ("check_source", "module_position_size"),
     "models.weights": ("DTYPE_BYTES",),

@@ -38,7 +38,7 @@ def grouped(name: str, blocks: Tensor, rows: int) -> GroupedWeight:
     scales = parts.pop("scales")
     return GroupedWeight(
         spec.kind,
-        pack_nibbles(codes) if spec.paired else codes,
+        pack_nibbles(codes) if spec.is_paired else codes,
         scales,
         None,
         spec.group,

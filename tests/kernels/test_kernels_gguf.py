@@ -31,7 +31,7 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
     kind = BY_NAME[name]
-    assert FORMS[name].bytes_of(64, 1024) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+    assert FORMS[name].bytes_of((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
 
 
 @needs_compiled
@@ -44,7 +44,7 @@ def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> No
     packed = native.pack(weight)
     if rows % 32 == 0:
         kept = packed.tiles.nbytes + sum(part.nbytes for part in packed.quant_parameters.values())
-        assert kept == FORMS[name].bytes_of(rows, columns)
+        assert kept == FORMS[name].bytes_of((rows, columns))
     wide = weight.plain(torch.float64).t()
     x = noise(47, columns).to(native.dtype)
     scores = native.packed_linear(x, packed, None, FLOAT32).double()

@@ -38,7 +38,7 @@ from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_checks import widest_exact_tiles
-from spd.runtime.load.token_tiles import KINDS, SHOWN
+from spd.runtime.load.token_tiles import TESTED_LIMITS, WEIGHT_DTYPES
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import ACTS, COMPILED, Form, acted, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
@@ -399,7 +399,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHT_DTYPES)
 @pytest.mark.parametrize(
     ("n", "k"), [(6144, 4096), (4096, 12288), (1024, 3072), (24576, 1024), (1000, 320)]
 )
@@ -408,7 +408,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     held = torch.cuda.get_device_capability()
     widest = widest_exact_tiles(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
     print(torch.cuda.get_device_name(), widest)
-    assert (held, kind) != ((9, 0), "bfloat16") or widest == SHOWN["9.0"]
+    assert (held, kind) != ((9, 0), "bfloat16") or widest == TESTED_LIMITS["9.0"]
     ops = load_kernels("triton", None, widest)
     dtype = torch.bfloat16
     torch.manual_seed(n)

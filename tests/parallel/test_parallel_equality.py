@@ -14,8 +14,8 @@ from spd.formats.checkpoint import Checkpoint
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Shard
-from spd.runtime.models.weights import parts_of
+from spd.runtime.models.parameters import Shard
+from spd.runtime.models.weights import source_tensors
 from tests import helpers
 from tests.helpers import (
     DampedLayers,
@@ -179,7 +179,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
         config = helpers.read_model_config(folder)
         layout = family_layout(config)
         with Checkpoint.open(folder) as checkpoint:
-            ranks = [parts_of(config, layout.sharded(Shard(rank, 4))) for rank in range(4)]
+            ranks = [source_tensors(config, layout.sharded(Shard(rank, 4))) for rank in range(4)]
             cuts = [{name: part.cut for name, part in parts.items() if part.cut} for parts in ranks]
             assert all(cut.keys() == cuts[0].keys() for cut in cuts) and len(cuts[0]) > 8
             for tensor in cuts[0]:

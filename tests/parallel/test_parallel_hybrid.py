@@ -12,7 +12,7 @@ from spd.formats.model_config import ModelConfig
 from spd.kernels.native.build import unavailable_reason
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models import family_layout, weights
-from spd.runtime.models.destinations import Shard
+from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import ModelLayout
 from tests import helpers
 from tests.helpers import (
@@ -150,7 +150,7 @@ def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
     """The planted fault: every rank takes the first one's part of a tensor."""
     folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
     expected = collect_outputs(runs_of(folder, kernels="auto"))
-    honest = weights.parts_of
+    honest = weights.source_tensors
     for name in SPLIT:
 
         def parts(config: ModelConfig, layout: ModelLayout, name: str = name) -> Any:
@@ -161,7 +161,7 @@ def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
             }
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weights, "parts_of", parts)
+            patch.setattr(weights, "source_tensors", parts)
             assert collect_outputs(runs_of(folder, kernels="auto", tp=2)) != expected, name
 
 

@@ -95,7 +95,7 @@ class RememberingRunner:
         memory = self.pool.view(-1, PAGE_SIZE)[page_table].flatten(1)
         numbers = context_numbers(memory).gather(1, rows.positions)
         self.contexts = torch.where(rows.valid, numbers, -1)
-        return ModelOutput.of(self.contexts)
+        return ModelOutput.from_hidden(self.contexts)
 
     def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]

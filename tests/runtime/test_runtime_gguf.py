@@ -180,7 +180,7 @@ def test_what_the_converter_did_is_undone(change: did.Change, shape: tuple[int, 
     meant = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
     stored = converted(change, meant)
     assert not torch.equal(stored[0].flatten(), meant.flatten())
-    found = gguf_weights.undone(change, stored).reshape(shape)
+    found = gguf_weights.undo_change(change, stored).reshape(shape)
     assert torch.allclose(found, meant, rtol=0, atol=1e-6)
 
 

@@ -180,7 +180,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     mlp = engine.round_queue.runner.model.layers[0].mlp
     assert isinstance(mlp, MoeMlp) and isinstance(mlp.experts, SeparateSum)
     assert isinstance(mlp.experts.weights.gate_up, GroupedWeight)
-    assert engine.plan.shape.form.words == "e2m1"
+    assert engine.plan.shape.form.main_kind == "e2m1"
     run = assert_matches_transformers(reference, engine, prompt, 24)
     engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=3)
     (drafted,) = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True)])

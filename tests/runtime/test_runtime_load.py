@@ -21,8 +21,8 @@ from spd.runtime.layers.linear import FoldedNorm, RowNorm
 from spd.runtime.load import loader
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.load.weight_reader import read_tensors
-from spd.runtime.models.builder import LayerBuilder, Place
-from spd.runtime.models.destinations import Cut
+from spd.runtime.models.builder import ExecutionConfig, LayerBuilder
+from spd.runtime.models.parameters import Cut
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
 from tests.helpers import (
@@ -155,15 +155,16 @@ def held(
     meter = meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
         builder = LayerBuilder(
-            Place(torch.float16, "cpu", load_kernels("torch"), positions=64), config.rms_norm_eps
+            ExecutionConfig(torch.float16, "cpu", load_kernels("torch"), max_positions=64),
+            config.rms_norm_eps,
         )
         builder.fold_norms |= fold
-        fill: Any = loader.direct_fill(checkpoint, meter, {})
+        fill: Any = loader.make_direct_filler(checkpoint, meter, {})
         if way == "threaded":
             fill = partial(read_tensors, checkpoint, advance=meter.advance)
         at_once = way == "threaded"
         # Any: which blocks its layers have is in no type.
-        loading = loader.ModelLoading(config, builder, at_once, meter)
+        loading = loader.ModelBuilder(config, builder, at_once, meter)
         model: Any = loading.build(loader.decoder_part(config), fill)
     found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
     for i, layer in enumerate(model.layers):

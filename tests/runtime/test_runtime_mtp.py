@@ -171,7 +171,7 @@ def modules_of(engine: Engine) -> list[HeadModel]:
 
 FAULTS = {
     "the projection reads the state where the embedding belongs": ruled(hidden_first=True),
-    "the embedding at position 0 counts": ruled(masked=-1),
+    "the embedding at position 0 counts": ruled(masked_slot=-1),
     "a module goes on from what stands before its final norm": ruled(recycles_normed=False),
     **{fault.__name__: fault for fault in (before_the_norm, shifted, turned_by_slots, stale)},
 }

@@ -16,7 +16,7 @@ from spd.formats.json_file import Fields
 from spd.formats.quantized import read_quantization
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import packed_weights
-from spd.runtime.load.packed_weights import unpack, unpacked_words
+from spd.runtime.load.packed_weights import unpack, unpack_words
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
 from tests.helpers import (
@@ -54,7 +54,7 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.P
     assert own is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
         found = unpack(checkpoint, "a.b", own, shape)
-    assert torch.equal(found.plain(), stored.values)
+    assert torch.equal(found.dequantize(), stored.values)
     assert (found.group == 1) == (way == "gptq-order")
     assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), (
         "it stands for the weight"
@@ -66,7 +66,7 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.P
 def test_words_of_every_width(bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (5, count), generator=torch.Generator().manual_seed(count))
     assert torch.equal(
-        unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8)
+        unpack_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8)
     )
 
 
@@ -288,9 +288,9 @@ def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: i
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw)
     signed = (codes - (1 << (bits - 1))).to(torch.int8)
     words = packing.pack_to_int32(signed, bits)
-    assert torch.equal(unpacked_words(words, bits, columns), codes.to(torch.uint8))
+    assert torch.equal(unpack_words(words, bits, columns), codes.to(torch.uint8))
     down = packing.pack_to_int32(signed, bits, packed_dim=0)
-    assert torch.equal(unpacked_words(down.t(), bits, rows).t(), codes.to(torch.uint8))
+    assert torch.equal(unpack_words(down.t(), bits, rows).t(), codes.to(torch.uint8))
 
 
 NAN_CODES = ["fp8-tensor", "fp8-channel", "fp8-block"]
@@ -324,7 +324,7 @@ def test_values_that_are_not_finite_spoil_their_scales(
     with Checkpoint.open(tmp_path) as checkpoint:
         found = unpack(checkpoint, "a.b", scheme, (64, 64))
     assert found.scales[5].isnan().any()
-    plain = found.plain()
+    plain = found.dequantize()
     assert plain[5, 40].isnan()
     assert f"tensor {where} holds values that are not finite" in caplog.text
     if way in ("fp8-channel", "fp8-block"):

@@ -14,7 +14,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp import find_mtp_source
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.mtp_weights import check_source, module_bytes
+from spd.runtime.models.mtp_weights import check_source, count_module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
@@ -102,7 +102,7 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
     seen = [] if row.fused else [entry[0] for entry in published_hybrids.vision_tensors(row)]
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
-    assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
+    assert len(layers.attention_blocks) == row.layers // 4 and len(layers.layers) == row.layers
     source = find_mtp_source(folder)
     assert (
         source is not None
@@ -144,7 +144,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = find_mtp_source(folder)
     assert source is not None
-    head = module_bytes(source, 0, "bfloat16", plan.shape.draft_form)
+    head = count_module_bytes(source, 0, "bfloat16", plan.shape.draft_form)
     assert plan.need.draft_weights == head
     if not row.fp8:
         assert head == pytest.approx(2 * elements(mtp_tensors(row)), rel=1e-3)
@@ -216,7 +216,7 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     stored = (tmp_path / "model.safetensors").stat().st_size
     if name in FILES:  # codes stay, and their scales widen from one byte to two
         assert stored == pytest.approx(FILES[name], rel=0.005)
-        assert plan.shape.form.words == "e2m1" and stored < plan.need.weights < 1.06 * stored
+        assert plan.shape.form.main_kind == "e2m1" and stored < plan.need.weights < 1.06 * stored
     else:  # scales of FP8 blocks stand at every row, those of NVFP4 in float32
         most = 1.15 if "NVFP4" in name else 1.01 if folder.config.quantization is None else 1.04
         assert 0.975 * stored < plan.need.weights + plan.need.draft_weights < most * stored

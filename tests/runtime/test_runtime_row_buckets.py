@@ -62,7 +62,7 @@ class Sums:
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
         return (self.exact(x) - y.float()).bfloat16()
 
-    def example(self, count: int) -> Tensor:
+    def make_example_rows(self, count: int) -> Tensor:
         return torch.randn(count, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
@@ -72,7 +72,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
 ) -> None:
     widths = (*CANDIDATES, WIDEST)
     product = Sums(odd)
-    x = product.example(WIDEST)
+    x = product.make_example_rows(WIDEST)
     shown = [
         w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
     ]

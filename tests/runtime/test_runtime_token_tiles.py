@@ -19,11 +19,11 @@ from spd.runtime.lab import diagnostics, tile_checks
 from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import (
-    KINDS,
+    WEIGHT_DTYPES,
     TokenTileLimits,
-    keep_answer,
-    read_answer,
-    widest_tiles,
+    find_tile_limits,
+    read_tile_limits,
+    store_tile_limits,
 )
 from tests import helpers
 from tests.helpers import (
@@ -88,10 +88,10 @@ def test_the_kernels_keep_every_bit() -> None:
 
 def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
     cache = lambda: tmp_path / "new" / "spd"  # noqa: E731
-    assert read_answer(cache, BOUND) is None
-    place = Path(str(keep_answer(cache, BOUND, ANSWER)))
-    assert read_answer(cache, BOUND) == ANSWER and place.parent == cache()
-    assert read_answer(cache, {**BOUND, "driver": "1.3"}) is None
+    assert read_tile_limits(cache, BOUND) is None
+    place = Path(str(store_tile_limits(cache, BOUND, ANSWER)))
+    assert read_tile_limits(cache, BOUND) == ANSWER and place.parent == cache()
+    assert read_tile_limits(cache, {**BOUND, "driver": "1.3"}) is None
     whole = json.loads(place.read_text())
     widest = [{"int8": 128}, {"int9": 16}, [16], {"int8": [16]}, None]
     bad = [whole | {"for": {**BOUND, "gpu": "other"}}, [], {"for": BOUND}]
@@ -99,32 +99,35 @@ def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
     texts = [*map(json.dumps, bad), place.read_text()[:-3], "", "[" * 10**5]
     for text in (*map(str.encode, texts), b"\xff"):
         place.write_bytes(text)
-        assert read_answer(cache, BOUND) is None, text[:80]
+        assert read_tile_limits(cache, BOUND) is None, text[:80]
     place.write_text(json.dumps(whole))
     place.chmod(0o666)
-    assert read_answer(cache, BOUND) is None, "others may have written it"
+    assert read_tile_limits(cache, BOUND) is None, "others may have written it"
     place.chmod(0o600)
     place.parent.chmod(0o777)
-    assert read_answer(cache, BOUND) is None, "others may have put it there"
+    assert read_tile_limits(cache, BOUND) is None, "others may have put it there"
     place.parent.chmod(0o700)
-    assert read_answer(cache, BOUND) == ANSWER
+    assert read_tile_limits(cache, BOUND) == ANSWER
     place.unlink()
     os.mkfifo(place, 0o600)
-    assert read_answer(cache, BOUND) is None, "and is not waited for"
+    assert read_tile_limits(cache, BOUND) is None, "and is not waited for"
     place.unlink()
     place.write_text("")
-    assert keep_answer(lambda: place / "below", BOUND, ANSWER) is None
+    assert store_tile_limits(lambda: place / "below", BOUND, ANSWER) is None
 
 
 def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: Patch) -> None:
     bound = {"capability": "9.0", "gpu": "x"}
-    monkeypatch.setattr(token_tiles, "bound_to", lambda device: bound)
-    assert widest_tiles("cuda", lambda: tmp_path) == ({"bfloat16": 64}, "shown on its architecture")
-    keep_answer(lambda: tmp_path, bound, ANSWER)
-    assert widest_tiles("cuda", lambda: tmp_path) == (ANSWER, "as this GPU answered spd doctor")
+    monkeypatch.setattr(token_tiles, "kernel_environment", lambda device: bound)
+    assert find_tile_limits("cuda", lambda: tmp_path) == (
+        {"bfloat16": 64},
+        "shown on its architecture",
+    )
+    store_tile_limits(lambda: tmp_path, bound, ANSWER)
+    assert find_tile_limits("cuda", lambda: tmp_path) == (ANSWER, "as this GPU answered spd doctor")
     bound["capability"] = "8.9"
-    assert widest_tiles("cuda", lambda: tmp_path) == ({}, "spd doctor has not asked this GPU")
-    assert widest_tiles("cpu", lambda: tmp_path)[0] == {} and set(ANSWER) == set(KINDS)
+    assert find_tile_limits("cuda", lambda: tmp_path) == ({}, "spd doctor has not asked this GPU")
+    assert find_tile_limits("cpu", lambda: tmp_path)[0] == {} and set(ANSWER) == set(WEIGHT_DTYPES)
 
 
 @INTERPRETER_MARKS[0]
@@ -135,7 +138,7 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
     runs = []
     for widest in ({}, {"float16": 64}):
         monkeypatch.setattr(
-            token_tiles, "widest_tiles", lambda device, cache, w=widest: (w, "asked")
+            token_tiles, "find_tile_limits", lambda device, cache, w=widest: (w, "asked")
         )
         engine = make_engine(
             tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128
@@ -156,9 +159,11 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patc
     cuda |= {"get_device_capability": capability, "is_available": lambda: True}
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(tile_checks, "bound_to", lambda device: {"gpu": str(held[device.index])})
     monkeypatch.setattr(
-        tile_checks, "widest_exact_tiles", lambda load, device: dict.fromkeys(KINDS, 32)
+        tile_checks, "kernel_environment", lambda device: {"gpu": str(held[device.index])}
+    )
+    monkeypatch.setattr(
+        tile_checks, "widest_exact_tiles", lambda load, device: dict.fromkeys(WEIGHT_DTYPES, 32)
     )
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):

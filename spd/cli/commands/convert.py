@@ -140,7 +140,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     """
     from spd.formats.folder import ModelFolder
     from spd.formats.side_files import copy_side_files, side_files
-    from spd.runtime import quantization_config, rounded_names, rounded_outputs
+    from spd.runtime import int4_output_tensors, int4_tensor_names, quantization_config
 
     if options.destination is None:
         raise UsageError("missing argument 'DIR'")
@@ -152,10 +152,10 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:
-        rounded = set(rounded_names(source, options.mtp_too))
+        rounded = set(int4_tensor_names(source, options.mtp_too))
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
-        output_tensors = rounded_outputs(checkpoint, rounded)
+        output_tensors = int4_output_tensors(checkpoint, rounded)
         config = {
             **source.fields.values,
             "quantization_config": quantization_config(checkpoint, rounded),

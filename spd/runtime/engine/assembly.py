@@ -15,12 +15,12 @@ from spd.formats.model_config import ModelConfig
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.kernels.native.library import NativeKernels
-from spd.runtime.load.loader import Head, load_model
+from spd.runtime.load.loader import HeadSource, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
 from spd.runtime.models import assistant, family_layout
-from spd.runtime.models.builder import Place
+from spd.runtime.models.builder import ExecutionConfig
 from spd.runtime.models.eagle3 import head_parts
-from spd.runtime.models.mtp_weights import module_bytes, module_parts
+from spd.runtime.models.mtp_weights import count_module_bytes, module_parts
 from spd.runtime.models.weights import WIDE, HeadPart
 from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
@@ -45,9 +45,9 @@ PartFinder = Callable[[Checkpoint | None], Sequence[HeadPart]]
 def _load_runners(
     plan: EnginePlan,
     folder: ModelFolder,
-    place: Place,
+    execution: ExecutionConfig,
     meter: LoadMeter,
-    head: Head | None = None,
+    head: HeadSource | None = None,
     shared_cache: KvCache | None = None,
 ) -> list[ModelRunner]:
     """Load a folder's model, or the used parts of a head; return a runner for each.
@@ -57,13 +57,13 @@ def _load_runners(
     shape = plan.shape
     runners = []
     max_rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
-    place = replace(place, rows=max(place.kernels.capabilities.tail_rows, max_rows))
-    for model in load_model(folder, place, load=plan.config.load, meter=meter, head=head):
+    execution = replace(execution, max_rows=max(execution.kernels.capabilities.tail_rows, max_rows))
+    for model in load_model(folder, execution, load=plan.config.load, meter=meter, head=head):
         cache = shared_cache or KvCache(
-            model.caches,
+            model.cache_layouts,
             num_pages=shape.num_pages,
             page_size=PAGE_SIZE,
-            dtype=place.dtype,
+            dtype=execution.dtype,
             device=plan.device,
             slots=shape.slots,
             depth=ring_depth(shape.draft_max),
@@ -73,15 +73,15 @@ def _load_runners(
             cache,
             chunk=shape.chunk,
             device=plan.device,
-            kernels=place.kernels,
-            alone=place.ranks is None,
+            kernels=execution.kernels,
+            alone=execution.ranks is None,
         )
         runners.append(runner)
     return runners
 
 
 def _load_drafters(
-    plan: EnginePlan, place: Place, runner: ModelRunner, apart: bool, meter: LoadMeter
+    plan: EnginePlan, execution: ExecutionConfig, runner: ModelRunner, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
     """Load what drafts for the target of `runner`: a draft model, or the parts of a head.
 
@@ -93,16 +93,16 @@ def _load_drafters(
     target = runner.model
     if mtp is not None:
         find_modules = partial(module_parts, mtp, plan.shape.mtp_modules)
-        head = Head(mtp.config, find_modules, target, plan.model, apart)
-        return _load_runners(plan, mtp.folder, place, meter, head)
+        head = HeadSource(mtp.config, find_modules, target, plan.model, apart)
+        return _load_runners(plan, mtp.folder, execution, meter, head)
     if draft is None:
         return []
     find_parts = _part_finder(plan, draft.config)
     draft_head = None
     if find_parts is not None:
-        draft_head = Head(draft.config, find_parts, target, plan.model, apart)
+        draft_head = HeadSource(draft.config, find_parts, target, plan.model, apart)
     shared_cache = runner.cache if draft.config.assistant is not None else None
-    return _load_runners(plan, draft, place, meter, draft_head, shared_cache)
+    return _load_runners(plan, draft, execution, meter, draft_head, shared_cache)
 
 
 def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
@@ -110,7 +110,7 @@ def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
     if config.head_kind == "eagle3":
         return partial(head_parts, config)
     if config.head_kind == "assistant":
-        return partial(assistant.parts, config, family_layout(plan.model.config))
+        return partial(assistant.head_parts, config, family_layout(plan.model.config))
     return None
 
 
@@ -128,7 +128,9 @@ def _load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
         total += tensor_bytes(shape.draft, shape.dtype, draft_form, shape.draft_tp)
     if shape.mtp is not None:
         for module in range(shape.mtp_modules):
-            total += module_bytes(shape.mtp, module, shape.dtype, draft_form, shape.draft_shard)
+            total += count_module_bytes(
+                shape.mtp, module, shape.dtype, draft_form, shape.draft_shard
+            )
     return LoadMeter(progress, total)
 
 
@@ -146,28 +148,28 @@ def assemble(
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     meter = _load_meter(plan, progress)
     dtype = getattr(torch, shape.dtype)
-    place = Place(
+    execution = ExecutionConfig(
         dtype,
         plan.device,
         kernels,
         shape.form,
         None if ranks is None else ranks.target,
-        positions=shape.ctx,
+        max_positions=shape.ctx,
     )
-    (runner,) = _load_runners(plan, plan.model, place, meter)
+    (runner,) = _load_runners(plan, plan.model, execution, meter)
     draft_kernels = kernels
     if plan.draft_kernels != shape.kernels:
         draft_kernels = load_kernels(plan.draft_kernels)
-    draft_place = Place(
+    draft_execution = ExecutionConfig(
         dtype,
         plan.device,
         draft_kernels,
         shape.draft_form,
         None if ranks is None else ranks.draft,
-        positions=shape.draft_ctx,
+        max_positions=shape.draft_ctx,
     )
     broadcast_group = None if ranks is None else ranks.broadcast_group
-    drafters = _load_drafters(plan, draft_place, runner, broadcast_group is not None, meter)
+    drafters = _load_drafters(plan, draft_execution, runner, broadcast_group is not None, meter)
     round_ = _build_round(plan, usable_vocab, runner, drafters, kernels)
     if broadcast_group is not None and drafters:
         round_.share = broadcast_group.broadcast

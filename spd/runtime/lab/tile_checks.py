@@ -15,7 +15,12 @@ from spd.kernels.interface import Kernels
 from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
-from spd.runtime.load.token_tiles import KINDS, TokenTileLimits, bound_to, keep_answer
+from spd.runtime.load.token_tiles import (
+    WEIGHT_DTYPES,
+    TokenTileLimits,
+    kernel_environment,
+    store_tile_limits,
+)
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
 SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
@@ -38,20 +43,22 @@ def find_widest_tiles(cache: Callable[[], Path]) -> list[TileAnswer]:
     """Measure each kind of GPU here that runs the kernels, and store the answers."""
     answers: list[TileAnswer] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
-        bound = bound_to(device)
+        bound = kernel_environment(device)
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
             continue
         with torch.cuda.device(device):
             widest = widest_exact_tiles(partial(load_kernels, "triton", None), device)
-        answers.append({"for": bound, "widest": widest, "file": keep_answer(cache, bound, widest)})
+        answers.append(
+            {"for": bound, "widest": widest, "file": store_tile_limits(cache, bound, widest)}
+        )
     return answers
 
 
 def widest_exact_tiles(
     load: Callable[[TokenTileLimits], Kernels],
     device: torch.device,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = WEIGHT_DTYPES,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> TokenTileLimits:
     """Return the widest tile of each kind that changes no bit; `load` makes kernels."""

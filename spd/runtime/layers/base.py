@@ -1,4 +1,4 @@
-"""What a model is to the runner: a batch of rows in, hidden states and logits out.
+"""The interface between a model and the runner: a batch of rows in, hidden states and logits out.
 
 Models know tensors and this batch; never requests, schedulers, proposers or samplers.
 """
@@ -18,35 +18,45 @@ from spd.kernels.linear.head_input import HeadStates as HeadStates
 from spd.kernels.recurrent.short_conv import Segments
 
 HeadShape = tuple[int, int, int]
-"""Query heads, heads in the cache, and elements of a head, as attention sees them."""
+"""Query heads, key-value heads in the cache, and elements of a head, as attention sees them."""
 
 
 class Communicator(Protocol):
-    """What ranks exchange in a forward pass: every one holds a part, and sees the same bits afterwards."""
+    """The exchange between ranks in a forward pass.
+
+    Each rank holds a part; afterwards all ranks hold the same bits.
+    """
 
     rank: int
     size: int
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks in rank order: [N, *part.shape], the same shape everywhere."""
+        """Return the parts of all ranks in rank order: [N, *part.shape].
+
+        Parts have equal shapes.
+        """
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts in rank order, in float32 and rounded once to their dtype."""
+        """Return the sum of all ranks' parts in rank order, in float32 and rounded once to their
+        dtype.
+        """
 
 
 class ModelOutput(NamedTuple):
-    """What a pass makes of rows: `hidden`, of which logits are made, and `states`, which a head reads."""
+    """The output of a forward pass: `hidden`, from which logits follow, and `states`, which a head
+    reads.
+    """
 
     hidden: Tensor
     states: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor) -> ModelOutput:
-        """The output of a model whose hidden states are also what a head reads."""
+    def from_hidden(cls, hidden: Tensor) -> ModelOutput:
+        """Return the output of a model whose hidden states are also those that a head reads."""
         return cls(hidden, hidden)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:
-        """Both changed alike."""
+        """Return the output with `change` applied to both tensors."""
         hidden = change(self.hidden)
         return ModelOutput(hidden, hidden if self.states is self.hidden else change(self.states))
 
@@ -55,41 +65,48 @@ class ModelOutput(NamedTuple):
 class ForwardBatch:
     """Rows of one forward pass: a window of `width` positions for each of `num_slots` slots.
 
-    T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
-    int64 [S, pages]; plan is what `plan_attention` made of the rows, by the shape of heads. A prompt chunk of
-    one slot has a chunk_start, its first position.
+    T rows = num_slots * width, rounded up to a row bucket with rows that are dropped.
     """
 
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    kv_slots: Tensor  # [T] int64, into the flattened pools
-    page_table: Tensor  # [S, pages] int64
+    token_ids: Tensor
+    """Int64 [T]."""
+    positions: Tensor
+    """Int64 [T]."""
+    kv_slots: Tensor
+    """Int64 [T]: the row of the flattened pools that each row writes."""
+    page_table: Tensor
+    """Int64 [S, pages]."""
     plan: Mapping[HeadShape, AttentionPlan]
+    """Plans of the rows by the shape of heads, from `plan_attention`."""
     num_slots: int
     width: int
     tile: int
+    """The most rows of one product."""
     chunk_start: int | None = None
+    """The first position of a prompt chunk of one slot; None in other passes."""
     states: HeadStates | None = None
-    segments: Segments | None = (
-        None  # what of the rows recurrent layers read; None where a model has none
-    )
-    per_layer: Tensor | None = (
-        None  # [T, layers, P] of the rows' tokens, where layers embed them too
-    )
+    segments: Segments | None = None
+    """The rows that recurrent layers read; None where a model has no such layers."""
+    per_layer: Tensor | None = None
+    """[T, layers, P]: embeddings of the rows' tokens in each layer, where layers have their own."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream x [T, hidden], with partial sums of squares of its rows where kernels keep them."""
+    """The residual stream x [T, hidden], with partial sums of squares of its rows where kernels use
+    them.
+    """
 
     x: Tensor
-    squares: Tensor | None = None
+    square_sums: Tensor | None = None
 
 
-def attended(query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """What attention makes of query [T, ...], as [T, N].
+def attend_windows(
+    query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the attention output of query [T, ...], as [T, N].
 
-    attend: of windows of query [S, W, ...]; rows behind them give zeros.
+    attend: computes it for windows of query [S, W, ...]; rows after the windows give zeros.
     """
     rows = batch.num_slots * batch.width
     total = query.shape[0]
@@ -105,15 +122,15 @@ def attended(query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's pools, each [pages, page, ...] with what its attention keeps of a position.
+    """One layer's pools, each [pages, page, ...] with the entries of every position.
 
-    Of a recurrent layer [slots, ...], with what it keeps of a slot.
+    Pools of a recurrent layer are [slots, ...], with the state of every slot.
     """
 
     pools: tuple[Tensor, ...]
 
     @property
     def keys_and_values(self) -> Pools:
-        """Return the two pools of a layer that keeps keys and values."""
+        """Return the two pools of a layer that caches keys and values."""
         keys, values = self.pools
         return keys, values

@@ -1,9 +1,9 @@
-"""Linear layers on prebound weights: what every form of products shares, and what several ranks share.
+"""Linear layers on prebound weights: the interfaces of all products, and layers split over ranks.
 
-A form has a file of its own: `torch_linear`, `skinny_linear` (Triton's) and `native_linear` (C's). A layer
-has chosen its steps when it is built: the norm before its product, the activation or norm behind it, and
-what of these is a part of the product's kernel. Of some layers every rank holds a part: sums after a block,
-and the vocabulary at both ends.
+The products of each backend have a file: `torch_linear`, `skinny_linear` (Triton) and
+`native_linear` (C). A layer chooses its steps when it is built: the norm before its product, the
+activation or norm after it, and which of these are fused into the product's kernel. Ranks split the
+last product of each block, whose results are summed, and the vocabulary at both ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 
 RowStep = Callable[[Tensor], Tensor]
-"""A change of rows [T, N], each by itself, by torch's operations."""
+"""A function of rows [T, N], applied to each row independently, by torch's operations."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,37 @@ class FoldedNorm:
 
 
 class Projection(Protocol):
-    """A product that reads the stream, with the norm before it and the activation behind it."""
+    """A product that reads the stream, with the norm before it and the activation after it."""
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
-        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates, by a weight [N, K]."""
+        """Return [T, N] of the stream [T, K], or [T, N / 2] after gates, by a weight [N, K]."""
         ...
 
 
 class ResidualProjection(Protocol):
-    """A product that is added to the stream, with the norm behind it."""
+    """A product that is added to the stream, with the norm after it."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
         """Return the stream [T, N] plus the product of x [T, K] by a weight [N, K]."""
         ...
 
 
-class AnyHead(Protocol):
-    """The product that makes logits of hidden states."""
+class OutputHead(Protocol):
+    """The product that gives logits of hidden states."""
 
-    carries_squares: bool = False
-    """True if this form's products want a row's sum of squares beside the residual stream."""
+    carries_square_sums: bool = False
+    """True if the backend's products read sums of squares of the residual stream's rows."""
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Return float32 logits [T, V] of hidden [T, hidden]."""
         ...
 
 
-def in_tiles(apply: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
-    """Apply a function to x [T, ...], at most `tile` rows a call; a last partial tile has a bucket's size."""
+def apply_in_tiles(apply: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
+    """Apply a function to x [T, ...], at most `tile` rows a call.
+
+    The last partial tile has a bucket's size.
+    """
     if x.shape[0] <= tile:
         return apply(x)
     return torch.cat([apply(x[i : i + tile]) for i in range(0, x.shape[0], tile)])
@@ -88,18 +91,21 @@ def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, epsilon)
 
 
-def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
-    """Return the RMS norm of the stream [T, hidden] with scales weight [hidden]."""
-    return kernels.rms_norm_rows(stream.x, stream.squares, weight, epsilon)
+def normalize_stream(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
+    """Return the RMS norm of the stream [T, hidden] with scales `weight` [hidden]."""
+    return kernels.rms_norm_rows(stream.x, stream.square_sums, weight, epsilon)
 
 
 def activation_steps(act: Activation | None) -> tuple[RowStep, ...]:
-    """Return the step of an activation by torch's operations; none where there is no activation."""
+    """Return the step of an activation by torch's operations.
+
+    No step where there is no activation.
+    """
     return () if act is None else (partial(activate, act=act),)
 
 
-class StreamSums:
-    """Sums of the stream and rows, and its multiples, by torch's operations."""
+class ResidualAdder:
+    """Adds rows to the stream, and scales the stream, by torch's operations."""
 
     def add(self, stream: Residual, y: Tensor) -> Residual:
         """Return the stream [T, N] plus y [T, N]."""
@@ -114,45 +120,50 @@ class StreamSums:
         return Residual(stream.x * factor)
 
 
-class SquareSums(StreamSums):
-    """The same where kernels carry squares beside the stream, in all passes but whole chunks of a prompt."""
+class SquareTrackingAdder(ResidualAdder):
+    """A `ResidualAdder` that keeps the stream's sums of squares, except in whole chunks of a
+    prompt.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
     def add(self, stream: Residual, y: Tensor) -> Residual:
-        """Return the stream [T, N] plus y [T, N], rounded before its squares are summed."""
+        """Return the stream [T, N] plus y [T, N], rounded before the squares are summed."""
         total = super().add(stream, y)
-        return total if stream.squares is None else squared(total.x, self.kernels)
+        return total if stream.square_sums is None else with_square_sums(total.x, self.kernels)
 
     def add_normed(self, stream: Residual, y: Tensor, norm: RowNorm) -> Residual:
         """Return the stream [T, N] plus the norm of y [T, N], rounded once."""
-        if stream.squares is None:
+        if stream.square_sums is None:
             return super().add_normed(stream, y, norm)
-        x, squares = self.kernels.norm_residual(y, norm.scales, norm.epsilon, stream.x)
-        return Residual(x, squares)
+        x, square_sums = self.kernels.norm_residual(y, norm.scales, norm.epsilon, stream.x)
+        return Residual(x, square_sums)
 
     def scale(self, stream: Residual, factor: float) -> Residual:
-        """Return the stream [T, N] times a factor; squares that it has are those of before, and go."""
-        if stream.squares is None:
+        """Return the stream [T, N] times a factor; its sums of squares are computed anew."""
+        if stream.square_sums is None:
             return super().scale(stream, factor)
-        return squared(stream.x, self.kernels, factor)
+        return with_square_sums(stream.x, self.kernels, factor)
 
 
-def stream_sums(kernels: Kernels) -> StreamSums:
-    """Return the sums of the stream that go with a set of kernels."""
-    return SquareSums(kernels) if kernels.capabilities.folds_norms else StreamSums()
+def make_residual_adder(kernels: Kernels) -> ResidualAdder:
+    """Return the adder that a set of kernels needs."""
+    return SquareTrackingAdder(kernels) if kernels.capabilities.folds_norms else ResidualAdder()
 
 
-def squared(x: Tensor, kernels: Kernels, scale: float | None = None) -> Residual:
-    """Return rows x [T, N], times scale, as a stream that carries its squares."""
+def with_square_sums(x: Tensor, kernels: Kernels, scale: float | None = None) -> Residual:
+    """Return rows x [T, N], times scale, as a stream with its sums of squares."""
     rows = torch.arange(x.shape[0], device=x.device)
-    scaled, squares = kernels.embed(rows, x, scale)
-    return Residual(scaled, squares)
+    scaled, square_sums = kernels.embed(rows, x, scale)
+    return Residual(scaled, square_sums)
 
 
-class SummedLinear:
-    """A product whose columns [N, K / ranks] are a rank's own. The bias is added once."""
+class RowParallelLinear:
+    """A product of which each rank has columns [N, K / ranks]; ranks sum the results.
+
+    The bias is added once.
+    """
 
     def __init__(
         self,
@@ -160,15 +171,15 @@ class SummedLinear:
         bias: Tensor | None,
         post_norm: RowNorm | None,
         ranks: Communicator,
-        sums: StreamSums,
+        adder: ResidualAdder,
     ) -> None:
-        """part: the product by this rank's columns; post_norm: of the sum over ranks."""
+        """part: the product by this rank's columns; post_norm: the norm of the sum over ranks."""
         self.part = part
         self.bias = bias
         self.ranks = ranks
-        self.add = sums.add
+        self.add = adder.add
         if post_norm is not None:
-            self.add = partial(sums.add_normed, norm=post_norm)
+            self.add = partial(adder.add_normed, norm=post_norm)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
         """Return the stream [T, N] plus the sum of all ranks' products of their x [T, K / ranks]."""
@@ -179,7 +190,7 @@ class SummedLinear:
 
 
 class ShardedEmbedding:
-    """The rows of a table [V, H] that begin with a rank's first id; others come from other ranks."""
+    """An embedding table [V, H] of which each rank has the rows from its `first` id on."""
 
     def __init__(self, weight: Tensor, first: int, vocab_size: int, ranks: Communicator) -> None:
         self.weight = weight
@@ -188,7 +199,10 @@ class ShardedEmbedding:
         self.shape = torch.Size((vocab_size, weight.shape[1]))
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows [T, H] of ids int64 [T]: zeros but on one rank, so that their sum is exact."""
+        """Return rows [T, H] of ids int64 [T].
+
+        A row is zero on all ranks but one, so the sum over ranks is exact.
+        """
         local_ids = ids - self.first
         is_local = (local_ids >= 0) & (local_ids < self.weight.shape[0])
         rows = self.weight[torch.where(is_local, local_ids, 0)]
@@ -196,7 +210,7 @@ class ShardedEmbedding:
 
 
 class EmbeddingRows(Protocol):
-    """A table [V, H] of which rows are made when they are asked for."""
+    """A table [V, H] whose rows are computed at each lookup."""
 
     shape: torch.Size
 
@@ -208,14 +222,14 @@ class EmbeddingRows(Protocol):
 AnyEmbedding = Tensor | EmbeddingRows
 
 
-class ShardedHead(AnyHead):
-    """Logits of a rank's own ids, of `vocab_size` in all, gathered."""
+class ShardedHead(OutputHead):
+    """A head of which each rank computes the logits of its ids; they are gathered."""
 
-    def __init__(self, inner: AnyHead, vocab_size: int, ranks: Communicator) -> None:
+    def __init__(self, inner: OutputHead, vocab_size: int, ranks: Communicator) -> None:
         self.inner = inner
         self.vocab_size = vocab_size
         self.ranks = ranks
-        self.carries_squares = inner.carries_squares
+        self.carries_square_sums = inner.carries_square_sums
         self.width = -(-vocab_size // ranks.size)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:

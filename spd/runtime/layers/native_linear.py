@@ -1,4 +1,4 @@
-"""Linear layers in C, by packed weights: norms before and sums after are a part of the product.
+"""Linear layers in C, by packed weights: norms before and sums after are fused into the product.
 
 A row's bits do not depend on the number of rows.
 """
@@ -14,16 +14,16 @@ from spd.kernels.linear.activation import Activation
 from spd.kernels.native.library import FLOAT32, ROUNDED, epilogue_of
 from spd.kernels.native.packed import AnyMatrix, PackedProducts
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyHead, RowNorm
+from spd.runtime.layers.linear import OutputHead, RowNorm
 
 
-def _plain_floats(vector: Tensor) -> Tensor:
-    """Return a vector as C reads it."""
+def _to_native_floats(vector: Tensor) -> Tensor:
+    """Return a vector in the form that C reads: contiguous float32."""
     return vector.float().contiguous()
 
 
-class NativeLinear(AnyHead):
-    """C's product."""
+class NativeLinear(OutputHead):
+    """A product by the C kernels."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class NativeLinear(AnyHead):
         """gated: the first half of the weight's rows are gates."""
         self.kernels = kernels
         self.weight = kernels.pack(weight, gated=gated)
-        self.bias = None if bias is None else _plain_floats(bias)
+        self.bias = None if bias is None else _to_native_floats(bias)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Return float32 logits [T, V] of hidden [T, hidden]."""
@@ -44,7 +44,7 @@ class NativeLinear(AnyHead):
 
 
 class PackedEmbedding:
-    """The rows of a packed table [V, H], which is the weight of a product too where it is the head's."""
+    """An embedding whose table [V, H] is a packed weight, shared with the head where they are tied."""
 
     def __init__(self, product: NativeLinear) -> None:
         self.product = product
@@ -56,16 +56,16 @@ class PackedEmbedding:
 
 
 class NativeProjection:
-    """See `Projection`."""
+    """A `Projection` by the C kernels."""
 
     def __init__(self, product: NativeLinear, norm: RowNorm | None, act: Activation | None) -> None:
         self.product = product
-        self.norm_scales = None if norm is None else _plain_floats(norm.scales)
+        self.norm_scales = None if norm is None else _to_native_floats(norm.scales)
         self.epsilon = 0.0 if norm is None else norm.epsilon
         self.epilogue = ROUNDED if act is None else epilogue_of(act)
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
-        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
+        """Return [T, N] of the stream [T, K], or [T, N / 2] after gates."""
         product = self.product
         return product.kernels.packed_linear(
             stream.x,
@@ -79,7 +79,7 @@ class NativeProjection:
 
 @dataclass(frozen=True, eq=False)
 class NativeResidualProjection:
-    """See `ResidualProjection`."""
+    """A `ResidualProjection` by the C kernels."""
 
     product: NativeLinear
 
@@ -94,11 +94,11 @@ class NativeResidualProjection:
 
 
 class NativeNormedProjection:
-    """The same with a norm of the product."""
+    """A `NativeResidualProjection` with a norm of the product."""
 
     def __init__(self, product: NativeLinear, post_norm: RowNorm) -> None:
         self.product = product
-        self.scales = _plain_floats(post_norm.scales)
+        self.scales = _to_native_floats(post_norm.scales)
         self.epsilon = post_norm.epsilon
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:

@@ -1,4 +1,4 @@
-"""Rotary frequencies of every supported kind, and the tables a forward pass reads.
+"""Rotary frequencies of every supported kind, and the cos and sin tables that a forward pass reads.
 
 Kinds: default, linear (position interpolation), llama3 (frequency bands), yarn (Peng et al. 2023),
 longrope (Ding et al. 2024) with the factors of its original context.
@@ -16,8 +16,10 @@ from torch import Tensor
 from spd.formats.rope_config import RopeConfig, RotaryDims, yarn_scale
 
 
-def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow frequencies divided by the factor, fast ones kept, a smooth band between."""
+def _scale_llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
+    """Return frequencies with slow ones divided by the factor, fast ones unchanged, a smooth band
+    between.
+    """
     original = float(rope.original_max_positions or 8192)
     wavelength = 2 * math.pi / inverse
     low = original / rope.low_freq_factor
@@ -30,8 +32,11 @@ def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
 
 
-def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
+def _scale_yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Interpolate dimensions that rotate rarely over the original context.
+
+    Keep those that rotate often.
+    """
     original = float(rope.original_max_positions or 4096)
 
     def dimension(rotations: float) -> float:
@@ -52,7 +57,7 @@ def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The scale that YaRN and LongRoPE put on cos and sin; 1 for the other kinds."""
+    """Return the scale that YaRN and LongRoPE put on cos and sin; 1 for the other kinds."""
     if rope.attention_factor is not None and rope.kind in ("yarn", "longrope"):
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1:
@@ -65,15 +70,15 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Float32 [D / 2] angles a position, by the kind of `rope`."""
+    """Return float32 [D / 2] angles a position, by the kind of `rope`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inverse / rope.factor
     if rope.kind == "llama3":
-        return _llama3(inverse, rope)
+        return _scale_llama3(inverse, rope)
     if rope.kind == "yarn":
-        return _yarn(inverse, rope, head_dim)
+        return _scale_yarn(inverse, rope, head_dim)
     if rope.kind == "proportional":
         inverse[int(rope.rotated_share * head_dim // 2) :] = 0.0
     if rope.kind == "longrope":
@@ -83,9 +88,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """cos and sin for the rows of one pass: their own [T, D], or whole tables and int64 positions [T].
+    """cos and sin for the rows of one pass: [T, D], or the full tables and int64 positions [T].
 
-    `local` is there for the layers that turn in another way.
+    `local` holds those of the layers with other angles.
     """
 
     cos: Tensor
@@ -94,7 +99,7 @@ class RotaryRows:
     local: RotaryRows | None = None
 
     def without_rotation(self) -> RotaryRows:
-        """Return as many rows that do not rotate: one angle of 0 for all."""
+        """Return as many rows without rotation: one angle of 0 for all."""
         cos = torch.ones_like(self.cos[:1])
         sin = torch.zeros_like(self.sin[:1])
         positions = None if self.positions is None else torch.zeros_like(self.positions)
@@ -104,8 +109,8 @@ class RotaryRows:
 class RotaryTable:
     """cos and sin [M, D] for every position below a limit; the sine's first half is negated.
 
-    D is dims.width; what does not turn has cos 1 and sin 0 at the end of each half. What stands at a
-    position turns by the angles of `shift` positions earlier.
+    D is dims.width; elements that do not rotate have cos 1 and sin 0, at the end of each half. The
+    entry of a position has the angles of `shift` positions earlier.
     """
 
     def __init__(
@@ -120,18 +125,20 @@ class RotaryTable:
         inverse = inverse_frequencies(rope, dims.rotary_dim)
         angles = (torch.arange(max_positions, dtype=torch.float32)[:, None] - shift) * inverse
         scale = attention_factor(rope)
-        still = (0, (dims.width - dims.rotary_dim) // 2)
-        cos = F.pad(angles.cos() * scale, still, value=1.0)
-        sin = F.pad(angles.sin() * scale, still)
+        padding = (0, (dims.width - dims.rotary_dim) // 2)
+        cos = F.pad(angles.cos() * scale, padding, value=1.0)
+        sin = F.pad(angles.sin() * scale, padding)
         self.max_positions = max_positions
-        self.local: RotaryTable | None = (
-            None  # of the layers that turn in another way, where there are any
-        )
+        self.local: RotaryTable | None = None
+        """The table of layers with other angles, where a model has such."""
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 
     def rows(self, positions: Tensor, *, gathered: bool) -> RotaryRows:
-        """For rows at int64 positions [T]; gathered once here, or left to a kernel that looks them up."""
+        """Return cos and sin for rows at int64 positions [T].
+
+        gathered: gather them here; otherwise a kernel looks them up in the full tables.
+        """
         local = None if self.local is None else self.local.rows(positions, gathered=gathered)
         if not gathered:
             return RotaryRows(self.cos, self.sin, positions, local)

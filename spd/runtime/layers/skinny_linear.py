@@ -1,7 +1,7 @@
-"""Linear layers by Triton, for the few rows of windows.
+"""Linear layers by Triton, for the few rows of verification windows.
 
-The arithmetic does not depend on the number of rows by construction. Whole chunks of a prompt are one program
-with one size, which has steps of its own.
+The arithmetic does not depend on the number of rows by construction. Whole chunks of a prompt have
+one size and other steps.
 """
 
 from __future__ import annotations
@@ -21,29 +21,35 @@ from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyHead, FoldedNorm, RowNorm, RowStep, activation_steps
+from spd.runtime.layers.linear import FoldedNorm, OutputHead, RowNorm, RowStep, activation_steps
 
 
-def _chunk_of_codes(x: Tensor, kernels: Kernels, weight: AnyWeight, bias: Tensor | None) -> Tensor:
-    """Return x [T, K] Wᵀ + bias of a whole chunk of a prompt, by a weight in codes."""
+def _multiply_chunk(x: Tensor, kernels: Kernels, weight: AnyWeight, bias: Tensor | None) -> Tensor:
+    """Return x [T, K] Wᵀ + bias for a whole chunk of a prompt, by a weight in codes."""
     return kernels.linear(x.contiguous(), weight, bias, chunk=True)[0]
 
 
-class SkinnyLinear(AnyHead):
-    """Triton's product. A norm before it is folded into W at load: only its row scale is applied here."""
+class SkinnyLinear(OutputHead):
+    """A product by Triton kernels.
 
-    carries_squares = True
+    The scales of a norm before it are folded into W at load: only row scales are applied here.
+    """
+
+    carries_square_sums = True
 
     def __init__(self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels) -> None:
         self.weight = weight.contiguous() if isinstance(weight, Tensor) else weight
         self.bias = bias
         self.kernels = kernels
         self.ids: Tensor | None = None
-        """The token that each row of a head of some ids stands for, int64 and ascending."""
+        """The token of each row of a head over some ids, int64 and ascending.
+
+        None where rows are ids.
+        """
         self.workspace: LinearWorkspace | None = None
-        """Shared by all of a model's products, since they run in turn."""
+        """The workspace that all products of a model share, since they run in turn."""
         self.chunk: RowStep = partial(
-            _chunk_of_codes, kernels=kernels, weight=self.weight, bias=bias
+            _multiply_chunk, kernels=kernels, weight=self.weight, bias=bias
         )
         """The product of a whole chunk of a prompt."""
         if isinstance(self.weight, Tensor):
@@ -52,7 +58,7 @@ class SkinnyLinear(AnyHead):
     def window(
         self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `Kernels.linear` of rows x [T, K] of windows."""
+        """Return the result of `Kernels.linear` for rows x [T, K] of windows."""
         return self.kernels.linear(
             x, self.weight, self.bias, self.workspace, norm=norm, residual=residual
         )
@@ -62,12 +68,14 @@ class SkinnyLinear(AnyHead):
         return self.kernels.head_logits(hidden, self.weight)
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return tokens [T] of hidden [T, hidden], and whether each is finite: product and draw are fused."""
+        """Return sampled tokens [T] of hidden [T, hidden], and which are finite: product and draw
+        are fused.
+        """
         return self.kernels.head_sample(hidden, self.weight, draw, self.ids)
 
 
 class WindowStep(Protocol):
-    """The product of a projection in windows, with what is fused with it."""
+    """The product of a projection in windows, with the steps that are fused into it."""
 
     def __call__(self, stream: Residual) -> Tensor:
         """Return [T, N] of the stream [T, K]."""
@@ -97,19 +105,19 @@ class NormedWindow:
         return self.product.window(stream.x, self.norm(stream))[0]
 
     def norm(self, stream: Residual) -> Norm:
-        """Return what a product needs of the norm before it."""
-        assert stream.squares is not None
-        return Norm(stream.squares, self.epsilon)
+        """Return the inputs of the norm that a product's kernel applies."""
+        assert stream.square_sums is not None
+        return Norm(stream.square_sums, self.epsilon)
 
 
 @dataclass(frozen=True, eq=False)
 class GatedWindow(NormedWindow):
-    """The same, with gates in the product's kernel."""
+    """A `NormedWindow` whose kernel applies gates too."""
 
     act: Activation
 
     def __call__(self, stream: Residual) -> Tensor:
-        """Return [T, N / 2] of the stream [T, K]."""
+        """Return gated rows [T, N / 2] of the stream [T, K]."""
         product = self.product
         return product.kernels.norm_gate_up(
             stream.x,
@@ -122,7 +130,7 @@ class GatedWindow(NormedWindow):
 
 
 class SkinnyProjection:
-    """See `Projection`: windows and whole chunks of a prompt have steps of their own."""
+    """A `Projection` with different steps in windows and in whole chunks of a prompt."""
 
     def __init__(
         self, product: SkinnyLinear, norm: FoldedNorm | None, act: Activation | None
@@ -139,15 +147,15 @@ class SkinnyProjection:
             self.steps_after_window = ()
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
-        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
+        """Return [T, N] of the stream [T, K], or [T, N / 2] after gates."""
         if batch.chunk_start is not None:
-            return self._chunk(stream.x)
+            return self._project_chunk(stream.x)
         y = self.window(stream)
         for step in self.steps_after_window:
             y = step(y)
         return y
 
-    def _chunk(self, x: Tensor) -> Tensor:
+    def _project_chunk(self, x: Tensor) -> Tensor:
         """Return [T, N] of the rows [T, K] of a whole chunk of a prompt."""
         for step in self.steps_before_chunk:
             x = step(x)
@@ -159,7 +167,7 @@ class SkinnyProjection:
 
 @dataclass(frozen=True, eq=False)
 class SkinnyResidualProjection:
-    """See `ResidualProjection`: in windows the sum is a part of the product's kernel."""
+    """A `ResidualProjection` whose kernel adds the stream in windows."""
 
     product: SkinnyLinear
 
@@ -167,13 +175,13 @@ class SkinnyResidualProjection:
         """Return the stream [T, N] plus the product of x [T, K]."""
         if batch.chunk_start is not None:
             return Residual(stream.x + self.product.chunk(x))
-        total, squares = self.product.window(x, residual=stream.x)
-        return Residual(total, squares)
+        total, square_sums = self.product.window(x, residual=stream.x)
+        return Residual(total, square_sums)
 
 
 @dataclass(frozen=True, eq=False)
 class SkinnyNormedProjection:
-    """The same with a norm of the product, which is added by a kernel of its own."""
+    """A `ResidualProjection` with a norm of the product, which another kernel adds to the stream."""
 
     product: SkinnyLinear
     post_norm: RowNorm
@@ -185,8 +193,8 @@ class SkinnyNormedProjection:
             return Residual(stream.x + norm(self.product.chunk(x)))
         y = self.product.window(x)[0]
         kernels = self.product.kernels
-        total, squares = kernels.norm_residual(y, norm.scales, norm.epsilon, stream.x)
-        return Residual(total, squares)
+        total, square_sums = kernels.norm_residual(y, norm.scales, norm.epsilon, stream.x)
+        return Residual(total, square_sums)
 
 
 def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:

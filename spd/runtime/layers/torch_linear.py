@@ -1,7 +1,7 @@
 """Linear layers by torch, prepacked for oneDNN on a CPU.
 
-The number of rows never chooses the arithmetic freely, since rows come in buckets that were seen to give the
-same bits (see `spd.runtime.round.arithmetic_probe`).
+Libraries choose their arithmetic by the number of rows, so rows come in buckets that a probe found
+to give the same bits (see `spd.runtime.round.arithmetic_probe`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import (
-    AnyHead,
     FoldedNorm,
+    OutputHead,
     RowNorm,
     RowStep,
     activation_steps,
-    in_tiles,
+    apply_in_tiles,
 )
 
 PACK_ROWS = 16
-"""Rows that oneDNN is to expect when it lays out a weight."""
+"""The number of rows that oneDNN expects when it lays out a weight."""
 
 
-class Multiplication(Protocol):
-    """A product by a weight [N, K] in one storage."""
+class MatrixProduct(Protocol):
+    """A product by a weight [N, K] in one storage format."""
 
     @property
     def weight(self) -> Tensor | GroupedWeight:
@@ -42,7 +42,7 @@ class Multiplication(Protocol):
         ...
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return what rounding took from y [T, N], the product of x; None if no product says so."""
+        """Return the rounding error of y [T, N], the product of x; None where it is not known."""
         ...
 
 
@@ -58,7 +58,7 @@ class PlainProduct:
         return F.linear(x, self.weight, self.bias)
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return None: no product of torch says what it rounds."""
+        """Return None: torch's products do not report rounding errors."""
         return None
 
 
@@ -77,7 +77,7 @@ class PrepackedProduct:
         return y
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return what rounding took from y [T, N], the product of x."""
+        """Return the rounding error of y [T, N], the product of x."""
         error: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, -y, self.weight, self.bias, "add"
         )
@@ -86,7 +86,7 @@ class PrepackedProduct:
 
 @dataclass(frozen=True, eq=False)
 class GroupedProduct:
-    """A product by codes, which are multiplied out at each call."""
+    """A product by codes, which are dequantized at each call."""
 
     weight: GroupedWeight
     bias: Tensor | None
@@ -96,13 +96,13 @@ class GroupedProduct:
         return grouped_linear(x, self.weight, self.bias)
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return what rounding took from y [T, N], the product of x."""
+        """Return the rounding error of y [T, N], the product of x."""
         bias = None if self.bias is None else self.bias.float()
         return grouped_linear(x.float(), self.weight, bias) - y.float()
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """True if oneDNN holds this weight in its own layout: on CPU, bfloat16 or float32."""
+    """True if oneDNN can store this weight in its own layout: on CPU, bfloat16 or float32."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
@@ -110,8 +110,8 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def multiplication_of(weight: Tensor | GroupedWeight, bias: Tensor | None) -> Multiplication:
-    """Return the product that a weight [N, K] is made for; the weight may be packed and worthless then."""
+def make_product(weight: Tensor | GroupedWeight, bias: Tensor | None) -> MatrixProduct:
+    """Return the product by a weight [N, K]; the weight may be packed, and unusable afterwards."""
     if isinstance(weight, GroupedWeight):
         return GroupedProduct(weight, bias)
     if can_prepack(weight):
@@ -120,8 +120,8 @@ def multiplication_of(weight: Tensor | GroupedWeight, bias: Tensor | None) -> Mu
     return PlainProduct(weight, bias)
 
 
-class Linear(AnyHead):
-    """Torch's product, with W laid out once and never changed."""
+class Linear(OutputHead):
+    """A product by torch, with W laid out once and never changed."""
 
     def __init__(
         self,
@@ -129,28 +129,29 @@ class Linear(AnyHead):
         dtype: torch.dtype,
         bias: Tensor | None = None,
     ) -> None:
-        """dtype: of the rows that are multiplied."""
+        """dtype: the dtype of the rows that are multiplied."""
         self.dtype = dtype
         self.columns = weight.shape[1]
-        self.multiply = multiplication_of(weight, bias)
+        self.multiply = make_product(weight, bias)
         self.weight = self.multiply.weight
         self.bias = bias
 
     def product(self, x: Tensor, tile: int) -> Tensor:
-        """Return [T, N] of x [T, K], at most `tile` rows a call; see `in_tiles`."""
-        return in_tiles(self.multiply, x, tile)
+        """Return [T, N] of x [T, K], at most `tile` rows a call; see `apply_in_tiles`."""
+        return apply_in_tiles(self.multiply, x, tile)
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return what rounding took from the product of x [T, K] on its way to y [T, N], as exact as y is.
+        """Return the rounding error of y [T, N], the product of x [T, K], as exactly as y's dtype
+        allows.
 
-        None where nothing is rounded, or no product says so.
+        Return None where nothing is rounded, or where the error is not known.
         """
         if self.dtype == torch.float32:
             return None
         return self.multiply.rounding_error(x, y)
 
-    def example(self, count: int) -> Tensor:
-        """Return random rows [count, K], always the same, such as are multiplied."""
+    def make_example_rows(self, count: int) -> Tensor:
+        """Return random rows [count, K], always the same, in the dtype that is multiplied."""
         x = torch.randn(count, self.columns, generator=torch.Generator().manual_seed(0))
         return x.to(self.weight.device, self.dtype)
 
@@ -160,7 +161,7 @@ class Linear(AnyHead):
 
 
 class TorchProjection:
-    """See `Projection`: each step is rounded by itself."""
+    """A `Projection` whose steps are rounded one by one."""
 
     def __init__(
         self, product: Linear, norm: RowNorm | FoldedNorm | None, act: Activation | None
@@ -170,7 +171,7 @@ class TorchProjection:
         self.steps_after = activation_steps(act)
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Tensor:
-        """Return [T, N] of the stream [T, K], or [T, N / 2] behind gates."""
+        """Return [T, N] of the stream [T, K], or [T, N / 2] after gates."""
         x = stream.x
         for step in self.steps_before:
             x = step(x)
@@ -181,7 +182,7 @@ class TorchProjection:
 
 
 class TorchResidualProjection:
-    """See `ResidualProjection`: each step is rounded by itself."""
+    """A `ResidualProjection` whose steps are rounded one by one."""
 
     def __init__(self, product: Linear, post_norm: RowNorm | None) -> None:
         self.product = product

@@ -1,8 +1,10 @@
-"""The values of GGUF's blocks: float32, as ggml's reference multiplies them out, a function a type.
+"""The values of GGUF's blocks: float32, as ggml's reference dequantizes them, a function for each
+type.
 
-Each takes blocks uint8 [B, bytes of a block] and gives float32 [B, elements]. Numbers of several bytes are
-little-endian. Products and differences are taken in the reference's order, so that values are equal bit for
-bit: (d * scale) * code - (dmin * minimum). Source: `ggml-common.h`, `ggml-quants.c` of ggml.
+Each takes blocks uint8 [B, bytes of a block] and gives float32 [B, elements]. Numbers of several
+bytes are little-endian. Products and differences are taken in the reference's order, so that values
+are equal bit for bit: (d * scale) * code - (dmin * minimum). Source: `ggml-common.h`,
+`ggml-quants.c` of ggml.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ import torch
 from torch import Tensor
 
 from spd.kernels.linear.few_bits import IQ4
-from spd.runtime.load import gguf_lattices as lattices
+from spd.runtime.load import gguf_codebooks as codebooks
 
 LEVELS_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what the 16 codes of MXFP4 mean."""
+"""Twice the values of the 16 codes of MXFP4."""
 E8M0_HALF_MIN = 0x00200000
 """The bits of half of 2 ** -127, float32: below a normal number's exponent."""
 
 
-def _halves(blocks: Tensor, first: int) -> Tensor:
+def _read_float16(blocks: Tensor, first: int) -> Tensor:
     """Return float16 numbers at a byte of each block: float32 [B, 1]."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
@@ -33,23 +35,23 @@ def nibbles(codes: Tensor) -> Tensor:
 
 def bits(codes: Tensor, width: int, count: int) -> Tensor:
     """Return parts of bytes uint8 [..., H], `width` bits each, lowest first: [..., count, H]."""
-    parts = [(codes >> width * place) & ((1 << width) - 1) for place in range(count)]
+    parts = [(codes >> width * execution) & ((1 << width) - 1) for execution in range(count)]
     return torch.stack(parts, dim=-2)
 
 
-def _levels(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Return what codes uint8 mean by a table: float32."""
+def _look_up_levels(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Return the levels of codes uint8 by a table: float32."""
     return torch.tensor(levels, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
 def q4_0(blocks: Tensor) -> Tensor:
-    """d f16, 16 bytes of codes: d * (code - 8)."""
-    return _halves(blocks, 0) * (nibbles(blocks[:, 2:]).float() - 8)
+    """Dequantize blocks of d f16, 16 bytes of codes: d * (code - 8)."""
+    return _read_float16(blocks, 0) * (nibbles(blocks[:, 2:]).float() - 8)
 
 
 def q4_1(blocks: Tensor) -> Tensor:
-    """d f16, m f16, 16 bytes of codes: d * code + m."""
-    return _halves(blocks, 0) * nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
+    """Dequantize blocks of d f16, m f16, 16 bytes of codes: d * code + m."""
+    return _read_float16(blocks, 0) * nibbles(blocks[:, 4:]).float() + _read_float16(blocks, 2)
 
 
 def fifth_bits(high: Tensor) -> Tensor:
@@ -58,33 +60,36 @@ def fifth_bits(high: Tensor) -> Tensor:
 
 
 def q5_0(blocks: Tensor) -> Tensor:
-    """d f16, 4 bytes of fifth bits, 16 bytes of codes: d * (code - 16)."""
+    """Dequantize blocks of d f16, 4 bytes of fifth bits, 16 bytes of codes: d * (code - 16)."""
     codes = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
-    return _halves(blocks, 0) * (codes.float() - 16)
+    return _read_float16(blocks, 0) * (codes.float() - 16)
 
 
 def q5_1(blocks: Tensor) -> Tensor:
-    """d f16, m f16, 4 bytes of fifth bits, 16 bytes of codes: d * code + m."""
+    """Dequantize blocks of d f16, m f16, 4 bytes of fifth bits, 16 bytes of codes: d * code + m."""
     codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
-    return _halves(blocks, 0) * codes.float() + _halves(blocks, 2)
+    return _read_float16(blocks, 0) * codes.float() + _read_float16(blocks, 2)
 
 
 def q8_0(blocks: Tensor) -> Tensor:
-    """d f16, 32 signed bytes: d * code."""
-    return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
+    """Dequantize blocks of d f16, 32 signed bytes: d * code."""
+    return blocks[:, 2:].view(torch.int8).float() * _read_float16(blocks, 0)
 
 
 def q2_k(blocks: Tensor) -> Tensor:
-    """16 bytes of a scale and a minimum each, 64 bytes of codes of 2 bits, d f16, dmin f16."""
+    """Dequantize blocks of 16 bytes of a scale and a minimum each, 64 bytes of codes of 2 bits, d
+    f16, dmin f16.
+    """
     count = len(blocks)
-    scales = _halves(blocks, 80) * (blocks[:, :16] & 0x0F).float()
-    minima = _halves(blocks, 82) * (blocks[:, :16] >> 4).float()
+    scales = _read_float16(blocks, 80) * (blocks[:, :16] & 0x0F).float()
+    minima = _read_float16(blocks, 82) * (blocks[:, :16] >> 4).float()
     codes = bits(blocks[:, 16:80].reshape(count, 2, 32), 2, 4).reshape(count, 16, 16)
     return (scales[:, :, None] * codes.float() - minima[:, :, None]).flatten(1)
 
 
 def q3_k(blocks: Tensor) -> Tensor:
-    """32 bytes of third bits, 64 of codes of 2 bits, 12 of scales of 6 bits, d f16.
+    """Dequantize blocks of 32 bytes of third bits, 64 of codes of 2 bits, 12 of scales of 6 bits, d
+    f16.
 
     A code counts 4 less where its third bit is 0, a scale 32 less than it says.
     """
@@ -92,7 +97,7 @@ def q3_k(blocks: Tensor) -> Tensor:
     packed = blocks[:, 96:108]
     low = nibbles(packed[:, :8])
     high = bits(packed[:, 8:], 2, 4).flatten(1)
-    scales = _halves(blocks, 108) * ((low | high << 4).float() - 32)
+    scales = _read_float16(blocks, 108) * ((low | high << 4).float() - 32)
     codes = bits(blocks[:, 32:96].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
     third = bits(blocks[:, :32], 1, 8)
     values = (codes.float() - 4 * (1 - third.float())).reshape(count, 16, 16)
@@ -110,69 +115,77 @@ def scales_k(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_k(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Return values of codes [B, 8, 32] of blocks that begin with d f16, dmin f16, scales and minima."""
+    """Return values of codes [B, 8, 32] of blocks that begin with d f16, dmin f16, scales and
+    minima.
+    """
     scales, minima = scales_k(blocks[:, 4:16])
-    by_scale = _halves(blocks, 0) * scales.float()
-    by_minimum = _halves(blocks, 2) * minima.float()
+    by_scale = _read_float16(blocks, 0) * scales.float()
+    by_minimum = _read_float16(blocks, 2) * minima.float()
     return (by_scale[:, :, None] * codes.float() - by_minimum[:, :, None]).flatten(1)
 
 
 def q4_k(blocks: Tensor) -> Tensor:
-    """d f16, dmin f16, 12 bytes of scales and minima, 128 of codes."""
+    """Dequantize blocks of d f16, dmin f16, 12 bytes of scales and minima, 128 of codes."""
     codes = bits(blocks[:, 16:].reshape(-1, 4, 32), 4, 2)
     return _scaled_k(blocks, codes.reshape(-1, 8, 32))
 
 
 def q5_k(blocks: Tensor) -> Tensor:
-    """d f16, dmin f16, 12 bytes of scales and minima, 32 of fifth bits, 128 of codes."""
+    """Dequantize blocks of d f16, dmin f16, 12 bytes of scales and minima, 32 of fifth bits, 128 of
+    codes.
+    """
     codes = bits(blocks[:, 48:].reshape(-1, 4, 32), 4, 2).reshape(-1, 8, 32)
     return _scaled_k(blocks, codes | bits(blocks[:, 16:48], 1, 8) << 4)
 
 
 def q6_k(blocks: Tensor) -> Tensor:
-    """128 bytes of low bits, 64 of two high bits, 16 signed scales, d f16: (d * scale) * (code - 32)."""
+    """Dequantize blocks of 128 bytes of low bits, 64 of two high bits, 16 signed scales, d f16: (d
+    * scale) * (code - 32).
+    """
     count = len(blocks)
     low = bits(blocks[:, :128].reshape(count, 2, 64), 4, 2).reshape(count, 8, 32)
     high = bits(blocks[:, 128:192].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
-    scales = _halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    scales = _read_float16(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     codes = ((low | high << 4).float() - 32).reshape(count, 16, 16)
     return (scales[:, :, None] * codes).flatten(1)
 
 
 def iq4_nl(blocks: Tensor) -> Tensor:
-    """d f16, 16 bytes of codes: d * level."""
-    return _halves(blocks, 0) * _levels(nibbles(blocks[:, 2:]), IQ4)
+    """Dequantize blocks of d f16, 16 bytes of codes: d * level."""
+    return _read_float16(blocks, 0) * _look_up_levels(nibbles(blocks[:, 2:]), IQ4)
 
 
 def iq4_xs(blocks: Tensor) -> Tensor:
-    """d f16, 2 bytes of scales' high bits, 4 of their low ones, 128 of codes: (d * (scale - 32)) * level."""
+    """Dequantize blocks of d f16, 2 bytes of scales' high bits, 4 of their low ones, 128 of codes:
+    (d * (scale - 32)) * level.
+    """
     count = len(blocks)
     high = bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
     low = bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
-    scales = _halves(blocks, 0) * ((low | high << 4).float() - 32)
+    scales = _read_float16(blocks, 0) * ((low | high << 4).float() - 32)
     codes = nibbles(blocks[:, 8:].reshape(count, 8, 16))
-    return (scales[:, :, None] * _levels(codes, IQ4)).flatten(1)
+    return (scales[:, :, None] * _look_up_levels(codes, IQ4)).flatten(1)
 
 
 def mxfp4(blocks: Tensor) -> Tensor:
-    """An exponent byte e, 16 bytes of codes: 2 ** (e - 128) * level."""
+    """Dequantize blocks of an exponent byte e, 16 bytes of codes: 2 ** (e - 128) * level."""
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, E8M0_HALF_MIN << exponents, (exponents - 1) << 23)
-    return bits.view(torch.float32) * _levels(nibbles(blocks[:, 1:]), LEVELS_E2M1)
+    return bits.view(torch.float32) * _look_up_levels(nibbles(blocks[:, 1:]), LEVELS_E2M1)
 
 
 def f32(blocks: Tensor) -> Tensor:
-    """4 bytes."""
+    """Dequantize blocks of 4 bytes."""
     return blocks.view(torch.float32)
 
 
 def f16(blocks: Tensor) -> Tensor:
-    """2 bytes."""
+    """Dequantize blocks of 2 bytes."""
     return blocks.view(torch.float16).float()
 
 
 def bf16(blocks: Tensor) -> Tensor:
-    """2 bytes."""
+    """Dequantize blocks of 2 bytes."""
     return blocks.view(torch.bfloat16).float()
 
 
@@ -193,12 +206,12 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
-    "IQ2_XXS": lattices.iq2_xxs,
-    "IQ2_XS": lattices.iq2_xs,
-    "IQ2_S": lattices.iq2_s,
-    "IQ3_XXS": lattices.iq3_xxs,
-    "IQ3_S": lattices.iq3_s,
-    "IQ1_S": lattices.iq1_s,
-    "IQ1_M": lattices.iq1_m,
+    "IQ2_XXS": codebooks.iq2_xxs,
+    "IQ2_XS": codebooks.iq2_xs,
+    "IQ2_S": codebooks.iq2_s,
+    "IQ3_XXS": codebooks.iq3_xxs,
+    "IQ3_S": codebooks.iq3_s,
+    "IQ1_S": codebooks.iq1_s,
+    "IQ1_M": codebooks.iq1_m,
 }
-"""By the names of types."""
+"""The function of each type."""

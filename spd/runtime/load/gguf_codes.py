@@ -1,7 +1,8 @@
-"""GGUF's blocks taken apart: codes, scales and minima as they are stored, for kernels that multiply them.
+"""Splits GGUF's blocks into codes, scales and minima as they are stored, for kernels that multiply
+by codes.
 
-`spd.runtime.models.gguf_forms` says which forms they take. Numbers of six bits or signed ones become bytes
-with 128 added. Source of the layouts: `gguf_blocks`.
+`spd.runtime.models.gguf_forms` has the storage of each type. Numbers of six bits or signed ones
+become bytes with 128 added. Source of the layouts: `gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -15,96 +16,106 @@ from spd.kernels.linear.few_bits import BYTE_MIDDLE
 from spd.runtime.load.gguf_blocks import bits, fifth_bits, nibbles, scales_k
 
 BlockParts = Mapping[str, Tensor]
-"""`codes` uint8 [B, elements], and the `few_bits.QUANT_PARAMETERS` of B blocks [B, numbers of a block]."""
+"""`codes` uint8 [B, elements], and the `few_bits.QUANT_PARAMETERS` of B blocks [B, numbers of a
+block].
+"""
 
 
-def _halves(blocks: Tensor, first: int) -> Tensor:
+def _read_float16(blocks: Tensor, first: int) -> Tensor:
     """Return float16 numbers at a byte of each block: [B, 1]."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16)
 
 
-def _offset(numbers: Tensor) -> Tensor:
+def _to_offset_bytes(numbers: Tensor) -> Tensor:
     """Return whole numbers from -128 to 127 as bytes."""
     return (numbers.short() + BYTE_MIDDLE).to(torch.uint8)
 
 
 def q4_0(blocks: Tensor) -> BlockParts:
-    """d f16, 16 bytes of codes."""
-    return {"codes": nibbles(blocks[:, 2:]), "scales": _halves(blocks, 0)}
+    """Split blocks of d f16, 16 bytes of codes."""
+    return {"codes": nibbles(blocks[:, 2:]), "scales": _read_float16(blocks, 0)}
 
 
 def q4_1(blocks: Tensor) -> BlockParts:
-    """d f16, m f16, 16 bytes of codes; what is added is a minimum with its sign changed."""
+    """Split blocks of d f16, m f16, 16 bytes of codes.
+
+    What is added is a minimum with its sign changed.
+    """
     codes = nibbles(blocks[:, 4:])
-    return {"codes": codes, "scales": _halves(blocks, 0), "minima": -_halves(blocks, 2)}
+    return {"codes": codes, "scales": _read_float16(blocks, 0), "minima": -_read_float16(blocks, 2)}
 
 
 def q5_0(blocks: Tensor) -> BlockParts:
-    """d f16, 4 bytes of fifth bits, 16 bytes of codes."""
+    """Split blocks of d f16, 4 bytes of fifth bits, 16 bytes of codes."""
     codes = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
-    return {"codes": codes, "scales": _halves(blocks, 0)}
+    return {"codes": codes, "scales": _read_float16(blocks, 0)}
 
 
 def q5_1(blocks: Tensor) -> BlockParts:
-    """d f16, m f16, 4 bytes of fifth bits, 16 bytes of codes."""
+    """Split blocks of d f16, m f16, 4 bytes of fifth bits, 16 bytes of codes."""
     codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
-    return {"codes": codes, "scales": _halves(blocks, 0), "minima": -_halves(blocks, 2)}
+    return {"codes": codes, "scales": _read_float16(blocks, 0), "minima": -_read_float16(blocks, 2)}
 
 
 def q8_0(blocks: Tensor) -> BlockParts:
-    """d f16, 32 signed bytes."""
-    return {"codes": blocks[:, 2:] ^ BYTE_MIDDLE, "scales": _halves(blocks, 0)}
+    """Split blocks of d f16, 32 signed bytes."""
+    return {"codes": blocks[:, 2:] ^ BYTE_MIDDLE, "scales": _read_float16(blocks, 0)}
 
 
-def _factored(blocks: Tensor, codes: Tensor) -> BlockParts:
+def _split_factored(blocks: Tensor, codes: Tensor) -> BlockParts:
     """Return the parts of blocks that begin with d f16, dmin f16, 12 bytes of scales and minima."""
     scales, minima = scales_k(blocks[:, 4:16])
     return {
         "codes": codes.flatten(1),
-        "scales": _offset(scales),
-        "minima": _offset(minima),
-        "factors": _halves(blocks, 0),
-        "minimum_factors": _halves(blocks, 2),
+        "scales": _to_offset_bytes(scales),
+        "minima": _to_offset_bytes(minima),
+        "factors": _read_float16(blocks, 0),
+        "minimum_factors": _read_float16(blocks, 2),
     }
 
 
 def q4_k(blocks: Tensor) -> BlockParts:
-    """d f16, dmin f16, 12 bytes of scales and minima, 128 of codes."""
-    return _factored(blocks, bits(blocks[:, 16:].reshape(-1, 4, 32), 4, 2))
+    """Split blocks of d f16, dmin f16, 12 bytes of scales and minima, 128 of codes."""
+    return _split_factored(blocks, bits(blocks[:, 16:].reshape(-1, 4, 32), 4, 2))
 
 
 def q5_k(blocks: Tensor) -> BlockParts:
-    """d f16, dmin f16, 12 bytes of scales and minima, 32 of fifth bits, 128 of codes."""
+    """Split blocks of d f16, dmin f16, 12 bytes of scales and minima, 32 of fifth bits, 128 of
+    codes.
+    """
     codes = bits(blocks[:, 48:].reshape(-1, 4, 32), 4, 2).reshape(-1, 8, 32)
-    return _factored(blocks, codes | bits(blocks[:, 16:48], 1, 8) << 4)
+    return _split_factored(blocks, codes | bits(blocks[:, 16:48], 1, 8) << 4)
 
 
 def q6_k(blocks: Tensor) -> BlockParts:
-    """128 bytes of low bits, 64 of two high bits, 16 signed scales, d f16."""
+    """Split blocks of 128 bytes of low bits, 64 of two high bits, 16 signed scales, d f16."""
     count = len(blocks)
     low = bits(blocks[:, :128].reshape(count, 2, 64), 4, 2).reshape(count, 8, 32)
     high = bits(blocks[:, 128:192].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
     return {
         "codes": (low | high << 4).flatten(1),
         "scales": blocks[:, 192:208] ^ BYTE_MIDDLE,
-        "factors": _halves(blocks, 208),
+        "factors": _read_float16(blocks, 208),
     }
 
 
 def iq4_xs(blocks: Tensor) -> BlockParts:
-    """d f16, 2 bytes of scales' high bits, 4 of their low ones, 128 of codes; a scale counts 32 less."""
+    """Split blocks of d f16, 2 bytes of scales' high bits, 4 of their low ones, 128 of codes.
+
+    A scale counts 32 less.
+    """
     count = len(blocks)
     high = bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
     low = bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
     return {
         "codes": nibbles(blocks[:, 8:].reshape(count, 8, 16)).flatten(1),
-        "scales": _offset((low | high << 4).short() - 32),
-        "factors": _halves(blocks, 0),
+        "scales": _to_offset_bytes((low | high << 4).short() - 32),
+        "factors": _read_float16(blocks, 0),
     }
 
 
 def mxfp4(blocks: Tensor) -> BlockParts:
-    """An exponent byte, 16 bytes of codes."""
+    """Split blocks of an exponent byte, 16 bytes of codes."""
     return {"codes": nibbles(blocks[:, 1:]), "scales": blocks[:, :1]}
 
 
@@ -121,4 +132,4 @@ PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
 }
-"""By the names of types."""
+"""The function of each type."""

@@ -1,8 +1,9 @@
-"""Checkpoint to model: check every name and shape, allocate fused, fill, finish.
+"""Loads a checkpoint into a model: check every name and shape, allocate fused, fill, build.
 
-On CUDA a decoder is allocated whole and filled in the order of the files; on CPU it is built a layer at a
-time, since packing a layer makes its unpacked form worthless. Heads that draft are loaded beside their
-target, and share what they can with it. Nothing of a folder is executed.
+On CUDA all of a decoder is allocated and filled in the order of the files; on CPU it is built a
+layer at a time, since the unpacked form of a layer is not needed once it is packed. Heads that
+draft are loaded after their target, and share its tables where they are equal. No code of a folder
+is executed.
 """
 
 from __future__ import annotations
@@ -22,46 +23,49 @@ from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
-from spd.runtime.layers.linear import AnyEmbedding, AnyHead
+from spd.runtime.layers.linear import AnyEmbedding, OutputHead
 from spd.runtime.layers.native_linear import PackedEmbedding
 from spd.runtime.layers.rotary import RotaryTable
-from spd.runtime.load.gguf_weights import gguf_fill, read_values
-from spd.runtime.load.packed_weights import unpacking_fill
+from spd.runtime.load.gguf_weights import make_gguf_filler, read_values
+from spd.runtime.load.packed_weights import make_unpacking_filler
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.assistant_model import AssistantModel
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.builder import (
-    Fill,
+    BlockTensors,
+    ExecutionConfig,
     LayerBuilder,
     LayerTensors,
-    Place,
-    Tensors,
-    WeightSpace,
+    TensorFiller,
+    WeightAllocator,
 )
 from spd.runtime.models.decoder import (
-    AuxStates,
+    AuxStateFuser,
     Decoder,
     DecoderLayer,
+    DecoderParts,
     HeadModel,
-    Parts,
     build_layer,
 )
-from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout
+from spd.runtime.models.parameters import Cut, Cuts
+from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout, SharedTable
 
 
 def read_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
-    """The part of a tensor that is wanted: of rows only they are read; all rows have some columns."""
+    """Return a rank's part of a tensor.
+
+    Of cut rows only they are read; for cut columns the tensor is read.
+    """
     if cut.dim:
-        return torch.cat(cut.of(checkpoint.read(name)), cut.dim)
+        return torch.cat(cut.slices(checkpoint.read(name)), cut.dim)
     return torch.cat([checkpoint.read(name, rows) for rows in cut.ranges])
 
 
-def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
-    """Fill a tensor at a time, each read to where it belongs, or of those in `cuts` a part."""
+def make_direct_filler(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts) -> TensorFiller:
+    """Return a filler that reads one tensor at a time into its view, or the part in `cuts`."""
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
@@ -74,36 +78,39 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
     return fill
 
 
-def checkpoint_fill(
-    checkpoint: Checkpoint, config: ModelConfig, whole: ModelLayout, place: Place, meter: LoadMeter
-) -> Fill:
-    """The fill that suits a device and quantized weights, of a rank's part of the whole."""
-    parts = weights.parts_of(config, whole.sharded(place.shard)).items()
-    cuts = {name: part.cut for name, part in parts if part.cut is not None}
+def make_checkpoint_filler(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layout: ModelLayout,
+    execution: ExecutionConfig,
+    meter: LoadMeter,
+) -> TensorFiller:
+    """Return the filler for a device and for quantized weights, of a rank's part of a layout."""
+    sources = weights.source_tensors(config, layout.sharded(execution.shard))
+    cuts = {name: source.cut for name, source in sources.items() if source.cut is not None}
     if isinstance(checkpoint, GgufCheckpoint):
-        return gguf_fill(checkpoint, meter, cuts)
-    fill = direct_fill(checkpoint, meter, cuts)
-    if not cuts and torch.device(place.device).type == "cuda":
+        return make_gguf_filler(checkpoint, meter, cuts)
+    fill = make_direct_filler(checkpoint, meter, cuts)
+    if not cuts and torch.device(execution.device).type == "cuda":
         fill = partial(read_tensors, checkpoint, advance=meter.advance)
     if config.quantization is None:
         return fill
-    shapes = weights.expected_tensors(config, whole)
-    return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
+    shapes = weights.expected_tensors(config, layout)
+    return make_unpacking_filler(checkpoint, fill, config.quantization, shapes, meter, cuts)
 
 
-DUMMY_BIAS = 0.02
-DUMMY_LOGITS = (
-    3.0  # standard deviation of a dummy model's logits: far from uniform, far from certain
-)
-DUMMY_DOWN = (
-    4.0  # how much larger an MLP's output is than attention's: else one token is said for ever
-)
+DUMMY_BIAS_STD = 0.02
+"""The standard deviation of a dummy model's vectors other than norms."""
+DUMMY_LOGIT_GAIN = 3.0
+"""The standard deviation of a dummy model's logits: far from uniform, far from certain."""
+DUMMY_DOWN_GAIN = 4.0
+"""The ratio of an MLP's output to attention's: with less, the model repeats one token for ever."""
 
 
-def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
-    """Fill with normal numbers, the same ones each time on one kind of device.
+def make_dummy_filler(device: str, is_tied: bool, meter: LoadMeter) -> TensorFiller:
+    """Return a filler with normal numbers, the same ones each time on one kind of device.
 
-    Norms are ones, and products keep the size of what they are given, so that nothing overflows however
+    Norms are ones, and products have the size of their inputs, so that nothing overflows however
     deep the model is, and the likeliest token depends on the text.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -113,25 +120,25 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
             if name.endswith("norm.weight"):
                 view.fill_(1)
             else:
-                view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
+                view.normal_(0.0, _dummy_std(name, view, is_tied), generator=generator)
             meter.advance(view.nbytes)
 
     return fill
 
 
-def _dummy_std(name: str, view: Tensor, tied: bool) -> float:
-    """1 / sqrt(columns), so that a product is as large as its input, but for the two named above."""
+def _dummy_std(name: str, view: Tensor, is_tied: bool) -> float:
+    """Return 1 / sqrt(columns), by which a product is as large as its input, times the gains above."""
     if view.dim() == 1:
-        return DUMMY_BIAS
-    gain = DUMMY_DOWN if name.endswith("down_proj.weight") else 1.0
-    if name == (EMBEDDING if tied else HEAD):
-        gain = DUMMY_LOGITS
+        return DUMMY_BIAS_STD
+    gain = DUMMY_DOWN_GAIN if name.endswith("down_proj.weight") else 1.0
+    if name == (EMBEDDING if is_tied else HEAD):
+        gain = DUMMY_LOGIT_GAIN
     return float(gain * view.shape[1] ** -0.5)
 
 
-def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
-    """Fill what was allocated; scales of norms that are stored as their distance from 1 become whole."""
-    views = space.take()
+def _fill_tensors(allocator: WeightAllocator, fill: TensorFiller, layout: ModelLayout) -> None:
+    """Fill the allocated tensors; add 1 to scales of norms that are stored minus 1."""
+    views = allocator.take_views()
     fill(views)
     if layout.centred_norm:
         for name, view in views.items():
@@ -140,65 +147,69 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
 
 
 def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> HeadPart:
-    """What loads a decoder, which shares nothing, seen to be in a checkpoint."""
+    """Return the part of a decoder, which shares no tables, checked against a checkpoint."""
     layout = family_layout(config)
     if checkpoint is not None:
-        weights.tell_notes(checkpoint)
-        weights.tell_unused(weights.check_weights(checkpoint, config, layout), checkpoint.folder)
+        weights.warn_index_notes(checkpoint)
+        weights.warn_unused_tensors(
+            weights.check_weights(checkpoint, config, layout), checkpoint.folder
+        )
     return HeadPart(layout, HeadRules(), {})
 
 
 @dataclass(frozen=True)
-class ModelLoading:
-    """What every part of a folder's model, or of its head, is built with.
-
-    With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time.
-    """
+class ModelBuilder:
+    """Builds the parts of a folder's model, or of its head."""
 
     config: ModelConfig
     builder: LayerBuilder
-    at_once: bool = False
+    allocates_first: bool = False
+    """True if all tensors are allocated before one call of `fill`.
+
+    Otherwise layers one at a time.
+    """
     meter: LoadMeter | None = None
 
     def build(
         self,
         part: HeadPart,
-        fill: Fill,
+        fill: TensorFiller,
         target: Decoder | None = None,
-        given: Mapping[str, Tensor] | None = None,
+        extra_tables: Mapping[str, Tensor] | None = None,
     ) -> Decoder:
-        """Return a decoder whose tensors `fill` writes, or a part of a head beside its target.
+        """Return a decoder whose tensors `fill` writes, or a part of a head of `target`.
 
-        given: tables that come another way; `target` has what is missing.
+        extra_tables: tables from another source; the target's are used for missing ones.
         """
         config = self.config
         layout = part.layout
-        place = self.builder.place
-        ids = None if part.ids is None else part.ids.to(place.device)
-        space = WeightSpace(place)
-        tables = space.block(weights.table_destinations(config, layout))
+        execution = self.builder.execution
+        ids = None if part.ids is None else part.ids.to(execution.device)
+        allocator = WeightAllocator(execution)
+        tables = allocator.allocate_block(weights.table_destinations(config, layout))
         allocated: deque[LayerTensors] = deque()
-        if self.at_once:
+        if self.allocates_first:
             allocated.extend(
-                space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers)
+                allocator.allocate_layer(layer, layout.prefix.format(index))
+                for index, layer in enumerate(layout.layers)
             )
-        _filled(space, fill, layout)
+        _fill_tensors(allocator, fill, layout)
         if layout.logit_scale != 1.0:
             tables["final_norm"].mul_(layout.logit_scale)
-        tables |= given or {}
-        embedding, head = self._ends(tables, ids, target)
+        tables |= extra_tables or {}
+        embedding, head = self._make_embedding_and_head(tables, ids, target)
         layers = []
         for index, layer in enumerate(layout.layers):
-            if not self.at_once:
-                allocated.append(space.layer(layer, layout.prefix.format(index)))
-                _filled(space, fill, layout)
-            layers.append(self._layer(layer, allocated.popleft()))
-        parts = Parts(
+            if not self.allocates_first:
+                allocated.append(allocator.allocate_layer(layer, layout.prefix.format(index)))
+                _fill_tensors(allocator, fill, layout)
+            layers.append(self._build_layer(layer, allocated.popleft()))
+        parts = DecoderParts(
             tables=tables,
             embedding=embedding,
             head=head,
             layers=layers,
-            rotary=_rotary(config, layout, place),
+            rotary=_make_rotary_table(config, layout, execution),
             heads=_attention_heads(layout),
             layout=layout,
             logit_softcap=config.logit_softcap,
@@ -206,146 +217,180 @@ class ModelLoading:
         if target is None:
             return Decoder(parts, self.builder)
         if config.assistant is not None:
-            never = part.rules.never
-            return AssistantModel(config.assistant, parts, self.builder, target, ids, never)
+            suppressed = part.rules.suppressed_ids
+            return AssistantModel(config.assistant, parts, self.builder, target, ids, suppressed)
         if "fuse" in tables:
-            target.reader = AuxStates(config, tables, self.builder, len(target.layers))
+            target.state_fuser = AuxStateFuser(config, tables, self.builder, len(target.layers))
         return HeadModel(part.rules, parts, self.builder, ids)
 
-    def _ends(
-        self, tables: Tensors, ids: Tensor | None, target: Decoder | None
-    ) -> tuple[AnyEmbedding, AnyHead]:
-        """Return the embedding and the head of tables, which lose what is kept packed, or of a target.
+    def _make_embedding_and_head(
+        self, tables: BlockTensors, ids: Tensor | None, target: Decoder | None
+    ) -> tuple[AnyEmbedding, OutputHead]:
+        """Return the embedding and the output head of the tables, or the target's.
 
-        ids: of a head of some of the target's ids each row's.
+        Tables that are packed are removed. ids: the token of each row, for a head over some of the
+        target's ids.
         """
         vocab_size = self.config.vocab_size
         is_tied = target is None and "head" not in tables
         embedding, head = (None, None) if target is None else (target.embedding, target.head)
         if "head" in tables or is_tied:
-            own = tables.kept("embedding" if is_tied else "head")
-            head = self.builder.head(own, vocab_size, ids)
+            table = tables.matrix("embedding" if is_tied else "head")
+            head = self.builder.head(table, vocab_size, ids)
             tables.pop("head", None)
         if "embedding" in tables:
-            same = head if is_tied else None
-            embedding = self.builder.embedding(tables.kept("embedding"), vocab_size, same)
+            tied_head = head if is_tied else None
+            embedding = self.builder.embedding(tables.matrix("embedding"), vocab_size, tied_head)
         assert embedding is not None and head is not None
         if isinstance(embedding, PackedEmbedding):
-            # The codes are packed, and not needed twice.
+            # The head has packed the codes; the tables' copy is not needed.
             tables.grouped.clear()
             tables.pop("embedding")
         return embedding, head
 
-    def _layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
-        """Return a layer of filled tensors, which are packed then."""
+    def _build_layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
+        """Return a layer of filled tensors, which are packed afterwards."""
         layer = build_layer(layout, tensors, self.builder)
-        if self.at_once and self.meter is not None:
+        if self.allocates_first and self.meter is not None:
             nbytes = sum(tensor.nbytes for block in tensors for tensor in block.values())
             self.meter.advance(nbytes, "pack")
         return layer
 
 
 def _attention_heads(layout: ModelLayout) -> tuple[AttentionHeads, ...]:
-    """Return the heads of every shape that layers have."""
+    """Return the heads of every shape among the layers."""
     return tuple(
         AttentionHeads(*sizes, first_key=max(0, layout.shift), sliding=layout.windows(sizes))
-        for sizes in dict.fromkeys(block.heads for block in layout.attending)
+        for sizes in dict.fromkeys(block.heads for block in layout.attention_blocks)
     )
 
 
-def _rotary(config: ModelConfig, layout: ModelLayout, place: Place) -> RotaryTable:
-    # Kernels round the rotated head once, so that they can use exact tables.
-    exact = torch.float32 if place.kernels.capabilities.float32_rotary else place.dtype
-    dims = {
-        isinstance(each, GqaLayout) and each.rotation.is_local: each.rotary
-        for each in layout.attending
+def _make_rotary_table(
+    config: ModelConfig, layout: ModelLayout, execution: ExecutionConfig
+) -> RotaryTable:
+    """Return the rotary table of a layout, with one for layers with local angles where there are
+    any.
+    """
+    # Kernels that round the rotated head once can use exact tables.
+    dtype = torch.float32 if execution.kernels.capabilities.float32_rotary else execution.dtype
+    dims_by_locality = {
+        isinstance(block, GqaLayout) and block.rotation.is_local: block.rotary
+        for block in layout.attention_blocks
     }
-    given = (place.positions, exact, place.device, layout.shift)
-    alone = None if False in dims else config.local_rope  # of a head whose layers all slide
-    table = RotaryTable(alone or config.rope, dims.get(False) or dims[True], *given)
+    make_table = partial(
+        RotaryTable,
+        max_positions=execution.max_positions,
+        dtype=dtype,
+        device=execution.device,
+        shift=layout.shift,
+    )
+    # All layers of a head may be sliding ones: then the main table is theirs.
+    has_global = False in dims_by_locality
+    rope = config.rope if has_global or config.local_rope is None else config.local_rope
+    table = make_table(rope, dims_by_locality[not has_global])
     if config.local_rope is not None:
-        table.local = RotaryTable(config.local_rope, dims.get(True) or dims[False], *given)
+        local_dims = dims_by_locality[True in dims_by_locality]
+        table.local = make_table(config.local_rope, local_dims)
     return table
 
 
 @dataclass(frozen=True)
-class Head:
-    """A head that drafts beside a target: the configuration of its layers, and where its parts are found."""
+class HeadSource:
+    """A head that drafts for a target: the configuration of its layers, and the source of its
+    parts.
+    """
 
     config: ModelConfig
-    find: Callable[
-        [Checkpoint | None], Sequence[HeadPart]
-    ]  # the parts, seen to be in what is given
+    find_parts: Callable[[Checkpoint | None], Sequence[HeadPart]]
+    """Returns the head's parts, checked against a checkpoint."""
     target: Decoder
     target_folder: ModelFolder
-    apart: (
-        bool  # other ranks than the target's share the head: what it takes from there is read again
-    )
+    is_separate: bool
+    """True if other ranks than the target's share the head: it reads the target's tables itself."""
 
-    def tables(self, part: HeadPart, own: Checkpoint | None, place: Place) -> dict[str, Tensor]:
-        """Tables of ids of the head's own. One that equals the target's is read only where that is apart."""
-        target = self.target_folder
-        its_head = EMBEDDING if target.config.tie_embeddings else HEAD
-        names = {"embedding": EMBEDDING, "head": its_head}
-        found: dict[str, Tensor] = {}
+    def read_tables(
+        self, part: HeadPart, checkpoint: Checkpoint | None, execution: ExecutionConfig
+    ) -> dict[str, Tensor]:
+        """Return the tables that the head does not share with its target.
+
+        One that equals the target's is read only where the head is separate.
+        """
+        tables: dict[str, Tensor] = {}
         for key, shared in part.shared.items():
-            first, end = place.shard.ids(shared.rows)
-            if own is None:
-                table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
-            elif shared.order is not None:
-                table = own.read(shared.own)[shared.order][first:end]
-            elif shared.own in own.tensors and not own.tensors_equal(
-                shared.own, target.checkpoint, names[key]
-            ):
-                table = read_values(own, shared.own, (first, end))
-            else:
-                table = (
-                    read_values(target.checkpoint, names[key], (first, end)) if self.apart else None
-                )
+            table = self._read_table(key, shared, checkpoint, execution.shard.ids(shared.rows))
             if table is not None:
-                found[key] = table.to(place.device, place.dtype)
-        return found
+                tables[key] = table.to(execution.device, execution.dtype)
+        return tables
+
+    def _read_table(
+        self,
+        key: str,
+        shared: SharedTable,
+        checkpoint: Checkpoint | None,
+        rows: tuple[int, int],
+    ) -> Tensor | None:
+        """Return a range of rows of a table, None if the head uses the target's."""
+        first, end = rows
+        if checkpoint is None:
+            if not self.is_separate:
+                return None
+            return torch.randn(end - first, self.config.hidden_size)
+        name = shared.checkpoint_name
+        if shared.order is not None:
+            return checkpoint.read(name)[shared.order][first:end]
+        target_checkpoint = self.target_folder.checkpoint
+        is_tied = self.target_folder.config.tie_embeddings
+        target_name = EMBEDDING if key == "embedding" or is_tied else HEAD
+        if name in checkpoint.tensors and not checkpoint.tensors_equal(
+            name, target_checkpoint, target_name
+        ):
+            return read_values(checkpoint, name, rows)
+        return read_values(target_checkpoint, target_name, rows) if self.is_separate else None
 
 
 @torch.inference_mode()
 def load_model(
     folder: ModelFolder,
-    place: Place,
+    execution: ExecutionConfig,
     *,
     load: str = "auto",
     meter: LoadMeter | None = None,
-    head: Head | None = None,
+    head: HeadSource | None = None,
 ) -> list[Decoder]:
-    """Load a folder's model or the parts of its head, or random weights of its shapes when load is "dummy".
+    """Load a folder's model or the parts of its head, or random weights of its shapes if load is
+    "dummy".
 
-    Of several ranks each reads its part. A head that reads its target's streams feeds it from then on.
+    Each of several ranks reads its part. A head that reads its target's streams sets the target's
+    `state_fuser`.
     """
     config = folder.config if head is None else head.config
     meter = meter or LoadMeter()
-    builder = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2)
-    made: list[Decoder] = []
-    on_cuda = torch.device(place.device).type == "cuda"
-    # What is rounded at load would be there twice, and whole.
-    at_once = (
-        on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
-    )
-    loading = ModelLoading(config, builder, at_once, meter)
-    fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
+    builder = LayerBuilder(execution, config.rms_norm_eps / config.scales.residual**2)
+    models: list[Decoder] = []
+    on_cuda = torch.device(execution.device).type == "cuda"
+    # Matrices that are rounded at load would be in memory twice, and unrounded.
+    is_rounded = execution.form.kind in ("int8", "int4")
+    allocates_first = on_cuda and head is None and load != "dummy" and not is_rounded
+    model_builder = ModelBuilder(config, builder, allocates_first, meter)
+    fill = make_dummy_filler(execution.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
-        own = None if load == "dummy" else files.enter_context(folder.checkpoint)
-        if head is not None and own is not None:
+        checkpoint = None if load == "dummy" else files.enter_context(folder.checkpoint)
+        if head is not None and checkpoint is not None:
             files.enter_context(head.target_folder.checkpoint)
-        for part in [decoder_part(config, own)] if head is None else head.find(own):
-            if own is not None:
-                fill = checkpoint_fill(own, config, part.layout, place, meter)
-            part = replace(part, layout=part.layout.sharded(place.shard))
+        parts = [decoder_part(config, checkpoint)] if head is None else head.find_parts(checkpoint)
+        for part in parts:
+            if checkpoint is not None:
+                fill = make_checkpoint_filler(checkpoint, config, part.layout, execution, meter)
+            part = replace(part, layout=part.layout.sharded(execution.shard))
             if head is None:
-                made.append(loading.build(part, fill))
+                models.append(model_builder.build(part, fill))
             else:
-                made.append(loading.build(part, fill, head.target, head.tables(part, own, place)))
-        if own is not None:
-            own.check_unchanged()
+                tables = head.read_tables(part, checkpoint, execution)
+                models.append(model_builder.build(part, fill, head.target, tables))
+        if checkpoint is not None:
+            checkpoint.check_unchanged()
             if on_cuda:
-                torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
-    builder.share_workspace(place.rows)
-    return made
+                # Scratch memory of the readers' streams would stay reserved for them.
+                torch.cuda.empty_cache()
+    builder.share_workspace(execution.max_rows)
+    return models

@@ -1,4 +1,4 @@
-"""How far loading has come, for a progress bar. No torch here."""
+"""The progress of loading, for a progress bar. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Phase = Literal["read", "pack", "download"]
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """One report: `done` of `total`, in bytes."""
+    """A report of a phase: `done` of `total`, in bytes."""
 
     phase: Phase
     done: int
@@ -22,7 +22,10 @@ Progress = Callable[[LoadProgress], None]
 
 
 class LoadMeter:
-    """Counts what several models load together; reports from the thread that builds the engine."""
+    """Counts the bytes that several models load together.
+
+    Reports in the thread that builds the engine.
+    """
 
     def __init__(self, report: Progress | None = None, total: int = 0) -> None:
         self.report = report
@@ -30,7 +33,7 @@ class LoadMeter:
         self._done: dict[Phase, int] = {"read": 0, "pack": 0}
 
     def advance(self, nbytes: int, phase: Phase = "read") -> None:
-        """Report that so many more bytes of weights are through a phase."""
+        """Count and report more bytes of weights that finished a phase."""
         self._done[phase] += nbytes
         if self.report is not None:
             self.report(LoadProgress(phase, self._done[phase], self.total))

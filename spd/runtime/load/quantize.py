@@ -1,4 +1,5 @@
-"""A checkpoint's matrices rounded to four bits, as compressed-tensors stores them (`pack-quantized`).
+"""Rounds a checkpoint's matrices to four bits, in the format of compressed-tensors
+(`pack-quantized`).
 
 Source: https://github.com/vllm-project/compressed-tensors.
 """
@@ -21,66 +22,74 @@ from spd.formats.writer import OutputTensor, output_tensors
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime.models import family_layout
-from spd.runtime.models.weights import check_weights, destinations
+from spd.runtime.models.weights import check_weights, iterate_parameters
 
 
-def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
-    """The matrices that `--quantize int4` rounds; with mtp_too, those of MTP layers that are called alike."""
+def int4_tensor_names(folder: ModelFolder, includes_mtp: bool) -> list[str]:
+    """Return the names of the matrices that `--quantize int4` rounds.
+
+    includes_mtp: among them those of MTP layers with the same last names.
+    """
     layout = family_layout(folder.config)
     config = folder.config
     if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")
     check_weights(folder.checkpoint, config, layout)
-    found = [
-        (prefix, part.name)
-        for prefix, destination in destinations(config, layout)
-        if prefix and destination.multiplied and destination.shape[1] % INT4_GROUP == 0
-        for part in destination.parts
-        if part.name.endswith(".weight")
-    ]
-    names = {prefix + name for prefix, name in found}
-    own = tuple({f".{name}" for _, name in found})
+    names: set[str] = set()
+    suffixes: set[str] = set()
+    for prefix, parameter in iterate_parameters(config, layout):
+        if not prefix or not parameter.is_quantizable or parameter.shape[1] % INT4_GROUP:
+            continue
+        weights = [source.name for source in parameter.sources if source.name.endswith(".weight")]
+        names |= {prefix + name for name in weights}
+        suffixes |= {f".{name}" for name in weights}
     tensors = folder.checkpoint.tensors
-    if mtp_too:
-        heads = (n for n in tensors if n.endswith(own) and is_mtp_tensor(n, config.num_layers))
-        names |= {
-            n for n in heads if len(size := tensors[n].shape) == 2 and size[1] % INT4_GROUP == 0
-        }
+    if includes_mtp:
+        for name, meta in tensors.items():
+            is_matrix = len(meta.shape) == 2 and meta.shape[1] % INT4_GROUP == 0
+            has_suffix = name.endswith(tuple(suffixes))
+            if has_suffix and is_matrix and is_mtp_tensor(name, config.num_layers):
+                names.add(name)
     return [name for name, meta in tensors.items() if name in names and meta.dtype in FLOAT_DTYPES]
 
 
-def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[OutputTensor]:
-    """Every tensor of a checkpoint as it is written: codes and scales of those that are rounded."""
+def int4_output_tensors(checkpoint: Checkpoint, rounded: Collection[str]) -> list[OutputTensor]:
+    """Return every tensor of a checkpoint as it is written: codes and scales of those that are
+    rounded.
+    """
     scales: dict[str, Tensor] = {}
-    found: list[OutputTensor] = []
+    outputs: list[OutputTensor] = []
     for name, meta in checkpoint.tensors.items():
         if name not in rounded:
-            found += output_tensors(checkpoint, [meta._replace(name=_called(name, meta))])
+            outputs += output_tensors(checkpoint, [meta._replace(name=_stored_name(name, meta))])
             continue
-        stem = _called(name, meta).removesuffix("weight")
+        stem = _stored_name(name, meta).removesuffix("weight")
         rows, columns = meta.shape
 
         def codes(name: str = name) -> Iterator[bytes]:
+            """Yield a matrix's codes; its scales are stored until they are written."""
             groups = quantize_int4(checkpoint.read(name))
             scales[name] = groups.scales
-            yield _bytes_of(groups.codes)  # eight in a word, the first in its lowest bits
+            # Eight codes in a word, the first in its lowest bits.
+            yield _to_bytes(groups.codes)
 
-        def scale(name: str = name) -> Iterator[bytes]:  # the writer asks for wider types first
-            yield _bytes_of(scales.pop(name))
+        def scale(name: str = name) -> Iterator[bytes]:
+            # The writer writes wider types first: codes before their scales.
+            yield _to_bytes(scales.pop(name))
 
         def shape(sizes: tuple[int, ...] = meta.shape) -> Iterator[bytes]:
-            yield _bytes_of(torch.tensor(sizes))
+            yield _to_bytes(torch.tensor(sizes))
 
-        found.append(OutputTensor(f"{stem}weight_packed", "I32", (rows, columns // 8), codes))
-        found.append(
+        outputs.append(OutputTensor(f"{stem}weight_packed", "I32", (rows, columns // 8), codes))
+        outputs.append(
             OutputTensor(f"{stem}weight_scale", "BF16", (rows, columns // INT4_GROUP), scale)
         )
-        found.append(OutputTensor(f"{stem}weight_shape", "I64", (2,), shape))
-    return found
+        outputs.append(OutputTensor(f"{stem}weight_shape", "I64", (2,), shape))
+    return outputs
 
 
 def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dict[str, Any]:
-    """What config.json says of it; matrices that stay as they are stand in the ignore list."""
+    """Return the entry of config.json; matrices that are not rounded are in its ignore list."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -88,8 +97,8 @@ def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dic
         "strategy": "group",
         "group_size": INT4_GROUP,
     }
-    kept = (
-        _called(name, meta).removesuffix(".weight")
+    unrounded = (
+        _stored_name(name, meta).removesuffix(".weight")
         for name, meta in checkpoint.tensors.items()
         if name not in rounded and len(meta.shape) == 2 and name.endswith(".weight")
     )
@@ -99,17 +108,24 @@ def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dic
         "input_activations": None,
         "output_activations": None,
     }
-    how = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    groups = {"ignore": sorted(kept), "config_groups": {"group_0": group}}
-    return {**how, "quantization_status": "compressed", **groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": sorted(unrounded),
+        "config_groups": {"group_0": group},
+    }
 
 
-def _called(name: str, meta: TensorMeta) -> str:
-    """A tensor's name in the file; an expert's own where the file holds all experts in one."""
+def _stored_name(name: str, meta: TensorMeta) -> str:
+    """Return a tensor's name in the file, or an expert's name where the file has all experts in one
+    tensor.
+    """
     return meta.name if text_name(meta.name) == name else name
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    held = bytearray(tensor.nbytes)
-    torch.frombuffer(held, dtype=torch.uint8).copy_(tensor.contiguous().view(torch.uint8).flatten())
-    return bytes(held)
+def _to_bytes(tensor: Tensor) -> bytes:
+    """Return a tensor's bytes."""
+    data = bytearray(tensor.nbytes)
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.contiguous().view(torch.uint8).flatten())
+    return bytes(data)

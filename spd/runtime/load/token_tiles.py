@@ -1,4 +1,4 @@
-"""How wide a GPU's tiles of tokens may be: that wide ones change no bit was shown, or is asked of the GPU."""
+"""The widest token tiles that change no bit on a GPU: known for its architecture, or checked on it."""
 
 from __future__ import annotations
 
@@ -15,76 +15,93 @@ from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.native.build import read_cached
 from spd.version import __version__
 
-TokenTileLimits = dict[
-    str, int
-]  # by the dtype of weights, the widest tile of bfloat16 tokens; narrow where unsaid
-KINDS = ("bfloat16", "int8")
-SHOWN: Mapping[str, TokenTileLimits] = {
-    "9.0": {"bfloat16": 64}
-}  # by compute capability: what long runs have shown
+TokenTileLimits = dict[str, int]
+"""The widest tile of bfloat16 tokens by the dtype of weights.
+
+A dtype without an entry has narrow tiles.
+"""
+WEIGHT_DTYPES = ("bfloat16", "int8")
+"""The dtypes of weights that a limit may have."""
+TESTED_LIMITS: Mapping[str, TokenTileLimits] = {"9.0": {"bfloat16": 64}}
+"""The limits that long runs have shown to be exact, by compute capability."""
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver, None without one."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
     except (OSError, IndexError):
         return None
 
 
-def bound_to(device: torch.device) -> dict[str, str]:
-    """What an answer holds for: this GPU and all that compiles and runs its kernels."""
+def kernel_environment(device: torch.device) -> dict[str, str]:
+    """Return the GPU, and the versions of all that compiles and runs its kernels: a check is valid
+    for these.
+    """
     import triton
 
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     versions = {"spd": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
-    capability = f"{found.major}.{found.minor}"
+    capability = f"{properties.major}.{properties.minor}"
     return {
-        "gpu": found.name,
+        "gpu": properties.name,
         "capability": capability,
         "driver": driver_version() or "unknown",
         **versions,
     }
 
 
-def widest_tiles(device: str, cache: Callable[[], Path]) -> tuple[TokenTileLimits, str]:
-    """Of a device, with where that is known from; cache: the folder where answers are kept."""
+def find_tile_limits(device: str, cache: Callable[[], Path]) -> tuple[TokenTileLimits, str]:
+    """Return a device's limits, and their origin in words.
+
+    cache: returns the folder of stored checks.
+    """
     if device == "cpu":
         return {}, "narrow ones suffice"
-    bound = bound_to(torch.device(device))
-    if (answer := read_answer(cache, bound)) is not None:
-        return answer, "as this GPU answered spd doctor"
-    shown = SHOWN.get(bound["capability"], {})
-    return dict(
-        shown
-    ), "shown on its architecture" if shown else "spd doctor has not asked this GPU"
+    environment = kernel_environment(torch.device(device))
+    stored_limits = read_tile_limits(cache, environment)
+    if stored_limits is not None:
+        return stored_limits, "as this GPU answered spd doctor"
+    tested_limits = TESTED_LIMITS.get(environment["capability"])
+    if tested_limits:
+        return dict(tested_limits), "shown on its architecture"
+    return {}, "spd doctor has not asked this GPU"
 
 
-def _place(cache: Callable[[], Path], bound: Mapping[str, str]) -> Path:
-    name = hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()[:20]
+def _limits_path(cache: Callable[[], Path], environment: Mapping[str, str]) -> Path:
+    """Return the file of an environment's limits."""
+    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:20]
     return cache() / f"tiles-{name}.json"
 
 
-def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> TokenTileLimits | None:
-    """What was kept for a GPU; None unless it can be read, is the user's own and is meant for it."""
+def read_tile_limits(
+    cache: Callable[[], Path], environment: Mapping[str, str]
+) -> TokenTileLimits | None:
+    """Return the stored limits of an environment.
+
+    Return None unless the file can be read, belongs to the user and is for this environment.
+    """
     with suppress(OSError, ValueError, TypeError, LookupError, RuntimeError):
-        found = json.loads(read_cached(_place(cache, bound)))
-        widest: TokenTileLimits = found["widest"]
-        if found["for"] == bound and all(
-            kind in KINDS and widest[kind] in TILES for kind in widest
+        data = json.loads(read_cached(_limits_path(cache, environment)))
+        limits: TokenTileLimits = data["widest"]
+        if data["for"] == environment and all(
+            dtype in WEIGHT_DTYPES and limits[dtype] in TILES for dtype in limits
         ):
-            return dict(widest)
+            return dict(limits)
     return None
 
 
-def keep_answer(
-    cache: Callable[[], Path], bound: Mapping[str, str], widest: TokenTileLimits
+def store_tile_limits(
+    cache: Callable[[], Path], environment: Mapping[str, str], limits: TokenTileLimits
 ) -> str | None:
-    """Write it whole, as the user's own; the file, or None where that cannot be."""
+    """Write an environment's limits to a file that only the user can read.
+
+    Return its path, or None where it cannot be written.
+    """
     try:
-        place = _place(cache, bound)
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(place, json.dumps({"for": bound, "widest": widest}), 0o600)
+        path = _limits_path(cache, environment)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"for": environment, "widest": limits}), 0o600)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
-    return str(place)
+    return str(path)

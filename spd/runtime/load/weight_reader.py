@@ -1,8 +1,8 @@
-"""Fills tensors from a checkpoint's files: threads read into buffers, the device copies out.
+"""Fills tensors from a checkpoint's files: threads read into buffers, from which the device copies.
 
-While one buffer is copied to the device on a stream of its own, the next ones are read, with the
-interpreter's lock released. A buffer is read into again only after the event behind its copies. Buffers are
-pinned where the destination is a CUDA device; a dtype is changed there too.
+While one buffer is copied to the device on its own stream, the next ones are read, with the
+interpreter's lock released. A buffer is read into again only after the event that follows its
+copies. Where the destination is a CUDA device buffers are pinned, and dtypes are converted there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from torch import Tensor
 from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, read_exactly
 
 CHUNK_BYTES = 16 * 2**20
-# so many buffers each: little pinned memory, and enough to fill the bus
+"""Bytes of a buffer."""
 THREADS = 6
+"""Threads that read."""
 BUFFERS = 2
+"""Buffers of each thread: little pinned memory, and enough to fill the bus."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive elements of one tensor: `nbytes` of `dtype` at `offset` of a file, for `target` [n]."""
+    """Consecutive elements of one tensor: `nbytes` of `dtype` at `offset` of a file, for `target`
+    [n].
+    """
 
     shard: Path
     offset: int
@@ -39,29 +43,31 @@ class Chunk:
 
 
 class Buffer:
-    """Memory that chunks are read to, and the copies out of it: plain here, copied at once."""
+    """Memory that chunks are read into and copied from: here plain memory, copied synchronously."""
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         # Not Tensor.numpy: torch may have been installed without NumPy.
-        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self._bytes.data_ptr())).cast(
-            "B"
-        )
+        array = (ctypes.c_ubyte * nbytes).from_address(self._bytes.data_ptr())
+        self.view = memoryview(array).cast("B")
 
     def elements(self, chunk: Chunk) -> Tensor:
-        """A chunk's elements after its bytes were read, [n]."""
+        """Return a chunk's elements [n], after its bytes were read."""
         return self._bytes[: chunk.nbytes].view(chunk.dtype)
 
     def wait(self) -> None:
-        """Return when what was copied has arrived, so that the buffer may be written again."""
+        """Wait until all copies have finished, so that the buffer may be written again."""
 
     def copy(self, chunk: Chunk) -> None:
-        """Start copying a chunk to where it belongs."""
+        """Start copying a chunk to its target."""
         chunk.target.copy_(self.elements(chunk))
 
 
 class PinnedBuffer(Buffer):
-    """Pinned; casts by way of device memory. Copies begin after `ready`: destinations are allocated."""
+    """A pinned buffer, which casts in device memory.
+
+    Copies begin after the event `ready`, when destinations are allocated.
+    """
 
     def __init__(
         self, nbytes: int, device: torch.device, ready: torch.cuda.Event, casts: bool
@@ -74,12 +80,15 @@ class PinnedBuffer(Buffer):
             self._staging = torch.empty(nbytes if casts else 0, dtype=torch.uint8, device=device)
 
     def wait(self) -> None:
+        """Wait until all copies have finished."""
         self._copied.synchronize()
 
     def copy(self, chunk: Chunk) -> None:
+        """Start copying a chunk to its target, on the buffer's stream."""
         with torch.cuda.stream(self._stream):
             source = self.elements(chunk)
-            if chunk.dtype != chunk.target.dtype:  # else copy_ would cast on the host, and wait
+            if chunk.dtype != chunk.target.dtype:
+                # copy_ would cast on the host, and wait.
                 staged = self._staging[: chunk.nbytes].view(chunk.dtype)
                 source = staged.copy_(source, non_blocking=True)
             chunk.target.copy_(source, non_blocking=True)
@@ -89,9 +98,10 @@ class PinnedBuffer(Buffer):
 def plan_chunks(
     checkpoint: Checkpoint, destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
 ) -> list[Chunk]:
-    """Cut what the destinations need into chunks, ordered by file and offset.
+    """Divide the bytes that the destinations need into chunks, ordered by file and offset.
 
-    A destination is a contiguous tensor of as many elements as its namesake, both in any float dtype.
+    A destination is a contiguous tensor of as many elements as the tensor of its name, in any float
+    dtype.
     """
     chunks = []
     for name, view in destinations.items():
@@ -117,35 +127,38 @@ def read_tensors(
     chunk_bytes: int = CHUNK_BYTES,
     buffer: Callable[[int], Buffer] | None = None,
 ) -> None:
-    """Fill every destination from its namesake; all on one device. Returns when the bytes are there.
+    """Fill every destination, all on one device, from the tensor of its name.
 
-    `advance` hears, in the caller's thread, of destination bytes as their chunks are read. `buffer` makes
-    one. After a CheckpointError destinations are undefined, and nothing is copied any more.
+    Return when copies have finished.
+
+    advance: called in the caller's thread with a chunk's destination bytes, after it was read.
+    buffer: makes a buffer of a size. After a CheckpointError destinations are undefined, and all
+    copies have finished.
     """
     chunks = plan_chunks(checkpoint, destinations, chunk_bytes)
     if not chunks:
         return
     device = chunks[0].target.device
     threads = min(threads, len(chunks))
-    make = buffer or _buffer_for(device, chunks)
+    make_buffer = buffer or _choose_buffer(device, chunks)
     size = max(chunk.nbytes for chunk in chunks)
-    buffers = [make(size) for _ in range(threads * BUFFERS)]
+    buffers = [make_buffer(size) for _ in range(threads * BUFFERS)]
     free = queue.SimpleQueue[Buffer]()
-    for each in buffers:
-        free.put(each)
+    for chunk_buffer in buffers:
+        free.put(chunk_buffer)
 
     def read(chunk: Chunk) -> int:
-        own = free.get()
-        where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        """Read a chunk into a free buffer, and start its copy; return the bytes of its target."""
+        chunk_buffer = free.get()
+        device_context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         try:
-            with torch.inference_mode(), where:
-                own.wait()
-                read_exactly(
-                    files[chunk.shard], own.view[: chunk.nbytes], chunk.offset, chunk.shard
-                )
-                own.copy(chunk)
+            with torch.inference_mode(), device_context:
+                chunk_buffer.wait()
+                view = chunk_buffer.view[: chunk.nbytes]
+                read_exactly(files[chunk.shard], view, chunk.offset, chunk.shard)
+                chunk_buffer.copy(chunk)
         finally:
-            free.put(own)
+            free.put(chunk_buffer)
         return chunk.target.nbytes
 
     files = {shard: checkpoint.open_shard(shard) for shard in {chunk.shard for chunk in chunks}}
@@ -157,15 +170,15 @@ def read_tensors(
         for nbytes in pool.map(read, chunks):
             advance(nbytes)
     finally:
-        pool.shutdown(
-            cancel_futures=True
-        )  # also if the caller was interrupted: no thread outlives it
-        for each in buffers:
-            each.wait()
+        # No thread outlives the call, even if it was interrupted.
+        pool.shutdown(cancel_futures=True)
+        for chunk_buffer in buffers:
+            chunk_buffer.wait()
     checkpoint.check_unchanged()
 
 
-def _buffer_for(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Buffer]:
+def _choose_buffer(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Buffer]:
+    """Return the function that makes buffers for a device."""
     if device.type != "cuda":
         return Buffer
     casts = any(chunk.dtype != chunk.target.dtype for chunk in chunks)

@@ -1,4 +1,4 @@
-"""Architecture names and what their families make of a configuration."""
+"""The layouts of all supported architectures, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spd.formats.model_config import ModelConfig
 from spd.runtime.models import assistant, eagle3, families
 from spd.runtime.models.weights import ModelLayout, check_weights
 
-_NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
+_CLASS_NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.llama: "Llama Mistral SmolLM3 Granite GraniteMoe Ministral Ministral3 Mixtral",
     families.phi3: "Phi3",
     families.qwen2: "Qwen2 MiMo Qwen2Moe",
@@ -36,21 +36,25 @@ _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.hunyuan: "HunYuanDenseV1 HunYuanMoEV1",
     families.minimax_m2: "MiniMaxM2",
 }
-"""Families, and the classes that they make layouts of, without ForCausalLM."""
+"""Functions of families, and the classes that they lay out, without ForCausalLM."""
 FAMILIES = {
-    f"{name}ForCausalLM": layout for layout, names in _NAMES.items() for name in names.split()
+    f"{name}ForCausalLM": layout for layout, names in _CLASS_NAMES.items() for name in names.split()
 }
+"""The layout functions of models, by architecture."""
 LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}
-"""Those, and what drafts for other models only."""
+"""The layout functions of models, and of heads that only draft."""
 
 
 def family_layout(config: ModelConfig) -> ModelLayout:
-    """What the configuration's family makes of it."""
+    """Return the layout of a model, by its architecture."""
     return LAYOUTS[config.architecture](config)
 
 
 def unused_tensors(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Names that a model or a head does not use. Raises one CheckpointError for all that it lacks."""
+    """Return the names that a model or a head does not use.
+
+    Raises one CheckpointError for all that it lacks.
+    """
     if config.eagle3 is not None:
         return eagle3.check_eagle3(config, checkpoint)
     if config.assistant is not None:

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: layers of queries over their target's cache; see `spd.formats.assistant`."""
+"""Gemma 4's assistants: layers of queries over the target's cache; see `spd.formats.assistant`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, FINAL_NORM
 from spd.runtime.models import families, weights
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.destinations import Destination, Shard
+from spd.runtime.models.parameters import ParameterSpec, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -22,78 +22,100 @@ if TYPE_CHECKING:
 CENTROIDS = "masked_embedding.centroids.weight"
 
 
-def layout(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> weights.ModelLayout:
-    """The layers, and the tables around them.
+def layout(
+    config: ModelConfig, cache_sources: Mapping[bool, int] | None = None
+) -> weights.ModelLayout:
+    """Return the layers, and the tables around them.
 
-    reads: the target's layer whose cache those read that see everything (True), and those that slide.
+    cache_sources: the target's layers whose caches are read, by full attention (True) and by
+    sliding layers.
     """
-    made = families.gemma4(config, reads or {True: 0, False: 0})
-    return replace(made, tables=partial(tables, config), embedding_scale=None, shift=-1)
+    model = families.gemma4(config, cache_sources or {True: 0, False: 0})
+    return replace(model, tables=partial(tables, config), embedding_scale=None, shift=-1)
 
 
-def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
-    """What surrounds the layers; with clusters the head's table is whole on every rank."""
-    facts = config.assistant
+def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
+    """Return the parameters outside the layers.
+
+    With clusters the head's table is whole on every rank.
+    """
+    assistant = config.assistant
     hidden = config.hidden_size
     size = config.vocab_size
-    assert facts is not None
-    wide = facts.target_hidden_size
-    found = {
-        "pre_projection": Destination.of({"pre_projection.weight": (hidden, 2 * wide)}),
-        "post_projection": Destination.of({"post_projection.weight": (wide, hidden)}),
-        "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
+    assert assistant is not None
+    target_hidden = assistant.target_hidden_size
+    pre_shape = (hidden, 2 * target_hidden)
+    post_shape = (target_hidden, hidden)
+    parameters = {
+        "pre_projection": ParameterSpec.from_shapes({"pre_projection.weight": pre_shape}),
+        "post_projection": ParameterSpec.from_shapes({"post_projection.weight": post_shape}),
+        "final_norm": ParameterSpec.from_shapes({FINAL_NORM: (hidden,)}),
     }
-    if not facts.num_clusters:
-        return {**found, "head": weights.table_of_ids(EMBEDDING, size, hidden, shard)}
-    found["ordered"] = Destination.of({EMBEDDING: (size, hidden)})
-    return {**found, "centroids": Destination.of({CENTROIDS: (facts.num_clusters, hidden)})}
+    if not assistant.num_clusters:
+        parameters["head"] = weights.vocabulary_table(EMBEDDING, size, hidden, shard)
+        return parameters
+    parameters["head_table"] = ParameterSpec.from_shapes({EMBEDDING: (size, hidden)})
+    parameters["centroids"] = ParameterSpec.from_shapes(
+        {CENTROIDS: (assistant.num_clusters, hidden)}
+    )
+    return parameters
 
 
-def read_layers(target: weights.ModelLayout) -> dict[bool, int]:
-    """Of a target's layers that see everything (True), and of those that slide, the last with its own cache.
+def find_cache_sources(target: weights.ModelLayout) -> dict[bool, int]:
+    """Return the last layers with caches among a target's full-attention (True) and sliding layers.
 
-    The windows must be those that the assistant was trained beside: nothing says so but its configuration.
+    Windows must be those that the assistant was trained with; only its configuration states them.
     """
-    own = enumerate(block for block in target.attending if isinstance(block, GqaLayout))
-    return {block.scores.sliding is None: index for index, block in own if block.reads is None}
+    blocks = (block for block in target.attention_blocks if isinstance(block, GqaLayout))
+    return {
+        block.scores.sliding is None: index
+        for index, block in enumerate(blocks)
+        if block.cache_source is None
+    }
 
 
 def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Names that an assistant does not use. Raises one CheckpointError for everything that it lacks."""
-    what = "tensors of the assistant"
-    facts = config.assistant
-    assert facts is not None
+    """Return the names that an assistant does not use.
+
+    Raises one CheckpointError for all that it lacks.
+    """
+    description = "tensors of the assistant"
+    assert config.assistant is not None
     expected = weights.expected_tensors(config, layout(config))
-    if facts.num_clusters:
+    if config.assistant.num_clusters:
         expected[TOKEN_ORDERING] = (config.vocab_size,)
     unused = check_tensors(
-        checkpoint, expected, dtypes={TOKEN_ORDERING: ("I64", "I32")}, description=what
+        checkpoint, expected, dtypes={TOKEN_ORDERING: ("I64", "I32")}, description=description
     )
     return [name for name in unused if name != TOKEN_ORDERING]
 
 
-def parts(
+def head_parts(
     config: ModelConfig, target: weights.ModelLayout, checkpoint: Checkpoint | None
 ) -> list[weights.HeadPart]:
-    """What loads an assistant, its one part. Raises CheckpointError."""
-    whole = layout(config, read_layers(target))
-    facts = config.assistant
+    """Return the one part of an assistant, checked against its checkpoint.
+
+    Raises CheckpointError.
+    """
+    model = layout(config, find_cache_sources(target))
+    assistant = config.assistant
     rules = weights.HeadRules()
     order = None
-    assert facts is not None
+    assert assistant is not None
     if checkpoint is not None:
-        weights.tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
-        rules = weights.HeadRules(never=suppressed_ids(checkpoint.folder, config.vocab_size))
-        order = _order(checkpoint, config.vocab_size) if facts.num_clusters else None
-    elif facts.num_clusters:
+        weights.warn_unused_tensors(check_assistant(config, checkpoint), checkpoint.folder)
+        suppressed = suppressed_ids(checkpoint.folder, config.vocab_size)
+        rules = weights.HeadRules(suppressed_ids=suppressed)
+        order = _read_token_order(checkpoint, config.vocab_size) if assistant.num_clusters else None
+    elif assistant.num_clusters:
         import torch
 
         order = torch.arange(config.vocab_size)
-    return [weights.HeadPart(whole, rules, {}, order)]
+    return [weights.HeadPart(model, rules, {}, order)]
 
 
-def _order(checkpoint: Checkpoint, size: int) -> torch.Tensor:
-    """Token ids int64 [V], cluster by cluster."""
+def _read_token_order(checkpoint: Checkpoint, size: int) -> torch.Tensor:
+    """Return token ids int64 [V], cluster by cluster."""
     import torch
 
     order = checkpoint.read(TOKEN_ORDERING).long()

@@ -1,6 +1,7 @@
 """Attention of one layer: norm, project, rotate, store, attend, project back, add.
 
-Grouped-query attention, and latent attention, which projects down, normalises, and projects up again.
+Grouped-query attention, and latent attention, which projects down, normalises, and projects up
+again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import AttentionParams
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.latent.mla_attention import HeadMatrices
-from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import Projection, in_tiles, normed
+from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attend_windows
+from spd.runtime.layers.linear import Projection, apply_in_tiles, normalize_stream
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.attention_steps import (
@@ -30,19 +31,19 @@ from spd.runtime.models.attention_steps import (
     RotateQueries,
     WidenValues,
     head_norm_scales,
-    rotary_of,
+    select_rotary,
 )
-from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.builder import BlockTensors, LayerBuilder
 from spd.runtime.models.layouts import LatentLayout
 
 LATENT_EPSILON = 1e-6
-"""Of the two inner norms, whatever the configuration says of the others. Source: DeepSeek's own code."""
+"""The epsilon of the two inner norms, whatever the configuration's is. Source: DeepSeek's code."""
 
 
 class Attention:
     """One layer's attention over a paged cache of keys and values."""
 
-    def __init__(self, layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
+    def __init__(self, layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
         self.layout = layout
         self.epsilon = build.epsilon
         self.kernels = build.kernels
@@ -51,19 +52,21 @@ class Attention:
             scale, layout.scores.sliding, layout.scores.softcap, tensors.get("sinks")
         )
         _reorder_rows(layout, tensors, build)
-        if layout.reads_pairs:
-            self.qkv = build.matrix(tensors, "qkv")
+        if layout.has_paired_input:
+            self.qkv = build.unnormed_projection(tensors, "qkv")
         else:
-            self.qkv = build.after_norm(tensors, "qkv")
-        self.gating = _gating(layout, tensors, build)
-        self.output = build.summed(
-            tensors, "output", layout.norms.after_epsilon, centred=layout.centred_output
+            self.qkv = build.normed_projection(tensors, "qkv")
+        self.gating = _make_gating(layout, tensors, build)
+        self.output = build.output_projection(
+            tensors, "output", layout.norms.after_epsilon, removes_mean=layout.removes_mean
         )
-        self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
-        """Scales of a token's and of a state's norm, where both are read side by side."""
-        self.qkv_steps = _qkv_steps(layout, tensors, build)
-        self.rotate_and_store = _query_key_step(layout, tensors, build)
-        self.query_steps = _query_steps(layout, tensors, build)
+        self.pair_norms = (
+            (tensors["norm"], tensors["state_norm"]) if layout.has_paired_input else None
+        )
+        """Scales of the norms of a token's embedding and of a state, where the input is both."""
+        self.qkv_steps = _make_qkv_steps(layout, tensors, build)
+        self.rotate_and_store = _make_query_key_step(layout, tensors, build)
+        self.query_steps = _make_query_steps(layout, tensors, build)
         self.narrow_values: NarrowValues | None = None
         if layout.values.dim is not None:
             self.narrow_values = NarrowValues(
@@ -82,7 +85,7 @@ class Attention:
 
         Stores the keys and values of the T rows, then reads the pages.
         """
-        angles = rotary_of(rotary, self.layout.rotation)
+        angles = select_rotary(rotary, self.layout.rotation)
         rows = RotatedRows(angles.cos, angles.sin, angles.positions, batch.kv_slots)
         qkv = self.qkv(stream, batch)
         gates: Tensor | None = None
@@ -101,20 +104,20 @@ class Attention:
         return self.output(mixed, batch, stream if onto is None else onto)
 
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """Return what queries [T, H, D] read of the pages: [T, H * D]."""
+        """Return the attention of queries [T, H, D] over the pages: [T, H * D]."""
         pools = cache.keys_and_values
         plan = batch.plan[self.layout.heads]
-        return attended(
+        return attend_windows(
             query,
             batch,
             lambda windows: self.kernels.paged_attention(windows, pools, plan, self.scores),
         )
 
 
-def _reorder_rows(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
-    """Bring the projection's rows into the order of the kernels: gates last, halves of rotated pairs."""
+def _reorder_rows(layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
+    """Reorder the projection's rows for the kernels: gates last, rotated elements in halves."""
     if layout.gate == "beside_queries":
-        build.reorder(tensors, "qkv", _gates_last(layout))
+        build.reorder(tensors, "qkv", _order_gates_last(layout))
     order = layout.rotary.order
     if order is not None:
         rotated = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
@@ -122,36 +125,42 @@ def _reorder_rows(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> N
             build.reorder(tensors, name, order, rotated)
 
 
-def _gating(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> OutputGating | None:
-    """Return the gates of the result, if the layer has some."""
+def _make_gating(
+    layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder
+) -> OutputGating | None:
+    """Return the gates of the result, or None."""
     if layout.gate is None:
         return None
     if layout.gate == "per_head":
-        return HeadGates(build.after_norm(tensors, "gates"))
+        return HeadGates(build.normed_projection(tensors, "gates"))
     return FusedGates(layout)
 
 
-def _qkv_steps(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> list[QkvStep]:
+def _make_qkv_steps(layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder) -> list[QkvStep]:
     """Return the changes of queries, keys and values before the rotation."""
     steps: list[QkvStep] = []
     if layout.head_norms is not None and layout.head_norms.kind == "joint":
         steps.append(
             JointHeadNorms(tensors["q_norm"], tensors["k_norm"], build.epsilon, build.ranks)
         )
-    if layout.reads is None and (layout.values.is_normed or layout.values.dim is not None):
+    if layout.cache_source is None and (layout.values.is_normed or layout.values.dim is not None):
         steps.append(WidenValues(layout, build.epsilon))
     return steps
 
 
-def _query_key_step(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> QueryKeyStep:
-    """Return the step that rotates queries, and stores keys and values where the layer makes some."""
+def _make_query_key_step(
+    layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder
+) -> QueryKeyStep:
+    """Return the step that rotates queries, and stores keys and values where the layer has them."""
     scales = head_norm_scales(layout, tensors, build)
-    if layout.reads is not None:
+    if layout.cache_source is not None:
         return RotateQueries(scales, build.epsilon, layout.num_heads)
     return RotateAndStore(build.kernels, scales, build.epsilon, layout.num_heads)
 
 
-def _query_steps(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> list[QueryStep]:
+def _make_query_steps(
+    layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder
+) -> list[QueryStep]:
     """Return the changes of rotated queries."""
     steps: list[QueryStep] = []
     if layout.head_norms is not None and layout.head_norms.kind == "rotated":
@@ -162,19 +171,16 @@ def _query_steps(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> li
 
 
 class LatentAttention:
-    """One layer's attention over a paged cache of latent vectors; the absorbed form in every program."""
+    """One layer's attention over a paged cache of latent vectors, in the absorbed form."""
 
-    def __init__(self, layout: LatentLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        """Of what `down` makes, the latent side stands behind the query side.
-
-        That is queries, or what `query` makes them of.
-        """
+    def __init__(self, layout: LatentLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
+        """The result of `down` is queries, or the input of `query`, followed by the latent part."""
         order = layout.rotary.order
         latent = layout.latent
         if order is not None:
-            head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
-            queries = "query" if "query" in tensors else "down"
-            build.reorder(tensors, queries, head, slice(layout.query_rows))
+            head_order = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
+            query_matrix = "query" if "query" in tensors else "down"
+            build.reorder(tensors, query_matrix, head_order, slice(layout.query_rows))
             build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
         self.latent = latent
         self.layout = layout
@@ -183,10 +189,10 @@ class LatentAttention:
         self.kernels = build.kernels
         self.query: tuple[Tensor, Projection] | None = None
         if "query" in tensors:
-            self.query = tensors["query_norm"], build.matrix(tensors, "query")
-        self.down = build.after_norm(tensors, "down")
+            self.query = tensors["query_norm"], build.unnormed_projection(tensors, "query")
+        self.down = build.normed_projection(tensors, "down")
         self.latent_norm = tensors["latent_norm"]
-        self.output = build.summed(tensors, "output")
+        self.output = build.output_projection(tensors, "output")
         heads = tensors["up"].view(
             layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank
         )
@@ -201,7 +207,10 @@ class LatentAttention:
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
-        """The stream [T, hidden] with this block added; stores what is kept of the T rows, then attends."""
+        """Return the stream [T, hidden] with this block added.
+
+        The rows' latent vectors are stored first.
+        """
         (pages,) = cache.pools
         query, latent = self._project(stream, batch)
         unrotated, rotated = torch.split(
@@ -211,42 +220,47 @@ class LatentAttention:
         rotated = self.kernels.latent_store(
             rotated, latent, rows, self.latent_norm, LATENT_EPSILON, pages
         )
-        absorbed = in_tiles(
+        absorbed = apply_in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.key_up), unrotated, batch.tile
         )
         plan = batch.plan[self.layout.heads]
-        whole = torch.cat((absorbed, rotated), dim=-1)
-        mixed = attended(
-            whole,
+        mixed = attend_windows(
+            torch.cat((absorbed, rotated), dim=-1),
             batch,
             lambda rows: self.kernels.mla_attention(
                 rows, pages, plan, self.latent.rank, self.scale
             ),
         )
         mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)
-        values = in_tiles(
+        values = apply_in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile
         )
         return self.output(values.flatten(1), batch, stream)
 
     def _project(self, stream: Residual, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Queries [T, H, N + R], neither rotated nor absorbed, and what is to be kept [T, L + R]."""
-        kept = self.latent.rank + self.latent.rope_dim
+        """Return queries [T, H, N + R], neither rotated nor absorbed, and latent vectors and keys
+        [T, L + R].
+        """
+        latent_width = self.latent.rank + self.latent.rope_dim
         down = self.down(stream, batch)
-        query = down[:, :-kept]
-        latent = down[:, -kept:]
+        query = down[:, :-latent_width]
+        latent = down[:, -latent_width:]
         if self.query is not None:
             norm, product = self.query
-            rows = normed(Residual(query), norm, LATENT_EPSILON, self.kernels)
+            rows = normalize_stream(Residual(query), norm, LATENT_EPSILON, self.kernels)
             query = product(Residual(rows), batch)
         return query.reshape(query.shape[0], self.layout.num_heads, -1), latent
 
 
-def _gates_last(layout: GqaLayout) -> list[int]:
-    """The old index of each row: all queries, keys, values, then the gates, which stood beside queries."""
+def _order_gates_last(layout: GqaLayout) -> list[int]:
+    """Return the stored index of each row in the order queries, keys, values, gates.
+
+    In the checkpoint each head's gates follow its queries.
+    """
     size = layout.head_dim
     heads = layout.num_heads
     starts = [2 * size * head for head in range(heads)]
-    rest = range(2 * size * heads, 2 * size * heads + 2 * layout.num_kv_heads * size)
+    end_of_queries = 2 * size * heads
+    keys_and_values = range(end_of_queries, end_of_queries + 2 * layout.num_kv_heads * size)
     queries = [start + i for start in starts for i in range(size)]
-    return [*queries, *rest, *(row + size for row in queries)]
+    return [*queries, *keys_and_values, *(row + size for row in queries)]

@@ -1,4 +1,7 @@
-"""Grouped-query attention as a description: sizes, and what families vary, in groups. No torch here."""
+"""The description of a grouped-query attention block: sizes, and the variations of families.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from spd.formats.rope_config import RotaryDims
-from spd.runtime.models.destinations import (
+from spd.runtime.models.parameters import (
     ATTENTION_NORMS,
-    WHOLE,
+    UNSHARDED,
     BlockNorms,
-    Destination,
+    ParameterSpec,
     Rows,
     Shape,
     Shard,
@@ -20,49 +23,50 @@ from spd.runtime.models.destinations import (
 
 @dataclass(frozen=True)
 class RotationLayout:
-    """How queries and keys are rotated."""
+    """The rotation of queries and keys."""
 
     dims: RotaryDims
     is_local: bool = False
-    """True if the layer rotates as the model's sliding layers do, where those have angles of their own."""
+    """True if the layer has the angles of the model's sliding layers, where those differ."""
     is_absent: bool = False
-    """True if nothing is rotated: the layer knows no positions."""
+    """True if nothing is rotated: the layer has no positions."""
     query_growth: tuple[float, int] | None = None
     """(b, n): a query at position p is multiplied by 1 + b ln(1 + floor(p / n))."""
 
 
 @dataclass(frozen=True)
 class ScoreLayout:
-    """What becomes of the products of queries and keys."""
+    """The steps between the products of queries and keys and their softmax."""
 
     scale: float | None = None
-    """None: one over the square root of the head's size."""
+    """The factor of the products; None: one over the square root of the head's size."""
     softcap: float | None = None
     sliding: int | None = None
-    """The window of positions that a row sees; None: all up to its own."""
+    """The window of positions that a row attends to; None: all up to its own."""
     has_sinks: bool = False
-    """True if each head has a score that every row sees and whose value is nothing."""
+    """True if each head has a sink: a score in every row's softmax, without a value."""
 
 
 @dataclass(frozen=True)
 class HeadNorms:
     """RMS norms of queries and keys.
 
-    "each": of each head, before the rotation. "unscaled": the same without scales. "rotated": of each head,
-    after the rotation. "joint": one over all query heads and one over all key heads, before the rotation.
+    "each": a norm of each head, before the rotation. "unscaled": the same without scales.
+    "rotated": a norm of each head, after the rotation. "joint": one norm over all query heads and
+    one over all key heads, before the rotation.
     """
 
     kind: Literal["each", "unscaled", "rotated", "joint"]
     names: tuple[str, str] = ("q_norm", "k_norm")
-    """The checkpoint's names of the scales of queries and of keys."""
+    """The checkpoint's names of the norms of queries and of keys."""
 
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """How value heads differ from key heads."""
+    """The differences between value heads and key heads."""
 
     dim: int | None = None
-    """Elements of a value head where keys are wider: the cache has zeros behind them."""
+    """Elements of a value head where keys are wider: the cache has zeros after them."""
     scale: float = 1.0
     is_normed: bool = False
     """True if each value head has an RMS norm without scales."""
@@ -71,8 +75,11 @@ class ValueLayout:
 
 
 OutputGate = Literal["beside_queries", "own_matrix", "per_head"]
-"""What the result is multiplied by, through a sigmoid: gates that stand beside each head's queries in one
-matrix, gates of a matrix of their own, or one gate for each whole head, of a matrix of its own."""
+"""Gates whose sigmoid multiplies the attention's result.
+
+"beside_queries": gates follow each head's queries in one matrix. "own_matrix": they have a separate
+matrix. "per_head": one gate for each head, of a separate matrix.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,19 +100,23 @@ class GqaLayout:
     output_bias: bool = False
     is_fused: bool = False
     """True if queries, keys and values are one tensor in the checkpoint too."""
-    centred_output: bool = False
-    """True if the mean of what the block adds is removed: later norms subtract the stream's anyway."""
-    reads: int | None = None
-    """The number of the layer whose keys and values this one reads: it makes none itself."""
-    reads_pairs: bool = False
-    """True if it reads a token and a state side by side, each with a norm of its own (EAGLE-3)."""
-    shard: Shard = WHOLE
+    removes_mean: bool = False
+    """True if the mean is removed from the block's result: later norms subtract the stream's mean
+    anyway.
+    """
+    cache_source: int | None = None
+    """The index of the layer whose keys and values this one reads, where it has none of its own."""
+    has_paired_input: bool = False
+    """True if its input is a token's embedding and a hidden state, concatenated after a norm each
+    (EAGLE-3).
+    """
+    shard: Shard = UNSHARDED
     """The rank that has these heads."""
-    key_shard: Shard = WHOLE
+    key_shard: Shard = UNSHARDED
     """The rank's part of all key heads."""
 
     def sharded(self, shard: Shard) -> GqaLayout:
-        """Return a rank's heads. The output reads its own columns, and makes a part of the sum."""
+        """Return the layout of a rank's heads; ranks sum the results of their output columns."""
         key_shard = shard.of_keys(self.num_kv_heads)
         return replace(
             self,
@@ -125,51 +136,53 @@ class GqaLayout:
         """Return the elements of a value head, as the checkpoint has it."""
         return self.values.dim or self.head_dim
 
-    def destinations(self) -> dict[str, Destination]:
-        """Return where the checkpoint's tensors go, by the names that `Attention` reads."""
-        found = self.norms.destinations(self.hidden_size)
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `Attention` reads."""
+        parameters = self.norms.parameters(self.hidden_size)
         width = self.hidden_size
-        if self.reads_pairs:
-            found["state_norm"] = Destination.of({"hidden_norm.weight": (width,)})
+        if self.has_paired_input:
+            parameters["state_norm"] = ParameterSpec.from_shapes({"hidden_norm.weight": (width,)})
             width = 2 * width
-        found |= fused("qkv", "self_attn", self._projections(), width, biased=self.qkv_bias)
+        parameters |= fused("qkv", "self_attn", self._projections(), width, biased=self.qkv_bias)
         if self.gate == "per_head":
             rows = {"g_proj": self.shard.rows(self.num_heads)}
-            found |= fused("gates", "self_attn", rows, self.hidden_size)
-        mixed = self.num_heads * self.value_size
-        found |= fused(
+            parameters |= fused("gates", "self_attn", rows, self.hidden_size)
+        output_width = self.num_heads * self.value_size
+        parameters |= fused(
             "output",
             "self_attn",
             {"o_proj": self.hidden_size},
-            mixed,
+            output_width,
             biased=self.output_bias,
-            cut=self.shard.columns(mixed),
+            cut=self.shard.columns(output_width),
         )
         if self.scores.has_sinks:
             cut = self.shard.rows(self.num_heads).cut
             sinks = {"self_attn.sinks": (self.num_heads,)}
-            found["sinks"] = Destination.of(sinks, exact=True, cut=cut)
-        return found | self._head_norm_destinations()
+            parameters["sinks"] = ParameterSpec.from_shapes(sinks, is_float32=True, cut=cut)
+        return parameters | self._head_norm_parameters()
 
     def _projections(self) -> dict[str, Rows]:
-        """Return the rows of the fused matrix: queries, keys, values, gates, as far as it has them."""
+        """Return the rows of the fused matrix: queries, keys, values, gates, where the layer has
+        them.
+        """
         query_rows = self.num_heads * self.head_dim
         if self.gate == "beside_queries":
             rows = {"q_proj": self.shard.rows(2 * query_rows)}
         else:
             rows = {"q_proj": self.shard.rows(query_rows)}
-        if self.reads is None:
+        if self.cache_source is None:
             rows["k_proj"] = self.key_shard.rows(self.num_kv_heads * self.head_dim)
             if not self.values.is_key:
                 rows["v_proj"] = self.key_shard.rows(self.num_kv_heads * self.value_size)
         if self.gate == "own_matrix":
             rows["gate_proj"] = self.shard.rows(query_rows)
         if self.is_fused:
-            return {"qkv_proj": Rows.below(*rows.values())}
+            return {"qkv_proj": Rows.concatenate(rows.values())}
         return rows
 
-    def _head_norm_destinations(self) -> dict[str, Destination]:
-        """Return where the scales of the norms of queries and keys go."""
+    def _head_norm_parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters of the norms of queries and keys."""
         norms = self.head_norms
         if norms is None or norms.kind == "unscaled":
             return {}
@@ -178,28 +191,34 @@ class GqaLayout:
             query = self.shard.rows(self.num_heads * self.head_dim)
             key = self.key_shard.rows(self.num_kv_heads * self.head_dim)
             return {
-                "q_norm": Destination.of({query_name: (query.taken,)}, cut=query.cut),
-                "k_norm": Destination.of({key_name: (key.taken,)}, cut=key.cut),
+                "q_norm": ParameterSpec.from_shapes({query_name: (query.num_rows,)}, cut=query.cut),
+                "k_norm": ParameterSpec.from_shapes({key_name: (key.num_rows,)}, cut=key.cut),
             }
         exact = self.norms.are_centred
-        found = {"q_norm": Destination.of({query_name: (self.head_dim,)}, exact=exact)}
-        if self.reads is None:
-            found["k_norm"] = Destination.of({key_name: (self.head_dim,)}, exact=exact)
-        return found
+        parameters = {
+            "q_norm": ParameterSpec.from_shapes({query_name: (self.head_dim,)}, is_float32=exact)
+        }
+        if self.cache_source is None:
+            parameters["k_norm"] = ParameterSpec.from_shapes(
+                {key_name: (self.head_dim,)}, is_float32=exact
+            )
+        return parameters
 
     @property
     def cache(self) -> tuple[Shape, ...]:
-        """Return what one position holds in each pool: keys and values, or nothing of the layer's own."""
-        if self.reads is not None:
+        """Return the shape of a position's entry in each pool: keys and values, or no pools."""
+        if self.cache_source is not None:
             return ()
         return ((self.num_kv_heads, self.head_dim),) * 2
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Return query heads, heads in the cache, and their size, as attention sees them."""
+        """Return the numbers of query and key-value heads, and the elements of a head, as in
+        `HeadShape`.
+        """
         return self.num_heads, self.num_kv_heads, self.head_dim
 
     @property
     def widest(self) -> int:
-        """Return the elements a row of the widest intermediate result: queries, keys and values."""
+        """Return the elements of a row of the fused projection: queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

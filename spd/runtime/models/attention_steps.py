@@ -1,4 +1,6 @@
-"""The steps of an attention block, chosen once when it is built: norms of heads, rotation, values, gates."""
+"""The steps of an attention block, chosen when it is built: norms of heads, rotation, values,
+gates.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +18,41 @@ from spd.runtime.layers.base import Communicator, ForwardBatch, LayerCache, Resi
 from spd.runtime.layers.linear import Projection, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.attention_layout import GqaLayout, RotationLayout
-from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.builder import BlockTensors, LayerBuilder
 
 
 class QkvStep(Protocol):
-    """A change of the fused projection before keys and values are stored."""
+    """A function of the fused projection, applied before keys and values are stored."""
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """Return queries, keys and values [T, N] changed."""
+        """Return changed queries, keys and values [T, N]."""
         ...
 
 
 class QueryStep(Protocol):
-    """A change of rotated queries."""
+    """A function of rotated queries."""
 
     def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return query [T, H, D] changed."""
+        """Return the changed query [T, H, D]."""
         ...
 
 
 class QueryKeyStep(Protocol):
-    """The step that rotates queries and writes what the layer caches."""
+    """The step that rotates queries, and writes the layer's cache entries."""
 
     def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
-        """Return queries [T, H, D] rotated, of a projection [T, N]; keys and values are stored."""
+        """Return rotated queries [T, H, D] of a projection [T, N].
+
+        Keys and values are written in place.
+        """
         ...
 
 
 class OutputGating(Protocol):
-    """Gates of the result."""
+    """The gates of an attention's result."""
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the projection without gates, and the gates [T, H * D] if they stand in it."""
+        """Return the projection without gates, and its gates [T, H * D], None if it has none."""
         ...
 
     def apply(
@@ -57,29 +62,37 @@ class OutputGating(Protocol):
         ...
 
 
-def rotary_of(rotary: RotaryRows, rotation: RotationLayout) -> RotaryRows:
-    """Return the angles of a layer's rows, of the model's or of its sliding layers'."""
+def select_rotary(rotary: RotaryRows, rotation: RotationLayout) -> RotaryRows:
+    """Return the angles of a layer's rows: the model's, those of its sliding layers, or none."""
     if rotation.is_local and rotary.local is not None:
         rotary = rotary.local
     return rotary.without_rotation() if rotation.is_absent else rotary
 
 
-def head_norm_scales(layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> Tensor | None:
-    """Return the scales [H + K, D] of norms of heads before the rotation, or None without such norms."""
+def head_norm_scales(
+    layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder
+) -> Tensor | None:
+    """Return the scales [H + K, D] of norms of heads before the rotation, or None without such
+    norms.
+    """
     norms = layout.head_norms
     if norms is None or norms.kind == "joint":
         return None
-    heads = layout.num_heads if layout.reads is not None else layout.num_heads + layout.num_kv_heads
+    heads = (
+        layout.num_heads
+        if layout.cache_source is not None
+        else layout.num_heads + layout.num_kv_heads
+    )
     if norms.kind == "each":
         scales = [tensors["q_norm"].expand(layout.num_heads, -1)]
-        if layout.reads is None:
+        if layout.cache_source is None:
             scales.append(tensors["k_norm"].expand(layout.num_kv_heads, -1))
         weight = torch.cat(scales)
     elif norms.kind == "rotated":
         weight = torch.ones_like(tensors["q_norm"].expand(heads, -1))
     else:
         shape = layout.num_heads + layout.num_kv_heads, layout.head_dim
-        weight = torch.ones(shape, dtype=build.dtype, device=build.place.device)
+        weight = torch.ones(shape, dtype=build.dtype, device=build.execution.device)
     return weight if build.kernels.native is None else weight.float()
 
 
@@ -110,7 +123,9 @@ class JointHeadNorms:
 
 @dataclass(frozen=True, eq=False)
 class WidenValues:
-    """Values as wide as keys: narrower ones are filled up with zeros, missing ones are the keys."""
+    """Widens values to the width of keys: pads narrower ones with zeros, takes the keys for missing
+    ones.
+    """
 
     layout: GqaLayout
     epsilon: float
@@ -133,7 +148,7 @@ class WidenValues:
 
 @dataclass(frozen=True, eq=False)
 class RotateAndStore:
-    """Rotate queries and keys, and write keys and values to the layer's pools."""
+    """Rotates queries and keys, and writes keys and values to the layer's pools."""
 
     kernels: Kernels
     scales: Tensor | None
@@ -149,7 +164,7 @@ class RotateAndStore:
 
 @dataclass(frozen=True, eq=False)
 class RotateQueries:
-    """Rotate queries alone: the layer reads the keys and values of another one."""
+    """Rotates queries alone: the layer reads the keys and values of another layer."""
 
     scales: Tensor | None
     epsilon: float
@@ -164,7 +179,9 @@ class RotateQueries:
 
 
 class RotatedNormScales:
-    """The scales of norms behind the rotation: those of keys [D] meet queries in products alone."""
+    """The scales of norms after the rotation: those of keys are applied to queries, with equal
+    products.
+    """
 
     def __init__(self, query_scale: Tensor, key_scale: Tensor, dtype: torch.dtype) -> None:
         self.factor = (query_scale.float() * key_scale.float()).to(dtype)
@@ -176,7 +193,7 @@ class RotatedNormScales:
 
 @dataclass(frozen=True, eq=False)
 class QueryGrowth:
-    """Queries that grow with their position, for long contexts."""
+    """Scales queries by their position, for long contexts."""
 
     slope: float
     period: int
@@ -190,20 +207,20 @@ class QueryGrowth:
 
 @dataclass(frozen=True, eq=False)
 class NarrowValues:
-    """The elements that a value head has, of heads as wide as keys; multiplied by a number."""
+    """Takes the first `dim` elements of each value head, which is as wide as a key, times a scale."""
 
     num_heads: int
     dim: int
     scale: float
 
     def __call__(self, mixed: Tensor) -> Tensor:
-        """Return [T, H * dim] of mixed values [T, H * D]."""
+        """Return [T, H * dim] of attention results [T, H * D]."""
         heads = mixed.view(mixed.shape[0], self.num_heads, -1)
         return heads[..., : self.dim].flatten(1) * self.scale
 
 
 class FusedGates:
-    """Gates that stand behind queries, keys and values in their matrix, one for each element."""
+    """Gates of every element, which follow queries, keys and values in their matrix."""
 
     def __init__(self, layout: GqaLayout) -> None:
         self.widths = [layout.widest, layout.num_heads * layout.head_dim]
@@ -223,17 +240,17 @@ class FusedGates:
 
 @dataclass(frozen=True, eq=False)
 class HeadGates:
-    """One gate for each head, of a matrix of its own that reads the block's norm."""
+    """One gate for each head, from a separate matrix that reads the block's norm."""
 
     projection: Projection
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the projection as it is: gates stand elsewhere."""
+        """Return the projection unchanged, and None: gates have a separate matrix."""
         return qkv, None
 
     def apply(
         self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
     ) -> Tensor:
         """Return the result [T, H * D], each head multiplied by the sigmoid of its gate."""
-        opened = self.projection(stream, batch).sigmoid()
-        return (mixed.view(*opened.shape, -1) * opened[..., None]).flatten(1)
+        gate_values = self.projection(stream, batch).sigmoid()
+        return (mixed.view(*gate_values.shape, -1) * gate_values[..., None]).flatten(1)

@@ -1,7 +1,7 @@
-"""Memory for a model's weights, and the products that blocks make of it: reorder, fold, round, pack.
+"""Allocates a model's weights, and builds products from them: reorder, fold, round, pack.
 
-A fused matrix is allocated once, with a view for each tensor of the file; what belongs into it is written
-straight to its rows, so that loading never holds a part and the whole at the same time.
+A fused matrix is allocated once, with a view for each tensor of the file, which is written straight
+to its rows, so that loading never holds a tensor twice.
 """
 
 from __future__ import annotations
@@ -37,15 +37,12 @@ from spd.runtime.layers.native_linear import (
     NativeResidualProjection,
     PackedEmbedding,
 )
-from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
+from spd.runtime.models.parameters import UNSHARDED, ParameterSpec, Shard
 from spd.runtime.models.weights import WIDE, PackedSpec, ScaleKind, WeightForm, part_name
 
-Fill = Callable[
-    [Mapping[str, Tensor]], None
-]  # writes every view from its namesake, wherever that comes from
-
-
+TensorFiller = Callable[[Mapping[str, Tensor]], None]
+"""Writes views by name, each with the tensor of that name from any source."""
 SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -53,146 +50,179 @@ SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = {
     "exponents": torch.uint8,
     "factored": torch.uint8,
 }
-Kept = Tensor | GroupedWeight | StackedWeight
+"""The dtypes of scales in memory."""
+StoredWeight = Tensor | GroupedWeight | StackedWeight
+"""A matrix as it is stored: plain, or in codes."""
 
 
-class Tensors(dict[str, Tensor]):
-    """A block's tensors by the names that its layout gives them; of a matrix in codes the codes."""
+class BlockTensors(dict[str, Tensor]):
+    """A block's tensors by the names of its layout; for a matrix in codes, the codes."""
 
-    def __init__(self, found: Mapping[str, Tensor]) -> None:
-        super().__init__(found)
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
         self.grouped: dict[str, GroupedWeight | StackedWeight] = {}
-        """Matrices in codes, with what stands beside these."""
+        """Matrices in codes, with their scales and other quantization parameters."""
 
-    def kept(self, name: str) -> Kept:
-        """Return a matrix, in codes if it is."""
+    def matrix(self, name: str) -> StoredWeight:
+        """Return a matrix as it is stored."""
         return self.grouped.get(name, self[name])
 
 
 Product = dense.Linear | skinny.SkinnyLinear | NativeLinear
-LayerTensors = tuple[Tensors, Tensors]  # one layer's: of its attention block, and of its MLP block
+"""A product by a weight, in one of the backends."""
+LayerTensors = tuple[BlockTensors, BlockTensors]
+"""The tensors of a layer's attention block and of its MLP block."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model runs, by which kernels, in what form, and on which of several ranks."""
+class ExecutionConfig:
+    """The dtype, device, kernels, weight form and ranks that a model runs with."""
 
     dtype: torch.dtype
     device: str
     kernels: Kernels
     form: WeightForm = WIDE
     ranks: Communicator | None = None
-    positions: int = 0
-    """Positions that rotary tables have."""
-    rows: int = 64
+    max_positions: int = 0
+    """The number of positions in rotary tables."""
+    max_rows: int = 64
     """The most rows of a forward pass other than a prompt chunk."""
 
     @property
     def shard(self) -> Shard:
-        """This rank's part."""
-        return WHOLE if self.ranks is None else Shard(self.ranks.rank, self.ranks.size)
+        """Return this rank's shard."""
+        return UNSHARDED if self.ranks is None else Shard(self.ranks.rank, self.ranks.size)
 
 
-class WeightSpace:
-    """Allocates tensors, not yet filled, and keeps which view each checkpoint tensor fills."""
+class WeightAllocator:
+    """Allocates tensors, not yet filled, and records the view that each checkpoint tensor fills."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, execution: ExecutionConfig) -> None:
+        self.execution = execution
         self._views: dict[str, Tensor] = {}
 
-    def take(self) -> Mapping[str, Tensor]:
-        """Checkpoint names and the views that they fill, of everything allocated since the last call."""
+    def take_views(self) -> Mapping[str, Tensor]:
+        """Return checkpoint names and the views that they fill, of all tensors since the last call."""
         views = self._views
         self._views = {}
         return views
 
-    def layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
-        """Allocate one layer whose tensors stand below `prefix`, such as `model.layers.0.`."""
-        attention = layout.attention.destinations()
-        mlp = layout.mlp.destinations()
-        return self.block(attention, prefix), self.block(mlp, prefix)
+    def allocate_layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
+        """Allocate one layer.
 
-    def block(self, destinations: Mapping[str, Destination], prefix: str = "") -> Tensors:
-        """Allocate what is described; the checkpoint's names begin with `prefix`.
+        The checkpoint's names begin with `prefix`, such as `model.layers.0.`.
+        """
+        attention = self.allocate_block(layout.attention.parameters(), prefix)
+        mlp = self.allocate_block(layout.mlp.parameters(), prefix)
+        return attention, mlp
+
+    def allocate_block(
+        self, parameters: Mapping[str, ParameterSpec], prefix: str = ""
+    ) -> BlockTensors:
+        """Allocate a block's parameters; the checkpoint's names begin with `prefix`.
 
         A matrix in codes is among the `grouped`.
         """
-        form = self.place.form
-        made = Tensors({})
-        for name, each in destinations.items():
-            packs = bool(prefix) or (form.packs_tables and name in ("embedding", "head"))
-            if packs and (spec := form.stays_packed(each, prefix)) is not None:
-                codes = self._codes(each, spec, prefix)
-                made.grouped[name] = codes
-                made[name] = codes.codes
-            elif packs and (pieces := form.stacked(each, prefix)):
-                stack = StackedWeight(tuple(self._codes(*piece, prefix) for piece in pieces))
-                made.grouped[name] = stack
-                made[name] = stack.pieces[0].codes
+        form = self.execution.form
+        tensors = BlockTensors({})
+        for name, parameter in parameters.items():
+            is_packable = bool(prefix) or (form.packs_tables and name in ("embedding", "head"))
+            spec = form.find_packed_spec(parameter, prefix) if is_packable else None
+            pieces = form.split_by_spec(parameter, prefix) if is_packable and spec is None else []
+            if spec is not None:
+                codes = self._allocate_codes(parameter, spec, prefix)
+                tensors.grouped[name] = codes
+                tensors[name] = codes.codes
+            elif pieces:
+                stack = StackedWeight(
+                    tuple(
+                        self._allocate_codes(piece, piece_spec, prefix)
+                        for piece, piece_spec in pieces
+                    )
+                )
+                tensors.grouped[name] = stack
+                tensors[name] = stack.pieces[0].codes
             else:
-                dtype = torch.float32 if each.exact else self.place.dtype
-                whole = torch.empty(each.shape, dtype=dtype, device=self.place.device)
-                made[name] = self._viewed(whole, each, prefix)
-        return made
+                dtype = torch.float32 if parameter.is_float32 else self.execution.dtype
+                tensor = torch.empty(parameter.shape, dtype=dtype, device=self.execution.device)
+                tensors[name] = self._register_views(tensor, parameter, prefix)
+        return tensors
 
-    def _codes(self, destination: Destination, spec: PackedSpec, prefix: str) -> GroupedWeight:
-        rows, columns = destination.shape
+    def _allocate_codes(
+        self, parameter: ParameterSpec, spec: PackedSpec, prefix: str
+    ) -> GroupedWeight:
+        """Allocate a matrix in codes, with its quantization parameters."""
+        rows, columns = parameter.shape
         groups = -(-columns // (spec.group or columns))
 
-        def empty(width: int, dtype: torch.dtype, part: str = "") -> Tensor:
-            whole = torch.empty(rows, width, dtype=dtype, device=self.place.device)
-            return self._viewed(whole, destination, prefix, part)
+        def allocate(width: int, dtype: torch.dtype, part: str = "") -> Tensor:
+            tensor = torch.empty(rows, width, dtype=dtype, device=self.execution.device)
+            return self._register_views(tensor, parameter, prefix, part)
 
         dtypes = dict.fromkeys(("scales", "minima"), SCALE_DTYPES[spec.scales])
-        codes = empty(columns // 2 if spec.paired else columns, torch.uint8)
-        beside: dict[str, Tensor | None] = {"zeros": None}
-        for part, each in spec.beside.items():
-            width = columns // each if each else groups
-            factored = torch.float16 if each else torch.uint8
-            beside[part] = empty(width, dtypes.get(part, factored), part)
-        return GroupedWeight(spec.kind, codes, group=spec.group or columns, **beside)  # type: ignore[arg-type]
+        codes = allocate(columns // 2 if spec.is_paired else columns, torch.uint8)
+        parameters: dict[str, Tensor] = {}
+        for part, span in spec.columns_per_parameter.items():
+            width = columns // span if span else groups
+            default_dtype = torch.float16 if span else torch.uint8
+            parameters[part] = allocate(width, dtypes.get(part, default_dtype), part)
+        return GroupedWeight(
+            spec.kind,
+            codes,
+            scales=parameters["scales"],
+            zeros=parameters.get("zeros"),
+            group=spec.group or columns,
+            minima=parameters.get("minima"),
+            factors=parameters.get("factors"),
+            minimum_factors=parameters.get("minimum_factors"),
+        )
 
-    def _viewed(
-        self, whole: Tensor, destination: Destination, prefix: str, part: str = ""
+    def _register_views(
+        self, tensor: Tensor, parameter: ParameterSpec, prefix: str, part: str = ""
     ) -> Tensor:
-        """Keep which rows are each checkpoint tensor's, or belong to a part of it beside its codes."""
+        """Record the rows of each source, or of its quantization parameter `part`.
+
+        Return the tensor.
+        """
         row = 0
-        for each in destination.parts:
-            name = prefix + each.name
-            self._views[part_name(name, part) if part else name] = whole[row : row + each.shape[0]]
-            row += each.shape[0]
-        return whole
+        for source in parameter.sources:
+            name = prefix + source.name
+            key = part_name(name, part) if part else name
+            self._views[key] = tensor[row : row + source.shape[0]]
+            row += source.shape[0]
+        return tensor
 
 
 class LayerBuilder:
-    """Builds products that all run in one form, for blocks allocated by `WeightSpace` and filled.
+    """Builds products of one backend, for blocks that `WeightAllocator` allocated and that are
+    filled.
 
-    The norms before fused matrices are folded into them, as Triton's products want it, and before rows are
-    rounded to int8; before other codes they become factors of columns.
-    With `ranks` layouts and tensors are one rank's part.
+    Where Triton's products need it, the scales of norms are folded into the fused matrices after
+    them, before rows are rounded to int8; for other codes they become factors of columns. With
+    `ranks` layouts and tensors are one rank's part.
     """
 
-    def __init__(self, place: Place, epsilon: float) -> None:
-        self.place = place
-        self.kernels = place.kernels
+    def __init__(self, execution: ExecutionConfig, epsilon: float) -> None:
+        self.execution = execution
+        self.kernels = execution.kernels
         self.epsilon = epsilon
-        self.dtype = place.dtype
-        self.form = place.form
-        self.ranks = place.ranks
-        self.fold_norms = place.kernels.capabilities.folds_norms
-        self.sums = products.stream_sums(place.kernels)
+        self.dtype = execution.dtype
+        self.form = execution.form
+        self.ranks = execution.ranks
+        self.fold_norms = execution.kernels.capabilities.folds_norms
+        self.adder = products.make_residual_adder(execution.kernels)
         self.products: list[Product] = []
-        """All products but those of heads, in the order in which they were made."""
+        """All products but those of heads, in the order in which they were built."""
 
     def projection(
         self,
-        weight: Kept,
+        weight: StoredWeight,
         bias: Tensor | None = None,
         norm: RowNorm | FoldedNorm | None = None,
         act: Activation | None = None,
     ) -> products.Projection:
-        """Return a product by weight [N, K] that reads the stream, in this builder's form."""
-        product = self._product(weight, bias, gated=act is not None and act.gated)
+        """Return a product by weight [N, K] that reads the stream, in this builder's backend."""
+        product = self._make_product(weight, bias, gated=act is not None and act.gated)
         self.products.append(product)
         if isinstance(product, NativeLinear):
             assert not isinstance(norm, FoldedNorm)
@@ -203,10 +233,10 @@ class LayerBuilder:
         return dense.TorchProjection(product, norm, act)
 
     def residual_projection(
-        self, weight: Kept, bias: Tensor | None = None, post_norm: RowNorm | None = None
+        self, weight: StoredWeight, bias: Tensor | None = None, post_norm: RowNorm | None = None
     ) -> products.ResidualProjection:
-        """Return a product by weight [N, K] that is added to the stream, in this builder's form."""
-        product = self._product(weight, bias)
+        """Return a product by weight [N, K] that is added to the stream, in this builder's backend."""
+        product = self._make_product(weight, bias)
         self.products.append(product)
         if isinstance(product, NativeLinear):
             if post_norm is None:
@@ -218,41 +248,52 @@ class LayerBuilder:
             return skinny.SkinnyNormedProjection(product, post_norm)
         return dense.TorchResidualProjection(product, post_norm)
 
-    def _product(self, weight: Kept, bias: Tensor | None, *, gated: bool = False) -> Product:
-        """Return a product in this builder's form; gated: the first half of its rows are gates."""
+    def _make_product(
+        self, weight: StoredWeight, bias: Tensor | None, *, gated: bool = False
+    ) -> Product:
+        """Return a product in this builder's backend.
+
+        gated: the first half of its rows are gates.
+        """
         if self.kernels.native is not None:
             return NativeLinear(weight, bias, self.kernels.native, gated=gated)
-        weight = self._in_one_form(weight)
+        weight = self._unstack(weight)
         if self.kernels.capabilities.folds_norms:
             laid_out = tile_weight(weight) if isinstance(weight, GroupedWeight) else weight
             return skinny.SkinnyLinear(laid_out, bias, self.kernels)
         return dense.Linear(weight, self.dtype, bias)
 
-    def _in_one_form(self, weight: Kept) -> Tensor | GroupedWeight:
-        """Return a weight whose pieces have different forms multiplied out, others as they are."""
+    def _unstack(self, weight: StoredWeight) -> Tensor | GroupedWeight:
+        """Return a weight whose pieces have different codes dequantized, any other unchanged."""
         return weight.plain(self.dtype) if isinstance(weight, StackedWeight) else weight
 
     def embedding(
-        self, table: Kept, vocab_size: int, head: products.AnyHead | None = None
+        self, table: StoredWeight, vocab_size: int, head: products.OutputHead | None = None
     ) -> products.AnyEmbedding:
-        """Return a table [V, H] of `vocab_size` ids, or of a rank's own; head: the product by that table."""
+        """Return an embedding by a table [V, H] of `vocab_size` ids, or by a rank's rows of it.
+
+        head: the product by the same table, None where they are not tied.
+        """
         if isinstance(table, GroupedWeight):
-            product = head if isinstance(head, NativeLinear) else self._product(table, None)
+            product = head if isinstance(head, NativeLinear) else self._make_product(table, None)
             assert isinstance(product, NativeLinear) and self.ranks is None
             return PackedEmbedding(product)
         assert isinstance(table, Tensor)
         if self.ranks is None:
             return table
         return products.ShardedEmbedding(
-            table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks
+            table, self.execution.shard.ids(vocab_size)[0], vocab_size, self.ranks
         )
 
-    def head(self, table: Kept, vocab_size: int, ids: Tensor | None = None) -> products.AnyHead:
-        """The product that makes logits by a table [V, H], or a rank's own rows.
+    def head(
+        self, table: StoredWeight, vocab_size: int, ids: Tensor | None = None
+    ) -> products.OutputHead:
+        """Return the product that gives logits by a table [V, H], or by a rank's rows of it.
 
-        ids: of a head of some of the `vocab_size` ids each row's, int64, ascending.
+        ids: the token of each row, int64 and ascending, for a head over some of the `vocab_size`
+        ids.
         """
-        inner = self._product(table, None)
+        inner = self._make_product(table, None)
         if self.ranks is None:
             if isinstance(inner, skinny.SkinnyLinear):
                 inner.ids = ids
@@ -260,57 +301,67 @@ class LayerBuilder:
         return products.ShardedHead(inner, vocab_size if ids is None else len(ids), self.ranks)
 
     def share_workspace(self, rows: int) -> None:
-        """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""
-        sharing = [product for product in self.products if isinstance(product, skinny.SkinnyLinear)]
-        if sharing:
-            skinny.share_workspace(sharing, rows)
+        """Give the products built so far, which run in turn, one workspace for up to `rows` rows."""
+        skinny_products = [
+            product for product in self.products if isinstance(product, skinny.SkinnyLinear)
+        ]
+        if skinny_products:
+            skinny.share_workspace(skinny_products, rows)
 
-    def after_norm(
-        self, tensors: Tensors, name: str, act: Activation | None = None
+    def normed_projection(
+        self, tensors: BlockTensors, name: str, act: Activation | None = None
     ) -> products.Projection:
-        """Return the fused matrix `name` that reads the block's norm, or the stream where there is none."""
+        """Return the product by matrix `name` of the block's norm, or of the stream where it has no
+        norm.
+        """
         bias = tensors.get(f"{name}_bias")
         scales = tensors.get("norm")
         if scales is None:
-            return self.projection(self._kept(tensors, name), bias, act=act)
+            return self.projection(self._stored_weight(tensors, name), bias, act=act)
         norm: RowNorm | FoldedNorm = RowNorm(scales, self.epsilon)
         if self.fold_norms:
             norm = FoldedNorm(self.epsilon)
-            weight = self._folded(tensors, name, scales)
+            weight = self._fold_norm(tensors, name, scales)
         else:
-            weight = self._kept(tensors, name)
+            weight = self._stored_weight(tensors, name)
         return self.projection(weight, bias, norm, act)
 
-    def _folded(self, tensors: Tensors, name: str, scales: Tensor) -> Kept:
-        """Return the matrix `name` times a norm's scales [K], in the form that weights are kept in."""
+    def _fold_norm(self, tensors: BlockTensors, name: str, scales: Tensor) -> StoredWeight:
+        """Return the matrix `name` times a norm's scales [K], in the form that weights are stored
+        in.
+        """
         if self.form.kind == "int8":
-            # In float32 and rounded once, without a copy.
+            # Rounded once, and without a copy.
             tensors[name].mul_(scales)
-            return self._kept(tensors, name)
-        weight = self._in_one_form(self._kept(tensors, name))
+            return self._stored_weight(tensors, name)
+        weight = self._unstack(self._stored_weight(tensors, name))
         if isinstance(weight, Tensor):
             return weight.mul_(scales)
         # Norms do not fold into codes.
         return replace(weight, columns=scales)
 
-    def matrix(self, tensors: Tensors, name: str) -> products.Projection:
-        """Return the matrix `name`, which reads what it is given without a norm."""
-        return self.projection(self._kept(tensors, name), tensors.get(f"{name}_bias"))
+    def unnormed_projection(self, tensors: BlockTensors, name: str) -> products.Projection:
+        """Return the product by matrix `name`, without a norm before it."""
+        return self.projection(self._stored_weight(tensors, name), tensors.get(f"{name}_bias"))
 
-    def part_of_sum(
-        self, tensors: Tensors, name: str, *, cut: bool = False
+    def partial_projection(
+        self, tensors: BlockTensors, name: str, *, cut: bool = False
     ) -> products.ResidualProjection:
-        """Return the matrix `name` at the end of a part of a block, which later sums over ranks.
+        """Return the product by matrix `name` at the end of a part of a block, which later sums
+        over ranks.
 
-        cut: a rank has its own columns of it.
+        cut: each rank has other columns of it.
         """
-        weight = self._kept(tensors, name, cut=cut)
+        weight = self._stored_weight(tensors, name, cut=cut)
         return self.residual_projection(weight, tensors.get(f"{name}_bias"))
 
-    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> Kept:
-        """A matrix [N, K] in the form that weights are kept in; a row that int4 groups do not divide is wide.
+    def _stored_weight(
+        self, tensors: BlockTensors, name: str, *, cut: bool = False
+    ) -> StoredWeight:
+        """Return a matrix [N, K] in the form that weights are stored in.
 
-        cut: ranks have parts of its rows; int8 scales are those of the whole ones.
+        Rows that int4 groups do not divide keep the run's dtype. cut: ranks have parts of its rows;
+        int8 scales are those of the complete rows.
         """
         weight = tensors[name]
         kind = self.form.kind
@@ -321,64 +372,81 @@ class LayerBuilder:
             return groups.plain(self.dtype) if self.form.widened else groups
         if kind != "int8":
             return weight
-        whole = (
+        full_magnitudes = (
             self.ranks.gather(row_magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
         )
-        return quantize_int8(weight, whole)
+        return quantize_int8(weight, full_magnitudes)
 
     def reorder(
-        self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)
+        self, tensors: BlockTensors, name: str, order: list[int], part: slice = slice(None)
     ) -> None:
-        """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too."""
-        if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
-            _reorder_codes(grouped, order, part)
-        for each_name in (name, f"{name}_bias"):
-            if each_name in tensors and each_name not in tensors.grouped:
-                reorder_heads(tensors[each_name][part], order)
+        """Reorder rows of `name`, or a part of them, within each head of len(order).
 
-    def summed(
-        self, tensors: Tensors, name: str, epsilon: float | None = None, *, centred: bool = False
-    ) -> products.ResidualProjection:
-        """Return the matrix `name` at a block's end, of whose columns a rank has its own.
-
-        epsilon: of the norm behind it, where it is another than elsewhere.
-        centred: what it makes of any row has a mean of 0.
+        Those of its bias too.
         """
-        if centred:
-            self._centre(tensors, name)
+        if (grouped := tensors.grouped.get(name)) is not None:
+            _reorder_codes(grouped, order, part)
+        for key in (name, f"{name}_bias"):
+            if key in tensors and key not in tensors.grouped:
+                reorder_heads(tensors[key][part], order)
+
+    def output_projection(
+        self,
+        tensors: BlockTensors,
+        name: str,
+        epsilon: float | None = None,
+        *,
+        removes_mean: bool = False,
+    ) -> products.ResidualProjection:
+        """Return the product by matrix `name` at a block's end; each rank has other columns of it.
+
+        epsilon: that of the norm after it, where it differs from other norms'. removes_mean: the
+        mean is removed from the result.
+        """
+        if removes_mean:
+            self._remove_mean(tensors, name)
         scales = tensors.get("post_norm")
         post_norm = None if scales is None else RowNorm(scales, epsilon or self.epsilon)
         bias = tensors.get(f"{name}_bias")
-        weight = self._kept(tensors, name, cut=True)
+        weight = self._stored_weight(tensors, name, cut=True)
         if self.ranks is None:
             return self.residual_projection(weight, bias, post_norm)
         part = self.projection(weight)
-        return products.SummedLinear(part, bias, post_norm, self.ranks, self.sums)
+        return products.RowParallelLinear(part, bias, post_norm, self.ranks, self.adder)
 
-    def _centre(self, tensors: Tensors, name: str) -> None:
-        """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
+    def _remove_mean(self, tensors: BlockTensors, name: str) -> None:
+        """Subtract its mean from every column of a matrix [N, K], and from its bias.
+
+        Raises IncompatibleError.
+        """
         if name in tensors.grouped:
             raise IncompatibleError(
                 "packed weights cannot be centred, which layer norms of this model need"
             )
-        for each in (name, f"{name}_bias"):
-            if each in tensors:
-                wide = tensors[each].float()
-                tensors[each] = (wide - wide.mean(0)).to(tensors[each].dtype)
+        for key in (name, f"{name}_bias"):
+            if key in tensors:
+                wide = tensors[key].float()
+                tensors[key] = (wide - wide.mean(0)).to(tensors[key].dtype)
 
-    def experts_matrix(
-        self, tensors: Tensors, name: str, count: int, *, cut: bool = False, gated: bool = False
+    def expert_matrices(
+        self,
+        tensors: BlockTensors,
+        name: str,
+        count: int,
+        *,
+        cut: bool = False,
+        gated: bool = False,
     ) -> ExpertMatrices:
         """Return the experts' matrices [E, N, K] in the storage that this builder's kernels read.
 
-        cut: ranks have parts of their rows; gated: the first half of each one's rows are gates.
+        cut: ranks have parts of their rows; gated: the first half of each expert's rows are gates.
         """
-        kept = self._in_one_form(self._kept(tensors, name, cut=cut))
+        weight = self._unstack(self._stored_weight(tensors, name, cut=cut))
         stacked: Tensor | GroupedWeight
-        if isinstance(kept, GroupedWeight):
-            stacked = kept.as_experts(count)
+        if isinstance(weight, GroupedWeight):
+            stacked = weight.as_experts(count)
         else:
-            stacked = kept.view(count, -1, kept.shape[1])
+            stacked = weight.view(count, -1, weight.shape[1])
         if self.kernels.native is not None:
             return self.kernels.native.pack(stacked, gated=gated)
         if isinstance(stacked, GroupedWeight) and self.kernels.capabilities.folds_norms:
@@ -392,14 +460,17 @@ def _reorder_codes(weight: GroupedWeight | StackedWeight, order: list[int], part
     pieces = weight.pieces if isinstance(weight, StackedWeight) else (weight,)
     for piece in pieces:
         rows = piece.shape[0]
-        own = slice(max(0, min(first, rows)), max(0, min(end, rows)))
-        for each in piece.parts:
-            reorder_heads(each[own], order)
+        piece_rows = slice(max(0, min(first, rows)), max(0, min(end, rows)))
+        for tensor in piece.parts:
+            reorder_heads(tensor[piece_rows], order)
         first -= rows
         end -= rows
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
-    """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
+    """Reorder rows of tensor [heads * D, ...] within each head, in place.
+
+    order: the D old indices.
+    """
     for head in tensor.view(-1, len(order), *tensor.shape[1:]):
         head.copy_(head[order])

@@ -1,6 +1,6 @@
-"""The pre-norm decoder that every family shares: embed, layers, norm, head.
+"""The pre-norm decoder of every family: embedding, layers, norm, head.
 
-A functional forward over prebound tensors: no `nn.Module`, no hooks, no names looked up while it runs.
+A functional forward pass over prebound tensors: no `nn.Module`, no hooks, no lookup of names.
 """
 
 from __future__ import annotations
@@ -26,33 +26,37 @@ from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models import layouts
 from spd.runtime.models.attention import Attention, LatentAttention
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
+from spd.runtime.models.builder import BlockTensors, LayerBuilder, LayerTensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
+from spd.runtime.models.gemma4_mlp import Gemma4Mlp, LayerEmbeddings
 from spd.runtime.models.mlp import GatedMlp
 from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
-from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 from spd.runtime.models.weights import HeadRules, ModelLayout
 
 AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
-"""A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
-"""A layer's second block: each row by itself."""
+"""A layer's first block: it writes the rows' cache entries and reads pages, or a state and rings.
+"""
+MlpBlock = GatedMlp | MoeMlp | Gemma4Mlp | Callable[..., Residual]
+"""A layer's second block, applied to each row independently."""
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's two blocks, each with its norm before and its sum after."""
+    """A layer's two blocks, each with its norm before and its sum after."""
 
     attention: AttentionBlock
     mlp: MlpBlock
     layout: layouts.MixerLayout
-    """The layout of the first block: it says what the cache holds."""
+    """The layout of the first block, which has the shapes of cache entries."""
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
-        """Return the stream [T, hidden] with both blocks added; the rows' cache entries are written."""
+        """Return the stream [T, hidden] with both blocks added.
+
+        The rows' cache entries are written.
+        """
         return self.mlp(self.attention(stream, rotary, batch, cache), batch)
 
 
@@ -65,11 +69,14 @@ class ParallelLayer(DecoderLayer):
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
-        """Return the stream [T, hidden] with both blocks added; the rows' cache entries are written."""
+        """Return the stream [T, hidden] with both blocks added.
+
+        The rows' cache entries are written.
+        """
         return self.mlp(stream, batch, self.attention(stream, rotary, batch, cache))
 
 
-BLOCKS: dict[type, Any] = {
+BLOCK_CLASSES: dict[type, Any] = {
     GqaLayout: Attention,
     layouts.LatentLayout: LatentAttention,
     DeltaLayout: GatedDelta,
@@ -77,86 +84,92 @@ BLOCKS: dict[type, Any] = {
     ConvLayout: ShortConv,
     layouts.MlpLayout: GatedMlp,
     layouts.MoeLayout: MoeMlp,
-    layouts.SideLayout: SideMlp,
-    layouts.NoLayout: lambda *_: lambda stream, *given: stream,
+    layouts.Gemma4MlpLayout: Gemma4Mlp,
+    layouts.EmptyLayout: lambda *_: lambda stream, *_: stream,
 }
-"""What runs a block, by its description: made of that, of its tensors and of a builder."""
+"""The class that runs a block, by the class of its layout.
+
+Called with layout, tensors and builder.
+"""
 
 
 def build_layer(
     layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder
 ) -> DecoderLayer:
-    """Return one layer. The tensors belong to it: they are changed, or packed and worthless."""
-    if layout.parallel:
+    """Return one layer. Its tensors are changed in place, or packed and unusable afterwards."""
+    if layout.is_parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
-    attention = BLOCKS[type(layout.attention)](layout.attention, tensors[0], build)
-    mlp = BLOCKS[type(layout.mlp)](layout.mlp, tensors[1], build)
-    if layout.parallel:
+    attention = BLOCK_CLASSES[type(layout.attention)](layout.attention, tensors[0], build)
+    mlp = BLOCK_CLASSES[type(layout.mlp)](layout.mlp, tensors[1], build)
+    if layout.is_parallel:
         return ParallelLayer(attention, mlp, layout.attention)
     return DecoderLayer(attention, mlp, layout.attention)
 
 
-class AuxStates:
-    """What makes a head's states of the streams between its target's layers.
+class AuxStateFuser:
+    """Computes a head's input states from the streams between its target's layers.
 
-    A matrix [hidden, n * target hidden] over the streams after so many of the target's layers, side by side,
-    with the norms before it.
+    A matrix [hidden, n * target hidden] over the concatenated streams after some of the target's
+    layers, with norms before it.
     """
 
     def __init__(
-        self, config: ModelConfig, tables: Tensors, build: LayerBuilder, layers: int
+        self, config: ModelConfig, tables: BlockTensors, build: LayerBuilder, num_layers: int
     ) -> None:
-        """Of the head's tables, from which `fuse` is taken away; layers: how many its target has."""
-        facts = config.eagle3
-        assert facts is not None
-        self.layers = facts.aux_layers(layers)
+        """tables: the head's, from which `fuse` is removed; num_layers: the target's layers."""
+        eagle3 = config.eagle3
+        assert eagle3 is not None
+        self.layers = eagle3.aux_layers(num_layers)
         self.epsilon = config.rms_norm_eps
         self.norms = (
-            tables["aux_norms"].chunk(facts.num_aux_layers) if "aux_norms" in tables else ()
+            tables["aux_norms"].chunk(eagle3.num_aux_layers) if "aux_norms" in tables else ()
         )
-        self.whole_norm = tables.get("aux_norm")
+        self.joint_norm = tables.get("aux_norm")
         self.projection = build.projection(tables.pop("fuse"))
 
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
-        """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
+        """Return states [T, head's hidden] of streams [T, hidden], one for each of `layers`."""
         if self.norms:
             streams = [
                 rms_norm(x, norm, self.epsilon) for x, norm in zip(streams, self.norms, strict=True)
             ]
-        together = torch.cat(list(streams), dim=-1)
-        if self.whole_norm is not None:
-            together = rms_norm(together, self.whole_norm, self.epsilon)
-        return self.projection(Residual(together), batch)
+        concatenated = torch.cat(list(streams), dim=-1)
+        if self.joint_norm is not None:
+            concatenated = rms_norm(concatenated, self.joint_norm, self.epsilon)
+        return self.projection(Residual(concatenated), batch)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a decoder or a part of a head is put together of, and the other tables outside its layers."""
+class DecoderParts:
+    """The parts of a decoder or of a head, and the other tables outside its layers."""
 
-    tables: Tensors
+    tables: BlockTensors
     embedding: products.AnyEmbedding
-    head: products.AnyHead
+    head: products.OutputHead
     layers: list[DecoderLayer]
     rotary: RotaryTable
-    heads: tuple[AttentionHeads, ...]  # of every shape that layers have
+    heads: tuple[AttentionHeads, ...]
+    """The heads of every shape among the layers."""
     layout: ModelLayout
     logit_softcap: float | None
 
 
-def looked_up(embedding: products.AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and a table in which they can be looked up by a kernel: the table itself where it is whole."""
+def lookup_operands(embedding: products.AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids and a table in which a kernel can look them up: the embedding's table where it is
+    plain.
+    """
     if isinstance(embedding, Tensor):
         return ids, embedding
     return torch.arange(ids.shape[0], device=ids.device), embedding.rows(ids)
 
 
 class Decoder:
-    """A causal decoder over prebound tensors: what the runner drives.
+    """A causal decoder over prebound tensors, driven by the runner.
 
-    Its parts are there for heads that share them: `embedding`, `head`, `final_norm`, `rotary`.
+    Heads may share its parts: `embedding`, `head`, `final_norm`, `rotary`.
     """
 
-    def __init__(self, parts: Parts, build: LayerBuilder) -> None:
+    def __init__(self, parts: DecoderParts, build: LayerBuilder) -> None:
         self.embedding = parts.embedding
         self.layers = parts.layers
         self.head = parts.head
@@ -175,24 +188,31 @@ class Decoder:
         self.embedding_scale = (
             None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
         )
-        self.caches = [layer.layout for layer in self.layers]
-        """For each layer, what tells the shapes of its cache."""
-        self.reads = [each.reads if isinstance(each, GqaLayout) else None for each in self.caches]
-        """For each layer the one whose cache it reads; None: its own."""
+        self.cache_layouts = [layer.layout for layer in self.layers]
+        """The layout of each layer's first block, which has the shapes of its cache."""
+        self.cache_sources = [
+            layout.cache_source if isinstance(layout, GqaLayout) else None
+            for layout in self.cache_layouts
+        ]
+        """For each layer, the index of the layer whose cache it reads; None: its own."""
         kinds = [(layer.layout, type(layer.mlp)) for layer in self.layers]
-        self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
-        """How many of the first layers there must be for one of every kind."""
+        self.num_probe_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+        """The number of first layers that include one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape
-        self.state_size = self.hidden_size  # elements of a state that a head reads
+        self.state_size = self.hidden_size
+        """The elements of a state that a head reads."""
         self.max_positions = self.rotary.max_positions
-        self.reader: AuxStates | None = None
-        """Of the head that reads the streams between layers, once there is one."""
+        self.state_fuser: AuxStateFuser | None = None
+        """Computes the states of a head that reads the streams between layers, where there is one.
+        """
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
-        """Hidden states after the final norm, [T, hidden]; writes the cache entries of every row.
+        """Return hidden states after the final norm, [T, hidden].
 
-        Runs as many layers as there are caches: all of them, but for a probe of the arithmetic, which
-        makes nothing for a head.
+        Write the cache entries of every row.
+
+        Run as many layers as there are caches: all of them, except in a probe of the arithmetic,
+        which computes no states for a head.
         """
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
@@ -200,88 +220,93 @@ class Decoder:
             batch = replace(
                 batch, per_layer=self.layer_embeddings(batch.token_ids, stream.x, batch)
             )
-        reader = self.reader if len(caches) >= len(self.layers) else None
-        streams = {0: stream.x} if reader is not None and 0 in reader.layers else {}
-        for passed, (layer, own, source) in enumerate(
-            zip(self.layers, caches, self.reads, strict=False), 1
+        fuser = self.state_fuser if len(caches) >= len(self.layers) else None
+        streams = {0: stream.x} if fuser is not None and 0 in fuser.layers else {}
+        for depth, (layer, layer_cache, source) in enumerate(
+            zip(self.layers, caches, self.cache_sources, strict=False), 1
         ):
-            stream = layer(stream, rotary, batch, own if source is None else caches[source])
-            if reader is not None and passed in reader.layers:
-                streams[passed] = stream.x
+            cache = layer_cache if source is None else caches[source]
+            stream = layer(stream, rotary, batch, cache)
+            if fuser is not None and depth in fuser.layers:
+                streams[depth] = stream.x
         assert self.final_norm is not None
-        hidden = self.normed(stream, self.final_norm)
-        if reader is None:
-            return ModelOutput.of(hidden)
-        unit = self.layout.residual_scale
-        read = [
-            streams[passed] if unit == 1.0 else streams[passed] * unit for passed in reader.layers
+        hidden = self.normalize(stream, self.final_norm)
+        if fuser is None:
+            return ModelOutput.from_hidden(hidden)
+        scale = self.layout.residual_scale
+        scaled_streams = [
+            streams[depth] if scale == 1.0 else streams[depth] * scale for depth in fuser.layers
         ]
-        return ModelOutput(hidden, reader.fuse(read, batch))
+        return ModelOutput(hidden, fuser.fuse(scaled_streams, batch))
 
-    def settle(self, segments: Segments, caches: list[LayerCache]) -> None:
-        """Write the states of recurrent layers as of one row, which is fed again: it is nothing yet."""
+    def apply_rings(self, segments: Segments, caches: list[LayerCache]) -> None:
+        """Apply the rows in the rings of recurrent layers to their states.
+
+        segments: one row of each slot, a placeholder of the row that is fed next.
+        """
         for layer, cache in zip(self.layers, caches, strict=True):
             if isinstance(layer.attention, GatedDelta):
-                layer.attention.settle(cache, segments)
+                layer.attention.apply_rings(cache, segments)
 
     def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
-        """cos and sin for a batch's rows, as the layers want them."""
+        """Return cos and sin for a batch's rows, gathered where the kernels need that."""
         return self.rotary.rows(batch.positions, gathered=self.kernels.capabilities.gathers_rotary)
 
-    def normed(self, stream: Residual, weight: Tensor) -> Tensor:
-        """The stream [T, hidden] normalised with scales weight [hidden]."""
-        return products.normed(stream, weight, self.epsilon, self.kernels)
+    def normalize(self, stream: Residual, weight: Tensor) -> Tensor:
+        """Return the RMS norm of the stream [T, hidden] with scales `weight` [hidden]."""
+        return products.normalize_stream(stream, weight, self.epsilon, self.kernels)
 
     def _embed(self, batch: ForwardBatch) -> Residual:
-        ids, table = looked_up(self.embedding, batch.token_ids)
+        """Return the stream before the first layer: the scaled embeddings of a batch's tokens."""
+        ids, table = lookup_operands(self.embedding, batch.token_ids)
         if self.layout.centred_stream or self.layout.normed_embedding:
-            wide = table[ids].float()
-            bare = self.layout.normed_embedding
-            wide = (
-                products.unscaled_norm(wide, self.epsilon)
-                if bare
-                else wide - wide.mean(-1, keepdim=True)
-            )
-            table = wide.to(table.dtype)
+            rows = table[ids].float()
+            if self.layout.normed_embedding:
+                rows = products.unscaled_norm(rows, self.epsilon)
+            else:
+                rows = rows - rows.mean(-1, keepdim=True)
+            table = rows.to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
-        if self.head.carries_squares and batch.chunk_start is None:
+        if self.head.carries_square_sums and batch.chunk_start is None:
             return Residual(*self.kernels.embed(ids, table, self.embedding_scale))
         x = table[ids]
         return Residual(x if self.embedding_scale is None else x * self.embedding_scale)
 
-    def _shown(self, hidden: Tensor) -> Tensor:
-        """What the head reads of hidden [T, hidden]."""
+    def _head_input(self, hidden: Tensor) -> Tensor:
+        """Return the output head's input for hidden [T, hidden]."""
         return hidden
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """Float32 logits [T, V]."""
-        scores = self.head.logits(self._shown(hidden), tile)
+        """Return float32 logits [T, V]."""
+        scores = self.head.logits(self._head_input(hidden), tile)
         if self.logit_softcap is None:
             return scores
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return what a head draws that can, see `SkinnyLinear`."""
+        """Return the tokens that a head with a fused draw samples; see `SkinnyLinear.sample`."""
         assert isinstance(self.head, skinny.SkinnyLinear)
-        return self.head.sample(self._shown(hidden), draw)
+        return self.head.sample(self._head_input(hidden), draw)
 
 
 class HeadModel(Decoder):
-    """A running part of a head that drafts: a token and the state before it in, the next state out.
+    """The model of a part of a head that drafts: a token and the state before it in, the next state
+    out.
 
-    The runner sees a model of one layer. Embedding and head are the target's own, or the head's where its
-    copies differ. What a head takes and does otherwise stands in its `HeadPart`; see `formats.mtp_layout` and
+    A decoder of one layer whose `forward` takes a batch with states; logits are over the target's
+    ids. Embedding and head are the target's, or the head's where its copies differ. Other
+    differences between heads are in their `HeadPart`; see `formats.mtp_layout` and
     `spd.formats.eagle3` for the conventions, here in slots: the position of the token.
-
-    A decoder whose `forward` needs a batch with states; logits are over the target's ids."""
+    """
 
     def __init__(
-        self, rules: HeadRules, parts: Parts, build: LayerBuilder, ids: Tensor | None
+        self, rules: HeadRules, parts: DecoderParts, build: LayerBuilder, ids: Tensor | None
     ) -> None:
-        """Tables: `projection` [hidden, 2 * hidden] over token and state, norms [hidden] of both.
+        """parts.tables: `projection` [hidden, 2 * hidden] over token and state, and norms [hidden]
+        of both.
 
-        Or none of these, where attention reads both. ids int64, ascending: the target's of the head's own;
-        None where they are the same.
+        Where attention reads token and state, none of these. ids: the target's id of each of the
+        head's, int64 and ascending; None where they are the same.
         """
         super().__init__(parts, build)
         self.rules = rules
@@ -300,43 +325,48 @@ class HeadModel(Decoder):
             self.token_norm, self.state_norm = self.layer.attention.pair_norms
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
-        """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
+        """Return the rows' next states [T, hidden]; write the cache entries of every row."""
         assert batch.states is not None
         rules = self.rules
         projection = self.projection
-        ids, table = looked_up(self.embedding, batch.token_ids)
+        ids, table = lookup_operands(self.embedding, batch.token_ids)
         norms = PairNorms(
-            self.token_norm, self.state_norm, self.epsilon, rules.masked, rules.hidden_first
+            self.token_norm, self.state_norm, self.epsilon, rules.masked_slot, rules.hidden_first
         )
         keeps_state = projection is None and not rules.normed_residual
         pairs, state = self.kernels.head_input(ids, table, batch, norms, keeps_state)
         rotary = self.rotary_rows(batch)
         if projection is not None:
-            nothing = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
-            stream = self.layer(projection(pairs, batch, nothing), rotary, batch, caches[0])
+            zeros = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
+            stream = self.layer(projection(pairs, batch, zeros), rotary, batch, caches[0])
         else:
             if state is None:
                 state = pairs[:, self.hidden_size :].contiguous()
             assert isinstance(self.layer.attention, Attention)
-            onto = self._stream(state, self.layer.attention, batch)
+            onto = self._start_stream(state, self.layer.attention, batch)
             stream = self.layer.attention(Residual(pairs), rotary, batch, caches[0], onto)
             stream = self.layer.mlp(stream, batch)
         if not rules.recycles_normed or self.final_norm is None:
-            return ModelOutput.of(stream.x)
-        if (
-            projection is not None and stream.squares is None
-        ):  # in torch's form beside C's products too
-            return ModelOutput.of(rms_norm(stream.x, self.final_norm, self.epsilon))
-        return ModelOutput.of(self.normed(stream, self.final_norm))
+            return ModelOutput.from_hidden(stream.x)
+        if projection is not None and stream.square_sums is None:
+            # In torch's form, with C's products too.
+            return ModelOutput.from_hidden(rms_norm(stream.x, self.final_norm, self.epsilon))
+        return ModelOutput.from_hidden(self.normalize(stream, self.final_norm))
 
-    def _stream(self, state: Tensor, attention: Attention, batch: ForwardBatch) -> Residual:
-        """The residual stream that begins with a state, with squares where sums over ranks go by them."""
-        summed = isinstance(attention.output, products.SummedLinear)
-        carries = batch.chunk_start is None and self.head.carries_squares and summed
-        return products.squared(state, self.kernels) if carries else Residual(state)
+    def _start_stream(self, state: Tensor, attention: Attention, batch: ForwardBatch) -> Residual:
+        """Return the residual stream that begins with a state.
 
-    def _shown(self, states: Tensor) -> Tensor:
-        """What the head reads of states [T, hidden]: normed, unless they are already or never are."""
+        It has sums of squares where the sum over ranks keeps them.
+        """
+        is_parallel = isinstance(attention.output, products.RowParallelLinear)
+        if batch.chunk_start is None and self.head.carries_square_sums and is_parallel:
+            return products.with_square_sums(state, self.kernels)
+        return Residual(state)
+
+    def _head_input(self, states: Tensor) -> Tensor:
+        """Return the output head's input: the norm of states [T, hidden], or normed states
+        themselves.
+        """
         norm = self.final_norm
         return (
             states
@@ -345,9 +375,9 @@ class HeadModel(Decoder):
         )
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """Float32 logits [T, V], minus infinity for ids that the head does not know."""
-        known = super().logits(hidden, tile)
+        """Return float32 logits [T, V], minus infinity for ids that the head does not have."""
+        head_logits = super().logits(hidden, tile)
         if self.ids is None:
-            return known
-        every = known.new_full((known.shape[0], self.vocab_size), NEGATIVE_INFINITY)
-        return every.index_copy_(1, self.ids, known)
+            return head_logits
+        logits = head_logits.new_full((head_logits.shape[0], self.vocab_size), NEGATIVE_INFINITY)
+        return logits.index_copy_(1, self.ids, head_logits)

@@ -1,6 +1,7 @@
-"""EAGLE-3 heads: Llama's one layer, whose attention reads a token and a state, and what surrounds it.
+"""The layout of EAGLE-3 heads: one Llama layer, whose attention reads a token and a state, and its
+tables.
 
-Which tensors a head has and what it takes; see `spd.formats.eagle3` for what they mean. No torch here.
+See `spd.formats.eagle3` for the meaning of a head's tensors. No torch here.
 """
 
 from __future__ import annotations
@@ -16,62 +17,73 @@ from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import HEAD
 from spd.runtime.models import weights
-from spd.runtime.models.destinations import Destination, Shard
-from spd.runtime.models.families import usual_attention, usual_mlp
+from spd.runtime.models.families import default_attention, default_mlp
 from spd.runtime.models.layouts import LayerLayout
+from spd.runtime.models.parameters import ParameterSpec, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORABLE = (TOKEN_OFFSETS, "t2d")  # what is read for itself, and what says nothing more
-UNDERSTOOD = (LAYER_PREFIX, "fc", "input_norm", "norm")
-"""Beginnings of names: what else begins so changes the states."""
+IGNORABLE = (TOKEN_OFFSETS, "t2d")
+"""Tensors that may be unused: one is read separately, the other repeats it."""
+STATE_PREFIXES = (LAYER_PREFIX, "fc", "input_norm", "norm")
+"""Prefixes of tensors that change the states; a head with unknown ones is refused."""
 INTEGERS = ("I64", "I32")
+"""Dtypes of token offsets."""
 
 
 def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelLayout:
-    """One layer that reads pairs, and the tables around it but for some."""
-    layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
+    """Return the layout of a head; without: tables that its checkpoint lacks."""
+    layer = LayerLayout(
+        replace(default_attention(config), has_paired_input=True), default_mlp(config)
+    )
     return weights.ModelLayout(
         (layer,), tables=partial(tables, config, without), prefix=LAYER_PREFIX, shift=1
     )
 
 
-def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
-    """What surrounds the layer, or a rank's part of it, under its full names."""
-    facts = config.eagle3
+def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, ParameterSpec]:
+    """Return the parameters outside the layer, or a rank's part of them.
+
+    Sources have full names.
+    """
+    eagle3 = config.eagle3
     hidden = config.hidden_size
-    assert facts is not None
-    width = facts.target_hidden_size
-    rows = facts.draft_vocab_size
-    found = {
-        "fuse": Destination.of({FUSION: (hidden, facts.num_aux_layers * width)}),
-        "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
-        "head": weights.table_of_ids(HEAD, rows, hidden, shard),
+    assert eagle3 is not None
+    width = eagle3.target_hidden_size
+    rows = eagle3.draft_vocab_size
+    parameters = {
+        "fuse": ParameterSpec.from_shapes({FUSION: (hidden, eagle3.num_aux_layers * width)}),
+        "final_norm": ParameterSpec.from_shapes({FINAL_NORM: (hidden,)}),
+        "head": weights.vocabulary_table(HEAD, rows, hidden, shard),
     }
-    if facts.norm_before_fc:
-        found["aux_norm"] = Destination.of({"input_norm.weight": (facts.num_aux_layers * width,)})
-    if facts.fc_norm:
-        norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux_layers)}
-        found["aux_norms"] = Destination.of(norms)
-    if facts.private_embedding:
-        found["embedding"] = weights.table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
-    return {name: each for name, each in found.items() if name not in without}
+    if eagle3.norm_before_fc:
+        parameters["aux_norm"] = ParameterSpec.from_shapes(
+            {"input_norm.weight": (eagle3.num_aux_layers * width,)}
+        )
+    if eagle3.fc_norm:
+        norms = {f"fc_norm.{i}.weight": (width,) for i in range(eagle3.num_aux_layers)}
+        parameters["aux_norms"] = ParameterSpec.from_shapes(norms)
+    if eagle3.private_embedding:
+        parameters["embedding"] = weights.vocabulary_table(
+            EMBEDDING, config.vocab_size, hidden, shard
+        )
+    return {name: spec for name, spec in parameters.items() if name not in without}
 
 
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
-    """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
-    facts = config.eagle3
-    assert facts is not None
-    mapped = TOKEN_OFFSETS in checkpoint.tensors or facts.draft_vocab_size != config.vocab_size
-    return HEAD not in checkpoint.tensors and not mapped and not facts.private_embedding
+    """True if the target's output head is used: the checkpoint has none, and maps no ids."""
+    eagle3 = config.eagle3
+    assert eagle3 is not None
+    mapped = TOKEN_OFFSETS in checkpoint.tensors or eagle3.draft_vocab_size != config.vocab_size
+    return HEAD not in checkpoint.tensors and not mapped and not eagle3.private_embedding
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Names that a head does not use.
+    """Return the names that a head does not use.
 
-    Raises one CheckpointError for everything that it lacks, or has in another shape or dtype, and one for
-    tensors that would change what it drafts and are not read.
+    Raises one CheckpointError for all tensors that it lacks, or has in another shape or dtype, and
+    one for tensors that are not read and would change its drafts.
     """
     assert config.eagle3 is not None
     rows = config.eagle3.draft_vocab_size
@@ -81,60 +93,69 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
     if rows != config.vocab_size or TOKEN_OFFSETS in checkpoint.tensors:
         expected[TOKEN_OFFSETS] = (rows,)
-    what = "tensors of the EAGLE-3 head"
-    unused = check_tensors(checkpoint, expected, dtypes={TOKEN_OFFSETS: INTEGERS}, description=what)
-    unread = [name for name in unused if name.startswith(UNDERSTOOD)]
+    unused = check_tensors(
+        checkpoint,
+        expected,
+        dtypes={TOKEN_OFFSETS: INTEGERS},
+        description="tensors of the EAGLE-3 head",
+    )
+    unread = [name for name in unused if name.startswith(STATE_PREFIXES)]
     if unread:
-        why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
+        message = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
         reason = [f"{len(unread)} of its tensors are not read:", *abbreviate(unread)]
-        raise CheckpointError(why, reason=reason)
+        raise CheckpointError(message, reason=reason)
     return [name for name in unused if name not in IGNORABLE]
 
 
 def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
-    """What loads a head, its one part. Raises CheckpointError.
+    """Return the one part of a head, checked against its checkpoint. Raises CheckpointError.
 
-    Without a checkpoint its ids are spread over the vocabulary.
+    Without a checkpoint its ids are spread evenly over the vocabulary.
     """
-    facts = config.eagle3
-    assert facts is not None
+    eagle3 = config.eagle3
+    assert eagle3 is not None
     rules = weights.HeadRules(
-        normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output
+        normed_residual=eagle3.norm_before_residual, recycles_normed=eagle3.norm_output
     )
     shared = (
         {}
-        if facts.private_embedding
+        if eagle3.private_embedding
         else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
     )
-    rows = facts.draft_vocab_size
+    rows = eagle3.draft_vocab_size
     size = config.vocab_size
     if checkpoint is None:
         import torch
 
         ids = None if rows == size else torch.arange(rows) * size // rows
         return [weights.HeadPart(layout(config), rules, shared, ids)]
-    weights.tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
-    ids, order = _vocabulary(rows, size, checkpoint)
+    weights.warn_unused_tensors(check_eagle3(config, checkpoint), checkpoint.folder)
+    ids, order = _read_vocabulary(rows, size, checkpoint)
     if order is not None or shares_head(config, checkpoint):
         shared["head"] = weights.SharedTable(HEAD, rows, order)
     return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]
 
 
-def _vocabulary(
+def _read_vocabulary(
     rows: int, size: int, checkpoint: Checkpoint
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
+    """Return the target's ids of the head's rows, int64 and ascending, and the order of the stored
+    rows.
 
-    None where ids are the target's own, and where the order is this one.
+    The ids are None where they are the target's, the order where rows are stored in it.
     """
     import torch
 
     if TOKEN_OFFSETS not in checkpoint.tensors:
         return None, None
-    found, order = (torch.arange(rows) + checkpoint.read(TOKEN_OFFSETS).long()).sort()
-    if int(found[0]) < 0 or int(found[-1]) >= size or bool((found.diff() == 0).any()):
-        why = f"tensor {TOKEN_OFFSETS}: does not lead to different token ids below {size:,}"
+    parameters, order = (torch.arange(rows) + checkpoint.read(TOKEN_OFFSETS).long()).sort()
+    if (
+        int(parameters[0]) < 0
+        or int(parameters[-1]) >= size
+        or bool((parameters.diff() == 0).any())
+    ):
+        message = f"tensor {TOKEN_OFFSETS}: does not lead to different token ids below {size:,}"
         reason = ["Each of its numbers is added to its own index."]
-        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=reason)
+        raise CheckpointError(f"{checkpoint.folder}: {message}", reason=reason)
     ascending = torch.equal(order, torch.arange(rows))
-    return None if rows == size else found, None if ascending else order
+    return None if rows == size else parameters, None if ascending else order

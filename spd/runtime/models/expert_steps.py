@@ -1,4 +1,4 @@
-"""The steps of a block of experts, chosen once when it is built: router, shared expert, sums."""
+"""The steps of a block of experts, chosen when it is built: router, shared expert, sums."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.interface import Kernels
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
-from spd.runtime.layers.linear import Projection, ResidualProjection, StreamSums, in_tiles
+from spd.runtime.layers.linear import Projection, ResidualAdder, ResidualProjection, apply_in_tiles
 
-Choice = tuple[Tensor, Tensor]
-"""The experts int64 [T, k] that each row goes to, and their weights float32 [T, k]."""
+ExpertChoice = tuple[Tensor, Tensor]
+"""The experts of each row, int64 [T, k], and their weights, float32 [T, k]."""
 
 
 @dataclass(frozen=True, eq=False)
 class RouterLogits:
-    """Products of rows by a float32 matrix [E, K], in parts."""
+    """Products of rows by a float32 matrix [E, K], as partial sums."""
 
     weight: Tensor
     kernels: Kernels
 
     def __call__(self, x: Tensor, tile: int) -> Tensor:
-        """Return parts float32 [T, P, E] of x [T, K]."""
-        return in_tiles(lambda rows: self.kernels.router_logits(rows, self.weight), x, tile)
+        """Return partial sums float32 [T, P, E] of x [T, K]."""
+        return apply_in_tiles(lambda rows: self.kernels.router_logits(rows, self.weight), x, tile)
 
 
 @dataclass(frozen=True, eq=False)
 class BiasedLogits(RouterLogits):
-    """The same plus a bias [E]."""
+    """Router logits plus a bias [E]."""
 
     bias: Tensor
 
     def __call__(self, x: Tensor, tile: int) -> Tensor:
-        """Return parts float32 [T, P, E] of x [T, K]; the bias is in the first one."""
+        """Return partial sums float32 [T, P, E] of x [T, K]; the bias is in the first one."""
         logits = super().__call__(x, tile)
         logits[:, 0] += self.bias
         return logits
@@ -52,7 +52,7 @@ class Router:
     rule: RoutingRule
     kernels: Kernels
 
-    def __call__(self, x: Tensor, tile: int) -> Choice:
+    def __call__(self, x: Tensor, tile: int) -> ExpertChoice:
         """Return the choice for rows x [T, K]."""
         return self.kernels.route(self.logits(x, tile), self.correction, self.rule)
 
@@ -67,20 +67,20 @@ class SharedExpert:
     def __call__(
         self, stream: Residual, x: Tensor, batch: ForwardBatch, onto: Residual
     ) -> Residual:
-        """Return `onto` [T, hidden] plus what the expert makes of the stream, whose norm is x."""
+        """Return `onto` [T, hidden] plus the expert's result for the stream, whose norm is x."""
         return self.down(self.gate_up(stream, batch), batch, onto)
 
 
 @dataclass(frozen=True, eq=False)
 class GatedSharedExpert(SharedExpert):
-    """The same, of which each row's result is multiplied by the sigmoid of a gate."""
+    """A shared expert whose result for each row is multiplied by the sigmoid of a gate."""
 
     gate: RouterLogits
 
     def __call__(
         self, stream: Residual, x: Tensor, batch: ForwardBatch, onto: Residual
     ) -> Residual:
-        """Return `onto` [T, hidden] plus what the expert makes of the stream, whose norm is x."""
+        """Return `onto` [T, hidden] plus the expert's result for the stream, whose norm is x."""
         inner = self.gate_up(stream, batch)
         factors = self.gate(x, batch.tile).sum(1).sigmoid()
         return self.down((inner * factors).to(x.dtype), batch, onto)
@@ -89,8 +89,10 @@ class GatedSharedExpert(SharedExpert):
 class RoutedExperts(Protocol):
     """All routed experts of a layer."""
 
-    def __call__(self, x: Tensor, chosen: Choice, batch: ForwardBatch, onto: Residual) -> Residual:
-        """Return `onto` [T, K] plus the weighted sum of what the experts make of rows x [T, K]."""
+    def __call__(
+        self, x: Tensor, chosen: ExpertChoice, batch: ForwardBatch, onto: Residual
+    ) -> Residual:
+        """Return `onto` [T, K] plus the weighted sum of the experts' results for rows x [T, K]."""
         ...
 
 
@@ -101,11 +103,13 @@ class FusedSum:
     weights: ExpertWeights
     kernels: Kernels
 
-    def __call__(self, x: Tensor, chosen: Choice, batch: ForwardBatch, onto: Residual) -> Residual:
-        """See `RoutedExperts`."""
+    def __call__(
+        self, x: Tensor, chosen: ExpertChoice, batch: ForwardBatch, onto: Residual
+    ) -> Residual:
+        """Return `onto` plus the weighted sum; see `RoutedExperts`."""
         ids, weights = chosen
-        total, squares = self.kernels.experts(x, ids, weights, self.weights, onto.x)
-        return Residual(total, squares)
+        total, square_sums = self.kernels.experts(x, ids, weights, self.weights, onto.x)
+        return Residual(total, square_sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +119,10 @@ class SeparateSum:
     weights: ExpertWeights
     kernels: Kernels
 
-    def __call__(self, x: Tensor, chosen: Choice, batch: ForwardBatch, onto: Residual) -> Residual:
-        """See `RoutedExperts`."""
+    def __call__(
+        self, x: Tensor, chosen: ExpertChoice, batch: ForwardBatch, onto: Residual
+    ) -> Residual:
+        """Return `onto` plus the weighted sum; see `RoutedExperts`."""
         ids, weights = chosen
         is_chunk = batch.chunk_start is not None
         y = self.kernels.experts(x, ids, weights, self.weights, chunk=is_chunk)[0]
@@ -131,8 +137,10 @@ class WindowedSum:
         self.window = FusedSum(weights, kernels)
         self.chunk = SeparateSum(weights, kernels)
 
-    def __call__(self, x: Tensor, chosen: Choice, batch: ForwardBatch, onto: Residual) -> Residual:
-        """See `RoutedExperts`."""
+    def __call__(
+        self, x: Tensor, chosen: ExpertChoice, batch: ForwardBatch, onto: Residual
+    ) -> Residual:
+        """Return `onto` plus the weighted sum; see `RoutedExperts`."""
         add = self.window if batch.chunk_start is None else self.chunk
         return add(x, chosen, batch, onto)
 
@@ -145,36 +153,40 @@ class LatentExperts:
     experts: RoutedExperts
     widen: ResidualProjection
 
-    def __call__(self, x: Tensor, chosen: Choice, batch: ForwardBatch, onto: Residual) -> Residual:
-        """See `RoutedExperts`."""
+    def __call__(
+        self, x: Tensor, chosen: ExpertChoice, batch: ForwardBatch, onto: Residual
+    ) -> Residual:
+        """Return `onto` plus the weighted sum; see `RoutedExperts`."""
         narrow = self.narrow(Residual(x), batch)
         y = self.experts(narrow, chosen, batch, Residual(torch.zeros_like(narrow)))
         return self.widen(y.x, batch, onto)
 
 
 class BlockTotal:
-    """What the parts of a block are added to one after another: the stream itself."""
+    """The running sum of a block's parts, which begins with the stream."""
 
     def begin(self, stream: Residual) -> Residual:
-        """Return what the first part is added to."""
+        """Return the tensor that the first part is added to."""
         return stream
 
     def end(self, stream: Residual, total: Residual) -> Residual:
-        """Return the stream [T, hidden] with the block added, of the total of all parts."""
+        """Return the stream [T, hidden] with the block added; total: the sum of all parts."""
         return total
 
 
 class RanksTotal(BlockTotal):
-    """What a rank's parts are added to: zeros, since they are one part of one sum over ranks."""
+    """The running sum of a rank's parts, which begins with zeros: the sum over ranks is added to
+    the stream once.
+    """
 
-    def __init__(self, ranks: Communicator, sums: StreamSums) -> None:
+    def __init__(self, ranks: Communicator, adder: ResidualAdder) -> None:
         self.ranks = ranks
-        self.sums = sums
+        self.adder = adder
 
     def begin(self, stream: Residual) -> Residual:
-        """Return zeros [T, hidden], with squares where the stream has some."""
-        return Residual(torch.zeros_like(stream.x), stream.squares)
+        """Return zeros [T, hidden], with the stream's sums of squares."""
+        return Residual(torch.zeros_like(stream.x), stream.square_sums)
 
     def end(self, stream: Residual, total: Residual) -> Residual:
         """Return the stream [T, hidden] plus the sum of all ranks' totals."""
-        return self.sums.add(stream, self.ranks.sum(total.x))
+        return self.adder.add(stream, self.ranks.sum(total.x))

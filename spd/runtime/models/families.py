@@ -1,4 +1,6 @@
-"""What families make of a configuration: Llama's blocks as configured, then what differs, a function each."""
+"""The layouts of model families: a function each, of Llama's blocks as configured and the
+differences.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from spd.runtime.models.attention_layout import (
     ScoreLayout,
     ValueLayout,
 )
-from spd.runtime.models.destinations import ATTENTION_NORMS, MLP_NORMS
+from spd.runtime.models.parameters import ATTENTION_NORMS, MLP_NORMS
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
 
-def usual_attention(config: ModelConfig) -> GqaLayout:
+def default_attention(config: ModelConfig) -> GqaLayout:
     """Return grouped-query attention; biases follow the configuration."""
     dims = RotaryDims(config.head_dim, config.rope.rotary_dim or config.head_dim)
     return GqaLayout(
@@ -43,7 +45,7 @@ def usual_attention(config: ModelConfig) -> GqaLayout:
     )
 
 
-def usual_mlp(config: ModelConfig) -> blocks.MlpLayout:
+def default_mlp(config: ModelConfig) -> blocks.MlpLayout:
     """Return the gated MLP; biases follow the configuration."""
     return blocks.MlpLayout(
         config.hidden_size,
@@ -53,8 +55,8 @@ def usual_mlp(config: ModelConfig) -> blocks.MlpLayout:
     )
 
 
-def usual_experts(config: ModelConfig) -> blocks.MoeLayout:
-    """Return routed experts as the configuration says."""
+def default_experts(config: ModelConfig) -> blocks.MoeLayout:
+    """Return the layout of routed experts."""
     experts = config.experts
     assert experts is not None
     shared_act = RELU2 if experts.is_ungated else SILU
@@ -71,8 +73,10 @@ def usual_experts(config: ModelConfig) -> blocks.MoeLayout:
     )
 
 
-def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
-    """Return what stands in place of attention in layers of which the configuration says so."""
+def default_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
+    """Return the layout of the blocks that replace attention in recurrent layers, None without such
+    layers.
+    """
     recurrent = config.recurrent
     hidden = config.hidden_size
     if recurrent is None:
@@ -84,35 +88,36 @@ def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
     return ScanLayout(hidden, recurrent, config.rms_norm_eps)
 
 
-def layered(
+def make_layers(
     config: ModelConfig,
     attention: blocks.AttentionLayout,
     dense: blocks.MlpLayout | None = None,
     *,
-    sinks_slide: bool = False,
+    sliding_sinks: bool = False,
 ) -> ModelLayout:
-    """Return layers of one kind of attention but for sliding windows; experts as the configuration says.
+    """Return layers with one kind of attention, except for sliding windows; experts as the
+    configuration has them.
 
-    dense: the MLP of the other layers, by default the configuration's. sinks_slide: layers that slide
-    have sinks.
+    dense: the MLP of the other layers, by default the configuration's. sliding_sinks: sliding
+    layers have sinks.
     """
     centred = isinstance(attention, GqaLayout) and attention.norms.are_centred
     fields = {"norms": {"are_centred": centred}}
-    dense = changed(dense or usual_mlp(config), fields)
-    sparse = None if config.experts is None else changed(usual_experts(config), fields)
-    recurrent = usual_recurrent(config)
+    dense = replace_fields(dense or default_mlp(config), fields)
+    sparse = None if config.experts is None else replace_fields(default_experts(config), fields)
+    recurrent = default_recurrent(config)
     layers: list[blocks.LayerLayout] = []
     for i in range(config.num_layers):
         mixer: blocks.MixerLayout = attention
         if recurrent is not None and config.recurrent is not None and config.recurrent.layers[i]:
             mixer = recurrent
         elif isinstance(attention, GqaLayout):
-            mixer = _attention_at(config, attention, i, sinks_slide=sinks_slide)
+            mixer = _layer_attention(config, attention, i, sliding_sinks=sliding_sinks)
         mlp: blocks.MlpLayout | blocks.MoeLayout = dense
         if sparse is not None and sparse.experts.sparse_layers[i]:
             mlp = sparse
         if config.swiglu_limits:
-            mlp = _limited(mlp, config.swiglu_limits[i])
+            mlp = _set_limits(mlp, config.swiglu_limits[i])
         layers.append(blocks.LayerLayout(mixer, mlp))
     scales = config.scales
     embedding_scale = scales.embedding / scales.residual
@@ -125,10 +130,10 @@ def layered(
     )
 
 
-def _limited(
+def _set_limits(
     mlp: blocks.MlpLayout | blocks.MoeLayout, limits: tuple[float | None, float | None]
 ) -> blocks.MlpLayout | blocks.MoeLayout:
-    """Return a layer's MLP with its limits of activations: of routed experts, and of all else."""
+    """Return a layer's MLP with limits of activations: of routed experts, and of everything else."""
     routed, dense = limits
     if isinstance(mlp, blocks.MlpLayout):
         return replace(mlp, act=mlp.act._replace(limit=dense))
@@ -136,10 +141,10 @@ def _limited(
     return replace(mlp, act=mlp.act._replace(limit=routed), shared_act=shared_act)
 
 
-def _attention_at(
-    config: ModelConfig, attention: GqaLayout, layer: int, *, sinks_slide: bool
+def _layer_attention(
+    config: ModelConfig, attention: GqaLayout, layer: int, *, sliding_sinks: bool
 ) -> GqaLayout:
-    """Return a layer's attention: whether it slides, how it then rotates, and with how many heads."""
+    """Return a layer's attention, with the window, rotation and heads of that layer."""
     window = config.sliding_windows[layer] if config.sliding_windows else None
     is_absent = layer < len(config.no_rope) and config.no_rope[layer]
     rotation = replace(attention.rotation, is_absent=is_absent)
@@ -147,10 +152,10 @@ def _attention_at(
     if window is None:
         return replace(attention, rotation=rotation, scores=scores)
     if config.local_rope is not None:
-        rotated = config.local_rope.rotary_dim or rotation.dims.rotary_dim
-        dims = replace(rotation.dims, rotary_dim=rotated)
+        rotary_dim = config.local_rope.rotary_dim or rotation.dims.rotary_dim
+        dims = replace(rotation.dims, rotary_dim=rotary_dim)
         rotation = replace(rotation, is_local=True, dims=dims)
-    if sinks_slide:
+    if sliding_sinks:
         scores = replace(scores, has_sinks=True)
     num_heads, num_kv_heads = config.local_heads or (attention.num_heads, attention.num_kv_heads)
     return replace(
@@ -162,19 +167,24 @@ def _attention_at(
     )
 
 
-def varied(
+def make_llama_variant(
     config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any
 ) -> ModelLayout:
-    """Return Llama with other fields of its MLP's layout and of its attention's; see `changed`."""
-    changed_mlp = changed(usual_mlp(config), mlp or {})
-    return layered(config, changed(usual_attention(config), attention), changed_mlp)
+    """Return Llama's layout with some fields of its MLP and attention replaced; see
+    `replace_fields`.
+    """
+    return make_layers(
+        config,
+        replace_fields(default_attention(config), attention),
+        replace_fields(default_mlp(config), mlp or {}),
+    )
 
 
 Block = TypeVar("Block", GqaLayout, blocks.MlpLayout, blocks.MoeLayout)
 
 
-def changed(layout: Block, fields: Mapping[str, Any]) -> Block:
-    """Return a block with other fields; of a group of fields, a mapping names those that differ."""
+def replace_fields(layout: Block, fields: Mapping[str, Any]) -> Block:
+    """Return a layout with some fields replaced; a mapping replaces fields of a nested group."""
     values = {
         name: replace(getattr(layout, name), **value) if isinstance(value, Mapping) else value
         for name, value in fields.items()
@@ -182,109 +192,118 @@ def changed(layout: Block, fields: Mapping[str, Any]) -> Block:
     return replace(layout, **values)
 
 
-def _family(
-    says: str, mlp: Mapping[str, Any] | None = None, **attention: Any
+def _llama_variant(
+    description: str, mlp: Mapping[str, Any] | None = None, **attention: Any
 ) -> Callable[..., ModelLayout]:
-    """A family that is Llama but for such fields, and what it is called."""
-    made = partial(varied, mlp=mlp, **attention)
-    made.__doc__ = says
-    return made
+    """Return the layout function of a family that is Llama except for these fields."""
+    layout = partial(make_llama_variant, mlp=mlp, **attention)
+    layout.__doc__ = description
+    return layout
 
 
 EACH_HEAD = HeadNorms("each")
-llama = _family(
+llama = _llama_variant(
     "Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured"
 )
-qwen2 = _family(
+qwen2 = _llama_variant(
     "Qwen2, Qwen2.5, dense or with routed experts, and MiMo-7B: queries, keys and values have a bias",
     qkv_bias=True,
     output_bias=False,
 )
-qwen3 = _family(
+qwen3 = _llama_variant(
     "Qwen3, dense or with routed experts: queries and keys are normalised per head, then rotated",
     head_norms=EACH_HEAD,
 )
-lfm2 = _family(
+lfm2 = _llama_variant(
     "LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention",
     head_norms=HeadNorms("each", ("q_layernorm", "k_layernorm")),
 )
-granite_hybrid = _family(
+granite_hybrid = _llama_variant(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
     {"names": {"block": "mlp.shared_mlp", "is_fused": True}},
 )
-arcee = _family("Arcee's AFM: no gates in the MLP", {"act": RELU2})
-gpt_oss = _family(
+arcee = _llama_variant("Arcee's AFM: no gates in the MLP", {"act": RELU2})
+gpt_oss = _llama_variant(
     "gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates",
     scores={"has_sinks": True},
 )
-hunyuan = _family(
+hunyuan = _llama_variant(
     "Hunyuan, dense or with routed experts: queries and keys are normalised per head after they are rotated",
     head_norms=HeadNorms("rotated", ("query_layernorm", "key_layernorm")),
 )
-phi3 = _family(
+phi3 = _llama_variant(
     "Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too",
     {"names": {"is_fused": True}},
     is_fused=True,
 )
-qwen3_5 = _family(  # Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints
+# Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints.
+qwen3_5 = _llama_variant(
     "Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output",
     head_norms=EACH_HEAD,
     norms={"are_centred": True},
     gate="beside_queries",
 )
-step3 = _family(
+step3 = _llama_variant(
     "Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut",
     head_norms=EACH_HEAD,
     norms={"are_centred": True},
     gate="per_head",
 )
-minimax_m2 = _family(
+minimax_m2 = _llama_variant(
     "MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere",
     head_norms=HeadNorms("joint"),
 )
 
 
 def glm4_moe(config: ModelConfig) -> ModelLayout:
-    """GLM-4.5, 4.6, with experts as DeepSeek-V3's, and Seed-OSS: the output has no bias."""
-    return varied(config, output_bias=False, head_norms=EACH_HEAD if config.qk_norm else None)
+    """Lay out GLM-4.5 and 4.6, with experts as DeepSeek-V3's, and Seed-OSS: the output has no bias."""
+    return make_llama_variant(
+        config, output_bias=False, head_norms=EACH_HEAD if config.qk_norm else None
+    )
 
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
-    """Nemotron-H and Nano 2 and 3: a block a layer, Mamba-2, attention without positions, MLP or experts."""
+    """Lay out Nemotron-H, Nano 2 and 3: a layer is Mamba-2, attention without positions, an MLP or
+    experts.
+    """
     recurrent = config.recurrent
     assert isinstance(recurrent, DeltaConfig)
-    nothing = blocks.NoLayout()
+    empty = blocks.EmptyLayout()
     norms = {"before": "norm"}
     scan = ScanLayout(config.hidden_size, recurrent, config.rms_norm_eps, pre_norm="norm")
     fields = {"rotation": {"is_absent": True}, "norms": norms}
-    attention = changed(usual_attention(config), fields)
-    mlp = changed(usual_mlp(config), {"act": RELU2, "norms": norms})
+    attention = replace_fields(default_attention(config), fields)
+    mlp = replace_fields(default_mlp(config), {"act": RELU2, "norms": norms})
     layers = {
-        "linear_attention": blocks.LayerLayout(scan, nothing),
-        "full_attention": blocks.LayerLayout(attention, nothing),
-        "mlp": blocks.LayerLayout(nothing, mlp),
+        "linear_attention": blocks.LayerLayout(scan, empty),
+        "full_attention": blocks.LayerLayout(attention, empty),
+        "mlp": blocks.LayerLayout(empty, mlp),
     }
     if config.experts is not None:
-        experts = changed(usual_experts(config), {"norms": norms})
-        layers["moe"] = blocks.LayerLayout(nothing, experts)
+        experts = replace_fields(default_experts(config), {"norms": norms})
+        layers["moe"] = blocks.LayerLayout(empty, experts)
     return ModelLayout(tuple(layers[kind] for kind in recurrent.block_kinds))
 
 
 def ernie4_5(config: ModelConfig) -> ModelLayout:
-    """ERNIE-4.5, dense or with routed experts: elements 2i and 2i + 1 of a head turn together."""
-    return varied(config, rotation=_interleaved(config))
+    """Lay out ERNIE-4.5, dense or with routed experts: elements 2i and 2i + 1 of a head rotate
+    together.
+    """
+    return make_llama_variant(config, rotation=_interleaved_rotation(config))
 
 
-def _interleaved(config: ModelConfig) -> dict[str, RotaryDims]:
-    """Return the rotation of elements 2i and 2i + 1 together."""
-    rotated = config.rope.rotary_dim or config.head_dim
-    return {"dims": RotaryDims(config.head_dim, rotated, interleaved=True)}
+def _interleaved_rotation(config: ModelConfig) -> dict[str, RotaryDims]:
+    """Return the field of a rotation of elements 2i and 2i + 1 together."""
+    rotary_dim = config.rope.rotary_dim or config.head_dim
+    return {"dims": RotaryDims(config.head_dim, rotary_dim, interleaved=True)}
 
 
 def olmo3(config: ModelConfig) -> ModelLayout:
-    """Olmo 2 and 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
+    """Lay out Olmo 2 and 3 and EXAONE 4: norms after the blocks only; one over all heads, or one a
+    head.
+    """
     is_joint = config.architecture.startswith("Olmo")
-    return varied(
+    return make_llama_variant(
         config,
         {"norms": {"before": None, "after": "post_feedforward_layernorm"}},
         head_norms=HeadNorms("joint") if is_joint else EACH_HEAD,
@@ -293,64 +312,71 @@ def olmo3(config: ModelConfig) -> ModelLayout:
 
 
 def mimo_v2(config: ModelConfig) -> ModelLayout:
-    """MiMo-V2-Flash: values narrower than keys; layers that slide have sinks and more key heads."""
-    return layered(config, usual_attention(config), sinks_slide=True)
+    """Lay out MiMo-V2-Flash: values narrower than keys; sliding layers have sinks and more key
+    heads.
+    """
+    return make_layers(config, default_attention(config), sliding_sinks=True)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
-    """GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms behind blocks too."""
+    """Lay out GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms after
+    blocks too.
+    """
     has_norms = config.architecture == "Glm4ForCausalLM"
     after_mlp = "post_mlp_layernorm" if has_norms else None
-    return varied(
+    return make_llama_variant(
         config,
         {"names": {"is_fused": True}, "norms": {"after": after_mlp}},
-        rotation=_interleaved(config),
+        rotation=_interleaved_rotation(config),
         output_bias=False,
         norms={"after": "post_self_attn_layernorm" if has_norms else None},
     )
 
 
 def cohere2(config: ModelConfig) -> ModelLayout:
-    """Command R, R7B and A (Cohere, Cohere 2): both blocks read one norm, which subtracts the mean.
+    """Lay out Command R, R7B and A (Cohere, Cohere 2): both blocks read one norm, which subtracts
+    the mean.
 
-    The stream is kept without a mean, so that this is a root-mean-square norm. Layers that slide turn in
-    interleaved pairs, those that see everything do not turn.
+    The stream has a mean of 0, so that this is a root-mean-square norm. Sliding layers rotate
+    interleaved pairs, full-attention layers do not rotate.
     """
-    model = varied(
+    model = make_llama_variant(
         config,
-        {"norms": {"before": None}, "centred_output": True},
-        rotation=_interleaved(config),
-        centred_output=True,
+        {"norms": {"before": None}, "removes_mean": True},
+        rotation=_interleaved_rotation(config),
+        removes_mean=True,
     )
-    layers = tuple(replace(layer, parallel=True) for layer in model.layers)
+    layers = tuple(replace(layer, is_parallel=True) for layer in model.layers)
     return replace(model, layers=layers, centred_stream=True)
 
 
 def deepseek(config: ModelConfig) -> ModelLayout:
-    """DeepSeek V2, V2-Lite, V3, R1, V3.1, GLM-4.7-Flash: latent attention; experts after the first layers.
+    """Lay out DeepSeek V2, V2-Lite, V3, R1, V3.1, GLM-4.7-Flash: latent attention, experts after
+    the first layers.
 
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and their published configurations.
     """
     rope = config.rope
     latent = config.latent
     assert latent is not None
-    # YaRN's correction grows with the stretch of the context.
+    # YaRN's correction grows with the factor of the context.
     correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
     scale = config.head_dim**-0.5 * correction**2
     attention = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale)
-    return layered(config, attention)
+    return make_layers(config, attention)
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
-    """Gemma 1 to 3 (text): norms behind the blocks too, their scales stored around 0, capped scores, gelu.
+    """Lay out Gemma 1 to 3 (text): norms after the blocks too, scales stored minus 1, capped
+    scores, gelu.
 
-    Gemma 1 has none behind. Gemma 3 normalises queries and keys instead of capping scores; its sliding
-    layers turn by their own base.
+    Gemma 1 has no norms after blocks. Gemma 3 normalises queries and keys instead of capping
+    scores; its sliding layers have another rotary base.
     """
     if config.architecture == "GemmaForCausalLM":
-        model = varied(config, {"act": GELU}, norms={"are_centred": True})
+        model = make_llama_variant(config, {"act": GELU}, norms={"are_centred": True})
     else:
-        model = varied(
+        model = make_llama_variant(
             config,
             {
                 "act": GELU,
@@ -366,8 +392,10 @@ def gemma(config: ModelConfig) -> ModelLayout:
 
 
 def muse_glimmer(config: ModelConfig) -> ModelLayout:
-    """Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales, still layers."""
-    model = varied(
+    """Lay out Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales,
+    NoPE layers.
+    """
+    model = make_llama_variant(
         config,
         {
             "norms": {
@@ -382,19 +410,20 @@ def muse_glimmer(config: ModelConfig) -> ModelLayout:
     return replace(model, plain_norm=FINAL_NORM, normed_embedding=True)
 
 
-def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
-    """Gemma 4 (text): two sizes of heads, normed values, shared caches, embeddings of layers, experts.
+def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None) -> ModelLayout:
+    """Lay out Gemma 4 (text): two sizes of heads, normed values, shared caches, layers' embeddings,
+    experts.
 
-    The last layers of a kind, which see everything (True) or slide, may read an earlier one's cache: reads
-    says whose where that is not among them. Source: `gemma4` of Hugging Face transformers 5, and the
-    published configurations.
+    The last full-attention (True) and sliding layers may read an earlier layer's cache of their
+    kind; cache_sources: the layers that are read where they belong to another model. Source:
+    `gemma4` of Hugging Face transformers 5, and the published configurations.
     """
     assert config.gemma4 is not None
-    facts = config.gemma4
-    sources = dict(reads or {})
+    gemma = config.gemma4
+    sources = dict(cache_sources or {})
     layers = []
-    sliding = changed(
-        usual_attention(config),
+    sliding = replace_fields(
+        default_attention(config),
         {
             "head_norms": EACH_HEAD,
             "values": {"is_normed": True},
@@ -402,34 +431,35 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
             "norms": {"after": "post_attention_layernorm"},
         },
     )
-    wide = changed(
+    full_attention = replace_fields(
         sliding,
         {
-            "head_dim": facts.head_dim,
-            "num_kv_heads": facts.kv_heads,
-            "rotation": {"dims": RotaryDims(facts.head_dim, facts.head_dim)},
-            "values": {"is_key": facts.key_is_value},
+            "head_dim": gemma.head_dim,
+            "num_kv_heads": gemma.kv_heads,
+            "rotation": {"dims": RotaryDims(gemma.head_dim, gemma.head_dim)},
+            "values": {"is_key": gemma.key_is_value},
         },
     )
     after = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     norms = {"before": "pre_feedforward_layernorm", "after": after}
-    mlp = changed(usual_mlp(config), {"act": GELU, "norms": norms})
-    experts = None if config.experts is None else replace(usual_experts(config), act=GELU)
+    mlp = replace_fields(default_mlp(config), {"act": GELU, "norms": norms})
+    experts = None if config.experts is None else replace(default_experts(config), act=GELU)
     for i, window in enumerate(config.sliding_windows or (None,) * config.num_layers):
-        shares = i >= config.num_layers - facts.num_shared_layers
-        width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
-        if not shares:
+        shares_cache = i >= config.num_layers - gemma.num_shared_layers
+        width = config.intermediate_size * (2 if shares_cache and gemma.double_wide else 1)
+        if not shares_cache:
             sources[window is None] = i
-        attention = wide
+        attention = full_attention
         if window is not None:
             local = {"scores": {"sliding": window}, "rotation": {"is_local": True}}
-            attention = changed(sliding, local)
-        attention = replace(attention, reads=sources[window is None] if shares else None)
-        side = blocks.SideLayout(
-            replace(mlp, intermediate_size=width), experts, facts.per_layer_width, i
+            attention = replace_fields(sliding, local)
+        if shares_cache:
+            attention = replace(attention, cache_source=sources[window is None])
+        second_block = blocks.Gemma4MlpLayout(
+            replace(mlp, intermediate_size=width), experts, gemma.per_layer_width, i
         )
-        layers.append(blocks.LayerLayout(attention, side))
-    per_layer = (facts.per_layer_vocab, facts.per_layer_width) if facts.per_layer_width else None
+        layers.append(blocks.LayerLayout(attention, second_block))
+    per_layer = (gemma.per_layer_vocab, gemma.per_layer_width) if gemma.per_layer_width else None
     return ModelLayout(
         tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer
     )

@@ -1,7 +1,7 @@
-"""How the matrices of a GGUF file are kept packed: a form for each type of block. No torch here.
+"""The packed storage of a GGUF file's matrices, by the type of its blocks. No torch here.
 
-Nothing is rounded anew: codes, scales and minima are the file's own, but for their order in memory; scales of
-six bits take a byte each. Types below four bits are multiplied out.
+Nothing is rounded again: codes, scales and minima are the file's, in another order in memory;
+scales of six bits take a byte each. Types below four bits are dequantized.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ FORMS: Mapping[str, PackedSpec] = {
     "IQ4_XS": PackedSpec("iq4", 32, scales="factored"),
     "MXFP4": PackedSpec("mx4", 32, scales="exponents"),
 }
-"""By the names of types."""
+"""The storage of each type of block."""
 
 
-def packed_specs(stored: Mapping[str, StoredTensor]) -> dict[str, PackedSpec]:
-    """Return how each matrix that can be kept packed is kept, by its name."""
-    found = {}
+def find_packed_specs(stored: Mapping[str, StoredTensor]) -> dict[str, PackedSpec]:
+    """Return the storage of each matrix that can be stored packed, by its name."""
+    specs_by_name = {}
     for name, tensor in stored.items():
         types = {part.type.name for part in tensor.parts}
         spec = FORMS.get(next(iter(types))) if len(types) == 1 else None
-        if spec is not None and len(tensor.shape) == 2 and all(map(_moves_rows, tensor.changes)):
-            found[name] = spec
-    return found
+        if (
+            spec is not None
+            and len(tensor.shape) == 2
+            and all(map(_only_moves_rows, tensor.changes))
+        ):
+            specs_by_name[name] = spec
+    return specs_by_name
 
 
-def _moves_rows(change: Change) -> bool:
-    """Return True if a change of the converter's moved whole rows, and nothing else."""
+def _only_moves_rows(change: Change) -> bool:
+    """True if a change of the converter moved whole rows, and nothing else."""
     if isinstance(change, TiledHeads):
         return change.dim == 0
     return isinstance(change, PermutedHeads | Concatenated | KeyHeadMajor)

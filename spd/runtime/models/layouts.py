@@ -1,7 +1,7 @@
-"""The blocks that layers are made of: which checkpoint tensors each one takes, and into which of its own.
+"""The descriptions of a layer's blocks: sizes, and the parameters that checkpoint tensors fill.
 
-A layer is an attention block and an MLP block. A family chooses and fills in these descriptions, a pair
-for every layer; `decoder.BLOCKS` says what runs them. No torch here.
+A layer is an attention block and an MLP block. A family chooses and fills in these descriptions,
+two for every layer; `decoder.BLOCK_CLASSES` has the class that runs each. No torch here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.kernels.linear.activation import SILU, Activation
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.destinations import (
+from spd.runtime.models.parameters import (
     MLP_NORMS,
-    WHOLE,
+    UNSHARDED,
     BlockNorms,
     Cut,
-    Destination,
+    ParameterSpec,
     Shape,
     Shard,
     fused,
@@ -29,84 +29,96 @@ from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Latent attention: what is kept of a position is one normed vector and one rotated key for all heads.
+    """Latent attention: the cache holds one normed vector and one rotated key of a position for all
+    heads.
 
-    In the absorbed form: a query head is taken into the latent space by its part of the key matrix, and
-    what attention makes of the latent vectors becomes values afterwards.
+    It runs in the absorbed form: a query head is projected into the latent space by its part of the
+    key matrix, and the attention's mix of latent vectors is projected to values afterwards.
     """
 
     hidden_size: int
     num_heads: int
     latent: LatentConfig
     scale: float
-    shard: Shard = WHOLE  # the rank that has these heads; what all heads share is on every rank
+    shard: Shard = UNSHARDED
+    """The rank that has these heads; every rank has the parameters that all heads share."""
 
     def sharded(self, shard: Shard) -> LatentLayout:
-        """A rank's heads. The output reads its own columns, and makes a part of the sum."""
+        """Return the layout of a rank's heads; ranks sum the results of their output columns."""
         return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
 
     @property
     def rotary(self) -> RotaryDims:
-        """Of the parts of queries and keys that turn."""
+        """Return the rotary dimensions of the rotated parts of queries and keys."""
         return RotaryDims(self.latent.rope_dim, self.latent.rope_dim, self.latent.interleaved)
 
     @property
     def query_rows(self) -> int:
-        """Elements of all query heads."""
+        """Return the elements of all query heads."""
         return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
 
-    def destinations(self) -> dict[str, Destination]:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `LatentAttention` reads."""
         hidden = self.hidden_size
         rank = self.latent.rank
         block = "self_attn"
-        of = self.latent
-        kept = {"kv_a_proj_with_mqa": rank + of.rope_dim}
-        query_rank = of.query_rank
+        latent = self.latent
+        cached = {"kv_a_proj_with_mqa": rank + latent.rope_dim}
+        query_rank = latent.query_rank
         query = self.shard.rows(self.query_rows)
-        mixed = self.num_heads * of.value_dim
-        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
+        output_width = self.num_heads * latent.value_dim
+        parameters = {"norm": ParameterSpec.from_shapes({"input_layernorm.weight": (hidden,)})}
         if query_rank is None:
-            found |= fused("down", block, {"q_proj": query, **kept}, hidden)
+            parameters |= fused("down", block, {"q_proj": query, **cached}, hidden)
         else:
-            found |= fused("down", block, {"q_a_proj": query_rank, **kept}, hidden)
-            found["query_norm"] = Destination.of({f"{block}.q_a_layernorm.weight": (query_rank,)})
-            found |= fused("query", block, {"q_b_proj": query}, query_rank)
-        found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
-        up = {"kv_b_proj": self.shard.rows(self.num_heads * of.nope_dim + mixed)}
-        found["up"] = replace(fused("up", block, up, rank)["up"], wide=True)
-        return found | fused(
-            "output", block, {"o_proj": hidden}, mixed, cut=self.shard.columns(mixed)
+            parameters |= fused("down", block, {"q_a_proj": query_rank, **cached}, hidden)
+            parameters["query_norm"] = ParameterSpec.from_shapes(
+                {f"{block}.q_a_layernorm.weight": (query_rank,)}
+            )
+            parameters |= fused("query", block, {"q_b_proj": query}, query_rank)
+        parameters["latent_norm"] = ParameterSpec.from_shapes(
+            {f"{block}.kv_a_layernorm.weight": (rank,)}
         )
+        up = {"kv_b_proj": self.shard.rows(self.num_heads * latent.nope_dim + output_width)}
+        parameters["up"] = replace(fused("up", block, up, rank)["up"], is_unquantized=True)
+        cut = self.shard.columns(output_width)
+        return parameters | fused("output", block, {"o_proj": hidden}, output_width, cut=cut)
 
     @property
     def cache(self) -> tuple[Shape, ...]:
-        """What one position holds in the layer's pool: the normed vector, then the rotated key."""
+        """Return the shape of a position's entry in the pool: the normed vector, then the rotated
+        key.
+        """
         return ((self.latent.rank + self.latent.rope_dim,),)
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Query heads, heads in the cache, and their size, as attention sees them."""
+        """Return the numbers of query and key-value heads, and the elements of a head, as in
+        `HeadShape`.
+        """
         return self.num_heads, 1, self.latent.rank + self.latent.rope_dim
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results: queries, in their own and in the latent space."""
+        """Return the elements of a row of the intermediate results: queries, before and in the
+        latent space.
+        """
         return 2 * self.query_rows + 2 * self.num_heads * (self.latent.rank + self.latent.rope_dim)
 
 
 @dataclass(frozen=True)
 class MlpNames:
-    """What the checkpoint calls the projections of an MLP."""
+    """The checkpoint's names of an MLP's projections."""
 
     block: str = "mlp"
-    """What stands before their names."""
+    """The prefix of their names."""
     is_fused: bool = False
     """True if gate and up are one tensor in the checkpoint too."""
 
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """The MLP: gate and up fused, or up alone, then down."""
+    """An MLP: gate and up fused, or up alone, then down."""
 
     hidden_size: int
     intermediate_size: int
@@ -114,22 +126,25 @@ class MlpLayout:
     norms: BlockNorms = MLP_NORMS
     names: MlpNames = MlpNames()
     bias: bool = False
-    centred_output: bool = False
-    """True if the mean of what the block adds is removed, as `GqaLayout.centred_output`."""
-    shard: Shard = WHOLE
+    removes_mean: bool = False
+    """True if the mean is removed from the block's result, as `GqaLayout.removes_mean`."""
+    shard: Shard = UNSHARDED
     """The rank that has this part of the width."""
 
     def sharded(self, shard: Shard) -> MlpLayout:
-        """Return a rank's width. The last matrix reads its own columns, and makes a part of the sum."""
+        """Return the layout of a rank's part of the width.
+
+        Ranks sum the results of their columns of the last matrix.
+        """
         width = shard.share(self.intermediate_size, "elements of an MLP")
         return replace(self, intermediate_size=width, shard=shard)
 
-    def destinations(self) -> dict[str, Destination]:
-        """Return where the checkpoint's tensors go, by the names that `GatedMlp` reads."""
-        return self.norms.destinations(self.hidden_size) | self.matrices()
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `GatedMlp` reads."""
+        return self.norms.parameters(self.hidden_size) | self.matrices()
 
-    def matrices(self) -> dict[str, Destination]:
-        """Return the destinations without norms."""
+    def matrices(self) -> dict[str, ParameterSpec]:
+        """Return the parameters without norms."""
         inner = self.intermediate_size
         if self.names.is_fused:
             rows = {"gate_up_proj": self.shard.rows(inner, inner)}
@@ -138,8 +153,8 @@ class MlpLayout:
         else:
             rows = {"up_proj": self.shard.rows(inner)}
         block = self.names.block
-        found = fused("gate_up", block, rows, self.hidden_size, biased=self.bias)
-        return found | fused(
+        parameters = fused("gate_up", block, rows, self.hidden_size, biased=self.bias)
+        return parameters | fused(
             "down",
             block,
             {"down_proj": self.hidden_size},
@@ -150,28 +165,31 @@ class MlpLayout:
 
     @property
     def widest(self) -> int:
-        """Return the elements a row of the intermediate results: gate, up, and their product."""
+        """Return the elements of a row of the intermediate results: gate, up, and their product."""
         return 3 * self.intermediate_size
 
 
 @dataclass(frozen=True)
 class MoeLayout:
-    """Routed experts, all of them below each other in two tensors, and perhaps a shared one beside them."""
+    """Routed experts, stacked in two tensors, and possibly a shared expert."""
 
     hidden_size: int
     experts: ExpertsConfig
     act: Activation = SILU
-    """What routed experts apply."""
+    """The activation of routed experts."""
     shared_act: Activation = SILU
-    """What the shared expert applies."""
+    """The activation of the shared expert."""
     norms: BlockNorms = MLP_NORMS
     is_transposed: bool = True
-    """True if experts with biases stand inputs before outputs, as `transformers` writes them."""
-    shard: Shard = WHOLE
-    """The rank that has this part of every expert's width."""
+    """True if matrices of experts with biases are [in, out], as `transformers` writes them."""
+    shard: Shard = UNSHARDED
+    """The rank that has this part of each expert's width."""
 
     def sharded(self, shard: Shard) -> MoeLayout:
-        """Return a rank's width of every expert, the shared one too; each rank routes all rows by itself."""
+        """Return the layout of a rank's part of each expert's width, the shared one's too.
+
+        Each rank routes all rows.
+        """
         width = shard.share(self.experts.intermediate_size, "elements of an expert")
         shared = shard.share(self.experts.shared_size, "elements of a shared expert")
         experts = replace(self.experts, intermediate_size=width, shared_size=shared)
@@ -189,21 +207,21 @@ class MoeLayout:
 
     @property
     def has_biases(self) -> bool:
-        """True if experts have biases; gates and inputs then stand in one matrix, in turn."""
+        """True if experts have biases; rows of gates and inputs then alternate in one matrix."""
         return self.experts.swiglu_clamp is not None
 
-    def destinations(self) -> dict[str, Destination]:
-        """Return where the checkpoint's tensors go, by the names that `MoeMlp` reads."""
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `MoeMlp` reads."""
         hidden = self.hidden_size
         latent = self.experts.latent_width
-        found = self.norms.destinations(hidden) | self._router() | self.matrices()
+        parameters = self.norms.parameters(hidden) | self._router() | self.matrices()
         if latent is not None:
-            found |= fused("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
-            found |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, latent)
-        return found | (self.shared.matrices() if self.shared else {})
+            parameters |= fused("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
+            parameters |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, latent)
+        return parameters | (self.shared.matrices() if self.shared else {})
 
-    def _router(self) -> dict[str, Destination]:
-        """Return the destinations of what chooses experts and weighs the shared one."""
+    def _router(self) -> dict[str, ParameterSpec]:
+        """Return the parameters of the router, and of the shared expert's gate."""
         experts = self.experts
         count = experts.num_experts
         shapes: dict[str, tuple[str, Shape]] = {
@@ -217,12 +235,15 @@ class MoeLayout:
         if experts.has_shared_gate and experts.shared_size:
             shapes["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, self.hidden_size))
         return {
-            key: Destination.of({f"mlp.{name}": shape}, exact=True)
+            key: ParameterSpec.from_shapes({f"mlp.{name}": shape}, is_float32=True)
             for key, (name, shape) in shapes.items()
         }
 
-    def matrices(self, block: str = "mlp.") -> dict[str, Destination]:
-        """Return the destinations of the experts' matrices and biases; block stands before their names."""
+    def matrices(self, block: str = "mlp.") -> dict[str, ParameterSpec]:
+        """Return the parameters of the experts' matrices and biases.
+
+        block: the prefix of their names.
+        """
         hidden = self.hidden_size
         width = self.experts.intermediate_size
         columns = self.experts.latent_width or hidden
@@ -236,14 +257,14 @@ class MoeLayout:
         gate_up_cut = self.shard.rows(rows).cut
         down_cut = self.shard.columns(width)
         if self.has_biases and self.is_transposed:
-            # What a checkpoint packs is named as if it were gate and up: here halves of the rows.
+            # A checkpoint's packed tensor is presented as `gate` and `up`, each half of its rows.
             gate_up = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows)}
             down = (width, hidden)
             gate_up_cut = self.shard.columns(rows)
             down_cut = self.shard.rows(width).cut
-        found = {
-            "experts_gate_up": self._stacked(block, gate_up, gate_up_cut),
-            "experts_down": self._stacked(block, {"down": down}, down_cut),
+        parameters = {
+            "experts_gate_up": self._stack_experts(block, gate_up, gate_up_cut),
+            "experts_down": self._stack_experts(block, {"down": down}, down_cut),
         }
         if self.has_biases:
             count = self.experts.num_experts
@@ -252,21 +273,29 @@ class MoeLayout:
                 ("down", hidden, None),
             ):
                 bias = {f"{block}experts.{name}_proj_bias": (count, size)}
-                found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
-        return found
+                parameters[f"experts_{name}_bias"] = ParameterSpec.from_shapes(
+                    bias, is_float32=True, cut=cut
+                )
+        return parameters
 
-    def _stacked(self, block: str, shapes: Mapping[str, Shape], cut: Cut | None) -> Destination:
-        """Return the destination of all experts' matrices of these shapes, one expert after the other."""
+    def _stack_experts(
+        self, block: str, shapes: Mapping[str, Shape], cut: Cut | None
+    ) -> ParameterSpec:
+        """Return the parameter of all experts' matrices of these shapes, one expert after the
+        other.
+        """
         names = {
             f"{block}experts.{number}.{part}_proj.weight": shape
             for number in range(self.experts.num_experts)
             for part, shape in shapes.items()
         }
-        return Destination.of(names, cut=cut)
+        return ParameterSpec.from_shapes(names, cut=cut)
 
     @property
     def widest(self) -> int:
-        """Return the elements a row of the intermediate results: of shared and chosen experts, in float32."""
+        """Return the elements of a row of the intermediate results of shared and chosen experts, in
+        float32.
+        """
         experts = self.experts
         width = 3 * experts.intermediate_size + 2 * self.hidden_size
         chosen = min(experts.num_experts, 4 * experts.router.per_token)
@@ -274,73 +303,90 @@ class MoeLayout:
 
 
 @dataclass(frozen=True)
-class SideLayout:
-    """Gemma 4's second block: the gated MLP, experts beside it, then the layer's own embedding of the token.
+class Gemma4MlpLayout:
+    """Gemma 4's second block: MLP and experts of the same input, then the layer's embedding of the
+    token.
 
-    The stream behind it is multiplied by a number.
+    The stream after it is multiplied by a number.
     """
 
     mlp: MlpLayout
     experts: MoeLayout | None
-    per_layer: int  # elements of that embedding; 0: there is none
-    index: int  # the layer's number
+    embedding_width: int
+    """The elements of the layer's embedding; 0: there is none."""
+    index: int
+    """The index of the layer."""
 
-    def sharded(self, shard: Shard) -> SideLayout:
-        """A rank's width of MLP and experts; the layer's embedding is there whole."""
+    def sharded(self, shard: Shard) -> Gemma4MlpLayout:
+        """Return the layout of a rank's part of MLP and experts.
+
+        Every rank has the layer's full embedding.
+        """
         return replace(
             self, mlp=self.mlp.sharded(shard), experts=self.experts and self.experts.sharded(shard)
         )
 
-    def destinations(self) -> dict[str, Destination]:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `Gemma4Mlp` reads."""
         hidden = self.mlp.hidden_size
-        found = self.mlp.destinations()
-        found["scalar"] = Destination.of({"layer_scalar": (1,)}, exact=True)
-        if self.per_layer:
-            shapes = {"per_layer_input_gate": (self.per_layer, hidden)}
-            shapes |= {"per_layer_projection": (hidden, self.per_layer)}
-            for name, shape in shapes.items():
-                found[name] = Destination.of({f"{name}.weight": shape})
-            found["side_norm"] = Destination.of({"post_per_layer_input_norm.weight": (hidden,)})
+        parameters = self.mlp.parameters()
+        parameters["scalar"] = ParameterSpec.from_shapes({"layer_scalar": (1,)}, is_float32=True)
+        if self.embedding_width:
+            shapes: dict[str, Shape] = {
+                "per_layer_input_gate": (self.embedding_width, hidden),
+                "per_layer_projection": (hidden, self.embedding_width),
+            }
+            for name, weight_shape in shapes.items():
+                parameters[name] = ParameterSpec.from_shapes({f"{name}.weight": weight_shape})
+            norm = {"post_per_layer_input_norm.weight": (hidden,)}
+            parameters["embedding_norm"] = ParameterSpec.from_shapes(norm)
         if self.experts is None:
-            return found
-        found |= self.experts.matrices(block="")
+            return parameters
+        parameters |= self.experts.matrices(block="")
         count = self.experts.experts.num_experts
-        exact: dict[str, tuple[str, Shape]] = {
+        router: dict[str, tuple[str, Shape]] = {
             "router_scale": ("router.scale", (hidden,)),
             "router": ("router.proj.weight", (count, hidden)),
             "expert_scale": ("router.per_expert_scale", (count,)),
         }
-        for key, (name, own) in exact.items():
-            found[key] = Destination.of({name: own}, exact=True)
-        norms = {"before": "pre_feedforward_layernorm_2", "behind": "post_feedforward_layernorm_2"}
-        for key, name in {**norms, "joined": "post_feedforward_layernorm"}.items():
-            found[f"{key}_norm"] = Destination.of({f"{name}.weight": (hidden,)})
-        return found
+        for key, (name, shape) in router.items():
+            parameters[key] = ParameterSpec.from_shapes({name: shape}, is_float32=True)
+        norms = {
+            "experts_norm": "pre_feedforward_layernorm_2",
+            "post_experts_norm": "post_feedforward_layernorm_2",
+            "joint_norm": "post_feedforward_layernorm",
+        }
+        for key, name in norms.items():
+            parameters[key] = ParameterSpec.from_shapes({f"{name}.weight": (hidden,)})
+        return parameters
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results."""
-        return self.mlp.widest + (self.experts.widest if self.experts else 0) + 3 * self.per_layer
+        """Return the elements of a row of the intermediate results."""
+        experts = self.experts.widest if self.experts else 0
+        return self.mlp.widest + experts + 3 * self.embedding_width
 
 
 @dataclass(frozen=True)
-class NoLayout:
-    """No block: the stream goes on as it is."""
+class EmptyLayout:
+    """The layout of an absent block: the stream passes unchanged."""
 
     cache: ClassVar[tuple[Shape, ...]] = ()
     widest: ClassVar[int] = 0
 
-    def sharded(self, shard: Shard) -> NoLayout:
+    def sharded(self, shard: Shard) -> EmptyLayout:
+        """Return the layout itself."""
         return self
 
-    def destinations(self) -> dict[str, Destination]:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return no parameters."""
         return {}
 
 
 AttentionLayout = GqaLayout | LatentLayout
 RecurrentLayout = DeltaLayout | ConvLayout
-MixerLayout = AttentionLayout | RecurrentLayout | NoLayout
-FeedForwardLayout = MlpLayout | MoeLayout | SideLayout | NoLayout
+MixerLayout = AttentionLayout | RecurrentLayout | EmptyLayout
+FeedForwardLayout = MlpLayout | MoeLayout | Gemma4MlpLayout | EmptyLayout
 
 
 @dataclass(frozen=True)
@@ -349,17 +395,25 @@ class LayerLayout:
 
     attention: MixerLayout
     mlp: FeedForwardLayout
-    parallel: bool = False  # both blocks read the stream before the layer, by one norm
+    is_parallel: bool = False
+    """True if both blocks read the stream before the layer, by one norm."""
 
     def sharded(self, shard: Shard) -> LayerLayout:
-        """A rank's part of both blocks. Raises IncompatibleError where there is none."""
+        """Return the layout of a rank's part of both blocks.
+
+        Raises IncompatibleError where they cannot be divided.
+        """
         return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
 
-    def destinations(self) -> Iterator[Destination]:
-        """Everything that is allocated for the layer."""
-        yield from self.attention.destinations().values()
-        yield from self.mlp.destinations().values()
+    def parameters(self) -> Iterator[ParameterSpec]:
+        """Yield all parameters of the layer."""
+        yield from self.attention.parameters().values()
+        yield from self.mlp.parameters().values()
 
     def tensors(self) -> dict[str, Shape]:
-        """Names, inside the layer, and shapes of what it takes of a checkpoint."""
-        return {part.name: part.shape for each in self.destinations() for part in each.parts}
+        """Return names, inside the layer, and shapes of the checkpoint tensors that fill it."""
+        return {
+            source.name: source.shape
+            for parameter in self.parameters()
+            for source in parameter.sources
+        }

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.builder import BlockTensors, LayerBuilder
 from spd.runtime.models.layouts import MlpLayout
 
 
 class GatedMlp:
     """stream + down(act(gate_up(norm(stream)))), gate and up fused, or up alone."""
 
-    def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.gate_up = build.after_norm(tensors, "gate_up", layout.act)
-        self.down = build.summed(
-            tensors, "down", layout.norms.after_epsilon, centred=layout.centred_output
+    def __init__(self, layout: MlpLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
+        self.gate_up = build.normed_projection(tensors, "gate_up", layout.act)
+        self.down = build.output_projection(
+            tensors, "down", layout.norms.after_epsilon, removes_mean=layout.removes_mean
         )
 
     def __call__(

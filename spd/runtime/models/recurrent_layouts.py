@@ -1,6 +1,6 @@
-"""The blocks of a layer that keep, of each slot, what does not grow with its text. No torch here.
+"""The descriptions of recurrent blocks, whose state of a slot has a fixed size. No torch here.
 
-See `layouts` for the others.
+See `layouts` for the other blocks.
 """
 
 from __future__ import annotations
@@ -9,32 +9,37 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from spd.formats.block_config import DeltaConfig
-from spd.runtime.models.destinations import WHOLE, Destination, Rows, Shape, Shard, fused
+from spd.runtime.models.parameters import UNSHARDED, ParameterSpec, Rows, Shape, Shard, fused
 
 
 @dataclass(frozen=True)
 class DeltaLayout:
-    """A gated DeltaNet: queries, keys, values and what gates the output; corrections and steps of each head.
+    """A gated DeltaNet: queries, keys, values and output gates; corrections and steps of each head.
 
-    What is kept of a slot does not grow with its text: a state, and rings of `depth` of its last rows.
+    A slot has a state, and rings of its last `depth` rows, whatever the length of its text.
     """
 
     hidden_size: int
     delta: DeltaConfig
-    epsilon: float  # of the norm of the output, which sees no scale of the stream
+    epsilon: float
+    """The epsilon of the output's norm; the stream's scale does not reach it."""
     pre_norm: str = "input_layernorm"
-    shard: Shard = WHOLE
-    cache: ClassVar[tuple[Shape, ...]] = ()  # what one position holds in pages: nothing
+    shard: Shard = UNSHARDED
+    cache: ClassVar[tuple[Shape, ...]] = ()
+    """The entries of a position in pages: none."""
 
     def sharded(self, shard: Shard) -> DeltaLayout:
-        """A rank's key heads, and the value heads that read them. The output makes a part of the sum."""
+        """Return the layout of a rank's key heads, and of the value heads that read them.
+
+        Ranks sum the results of their output columns.
+        """
         keys = shard.share(self.delta.key_heads, "key heads of recurrent layers")
         part = replace(self.delta, key_heads=keys, value_heads=self.delta.value_heads // shard.size)
         return replace(self, delta=part, shard=shard)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements of all keys, which queries have too, and of all values."""
+        """Return the elements of all keys (queries have as many), and of all values."""
         return (
             self.delta.key_heads * self.delta.key_dim,
             self.delta.value_heads * self.delta.value_dim,
@@ -42,45 +47,50 @@ class DeltaLayout:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Return the channels of the convolution: queries, keys and values."""
         keys, values = self.sizes
         return 2 * keys + values
 
-    def destinations(self) -> dict[str, Destination]:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `GatedDelta` reads."""
         delta = self.delta
         hidden = self.hidden_size
         values = self.sizes[1]
-        block, convolved, inputs, gates = self._products
+        block, convolved, inputs, gates = self._projection_rows
         heads = self.shard.rows(delta.value_heads)
-        exact: dict[str, tuple[str, Rows, Shape]] = {
+        float32: dict[str, tuple[str, Rows, Shape]] = {
             "conv": ("conv1d.weight", convolved, (1, delta.kernel)),
             "rate": ("A_log", heads, ()),
             "step_bias": ("dt_bias", heads, ()),
-            "head_norm": ("norm.weight", WHOLE.rows(delta.value_dim), ()),
+            "head_norm": ("norm.weight", UNSHARDED.rows(delta.value_dim), ()),
         }
         if not delta.uses_delta_rule:
-            exact |= {
+            float32 |= {
                 "skip": ("D", heads, ()),
                 "head_norm": ("norm.weight", self.shard.rows(values), ()),
             }
         if delta.conv_bias:
-            exact["conv_bias"] = ("conv1d.bias", convolved, ())
+            float32["conv_bias"] = ("conv1d.bias", convolved, ())
         return {
-            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}, exact=True),
+            "norm": ParameterSpec.from_shapes(
+                {f"{self.pre_norm}.weight": (hidden,)}, is_float32=True
+            ),
             **fused("inputs", block, inputs, hidden),
             **(fused("gates", block, gates, hidden) if gates else {}),
             **{
-                key: Destination.of(
-                    {f"{block}.{name}": (rows.taken, *rest)}, exact=True, cut=rows.cut
+                key: ParameterSpec.from_shapes(
+                    {f"{block}.{name}": (rows.num_rows, *columns)}, is_float32=True, cut=rows.cut
                 )
-                for key, (name, rows, rest) in exact.items()
+                for key, (name, rows, columns) in float32.items()
             },
             **fused("output", block, {"out_proj": hidden}, values, cut=self.shard.columns(values)),
         }
 
     @property
-    def _products(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
-        """What stands before the names, rows of what is convolved, of what makes inputs, and gates."""
+    def _projection_rows(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
+        """Return the prefix of names, the rows of the convolution, and of input and gate
+        projections.
+        """
         keys, values = self.sizes
         heads = self.delta.value_heads
         rows = self.shard.rows
@@ -98,16 +108,18 @@ class DeltaLayout:
 
     @property
     def kernel(self) -> int:
-        """Inputs that the convolution sees."""
+        """Return the number of inputs that the convolution reads."""
         return self.delta.kernel
 
     @property
     def state_shape(self) -> Shape:
-        """Of one slot's state, float32."""
+        """Return the shape of a slot's state, which is float32."""
         return self.delta.value_heads, self.delta.key_dim, self.delta.value_dim
 
     def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:
-        """What is kept of a slot, and whether it is float32: see `short_conv` and `DeltaMemory`."""
+        """Return the shapes of a slot's memory, and whether each is float32: see `short_conv`,
+        `DeltaMemory`.
+        """
         delta = self.delta
         return (
             ((depth, self.channels), False),
@@ -119,61 +131,68 @@ class DeltaLayout:
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results, some of them in float32."""
+        """Return the elements of a row of the intermediate results, some of them in float32."""
         return 3 * self.channels + 4 * self.sizes[1]
 
 
 @dataclass(frozen=True)
 class ScanLayout(DeltaLayout):
-    """Mamba-2: heads of values share keys and queries by groups, whose outputs are normalised together."""
+    """Mamba-2: value heads share keys and queries by groups, whose outputs have a joint norm."""
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Rows of what gates the output, of values, keys, queries, and of steps, as they are stored."""
+    def stored_rows(self) -> tuple[int, ...]:
+        """Return the rows of output gates, values, keys, queries and steps, in the checkpoint's
+        order.
+        """
         keys, values = self.sizes
         return values, values, keys, keys, self.delta.value_heads
 
     @property
-    def _products(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
-        convolved = self.shard.rows(*self.parts[1:4])
-        return "mamba", convolved, {"in_proj": self.shard.rows(*self.parts)}, {}
+    def _projection_rows(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
+        convolved = self.shard.rows(*self.stored_rows[1:4])
+        return "mamba", convolved, {"in_proj": self.shard.rows(*self.stored_rows)}, {}
 
 
 @dataclass(frozen=True)
 class ConvLayout:
-    """A short convolution between two gates: what is kept of a slot is a ring of its latest inputs."""
+    """A short convolution between two gates; a slot has a ring of its latest inputs."""
 
     hidden_size: int
-    kernel: int  # inputs that the convolution sees
+    kernel: int
+    """The number of inputs that the convolution reads."""
     channels: int
-    shard: Shard = WHOLE  # the rank that has these channels
-    cache: ClassVar[tuple[Shape, ...]] = ()  # what one position holds in pages: nothing
-    state_shape: ClassVar[Shape] = (0,)  # of one slot's state: there is none
+    shard: Shard = UNSHARDED
+    """The rank that has these channels."""
+    cache: ClassVar[tuple[Shape, ...]] = ()
+    """The entries of a position in pages: none."""
+    state_shape: ClassVar[Shape] = (0,)
+    """The shape of a slot's state: there is none."""
 
     def sharded(self, shard: Shard) -> ConvLayout:
-        """A rank's channels. The output makes a part of the sum."""
+        """Return the layout of a rank's channels; ranks sum the results of their output columns."""
         return replace(
             self, channels=shard.share(self.channels, "channels of convolutions"), shard=shard
         )
 
-    def destinations(self) -> dict[str, Destination]:
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `ShortConv` reads."""
         hidden = self.hidden_size
-        own = self.channels
+        channels = self.channels
         block = "conv"
         shard = self.shard
-        taps = {f"{block}.conv.weight": (own, 1, self.kernel)}
+        taps = {f"{block}.conv.weight": (channels, 1, self.kernel)}
         return {
-            "norm": Destination.of({"input_layernorm.weight": (hidden,)}),
-            **fused("inputs", block, {"in_proj": shard.rows(own, own, own)}, hidden),
-            "conv": Destination.of(taps, exact=True, cut=shard.rows(own).cut),
-            **fused("output", block, {"out_proj": hidden}, own, cut=shard.columns(own)),
+            "norm": ParameterSpec.from_shapes({"input_layernorm.weight": (hidden,)}),
+            **fused("inputs", block, {"in_proj": shard.rows(channels, channels, channels)}, hidden),
+            "conv": ParameterSpec.from_shapes(taps, is_float32=True, cut=shard.rows(channels).cut),
+            **fused("output", block, {"out_proj": hidden}, channels, cut=shard.columns(channels)),
         }
 
     def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:
-        """What is kept of a slot, and whether it is float32: see `short_conv`."""
+        """Return the shapes of a slot's memory, and whether each is float32: see `short_conv`."""
         return (((depth, self.channels), False),)
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results, one of them in float32."""
+        """Return the elements of a row of the intermediate results, one of them in float32."""
         return 6 * self.channels

@@ -21,10 +21,10 @@ from spd.kernels.native.build import (
     NativeUnavailable,
     unavailable_reason,
 )
-from spd.runtime.models.gguf_forms import packed_specs
+from spd.runtime.models.gguf_forms import find_packed_specs
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
 from spd.runtime.models.weights import (
-    STEP,
+    FOUR_BIT_STEP,
     WIDE,
     PackedSpec,
     ScaleKind,
@@ -181,7 +181,7 @@ def _gguf_form(
     if kernels != "native" or config.load == "dummy":
         return WIDE, f"{type_names} multiplied out: the C kernels alone keep them packed"
     assert folder.gguf is not None
-    packed = packed_specs(folder.gguf.checkpoint.stored)
+    packed = find_packed_specs(folder.gguf.checkpoint.stored)
     kinds = {spec.kind for spec in packed.values()}
     if not kinds:
         return WIDE, f"{type_names} multiplied out"
@@ -206,8 +206,8 @@ def _packed_form(
         scheme = quantization.scheme_of(stem) if last in CODE_TENSORS else None
         if scheme is None or scheme.codes_name != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
-        group = scheme.group_size or STEP
-        if scheme.reordered or (group not in (16, 32, 64) and group % STEP):
+        group = scheme.group_size or FOUR_BIT_STEP
+        if scheme.reordered or (group not in (16, 32, 64) and group % FOUR_BIT_STEP):
             odd_count += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")

@@ -19,15 +19,15 @@ from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.destinations import Shard
-from spd.runtime.models.mtp_weights import module_bytes, module_position_size
+from spd.runtime.models.mtp_weights import count_module_bytes, module_position_size
+from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import (
     DTYPE_BYTES,
     WIDE,
     ModelLayout,
     WeightForm,
+    count_layout_bytes,
     int4_form,
-    layout_bytes,
 )
 from spd.runtime.plan.config import METHODS, EngineConfig, format_size
 from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
@@ -136,7 +136,7 @@ def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
 @lru_cache
 def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
     """Return the bytes of the tensors that a rank reads, in the form they are stored in memory."""
-    return layout_bytes(config, rank_layout(config, ranks), dtype, form)
+    return count_layout_bytes(config, rank_layout(config, ranks), dtype, form)
 
 
 def pages_per_slot(ctx: int) -> int:
@@ -162,7 +162,9 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
 
 def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
     """Return the bytes of one slot's recurrent states on one of `ranks`, without their rings."""
-    return sum(4 * math.prod(block.state_shape) for block in rank_layout(config, ranks).recurrent)
+    return sum(
+        4 * math.prod(block.state_shape) for block in rank_layout(config, ranks).recurrent_blocks
+    )
 
 
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
@@ -170,7 +172,7 @@ def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     width = DTYPE_BYTES[shape.dtype]
     depth = ring_depth(shape.draft_max)
     total = 0
-    for block in rank_layout(config, ranks).recurrent:
+    for block in rank_layout(config, ranks).recurrent_blocks:
         for sizes, exact in block.slot_shapes(depth):
             total += math.prod(sizes) * (4 if exact else width)
     return total
@@ -184,7 +186,7 @@ def checkpoint_bytes(shape: EngineShape) -> int:
         if config is not None:
             inputs = sum(
                 (block.kernel - 1) * block.channels
-                for block in rank_layout(config, ranks).recurrent
+                for block in rank_layout(config, ranks).recurrent_blocks
             )
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
@@ -266,7 +268,7 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _stream_states(shape, modules) * config.hidden_size
     weights = sum(
-        module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
+        count_module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
     )
     # Each module has its own embedding and head where the target's are divided among other ranks;
     # modules of Step's layout always have a head.
@@ -300,7 +302,7 @@ def _workspace_bytes(
     width = DTYPE_BYTES[shape.dtype]
     widest = max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
-    shapes = {block.heads for block in layout.attending}
+    shapes = {block.heads for block in layout.attention_blocks}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
     context = pages_per_slot(ctx) * PAGE_SIZE
@@ -313,7 +315,8 @@ def _workspace_bytes(
         groups = sum(heads // keys for heads, keys, _ in shapes)
         attention += widest * groups * context * (width + 1) * len(layout.windows())
         sinks = any(
-            isinstance(block, GqaLayout) and block.scores.has_sinks for block in layout.attending
+            isinstance(block, GqaLayout) and block.scores.has_sinks
+            for block in layout.attention_blocks
         )
         if model.attention_softcap is not None or sinks:
             attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2

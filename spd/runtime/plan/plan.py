@@ -19,8 +19,8 @@ from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Shard
 from spd.runtime.models.mtp_weights import module_layer
+from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import WIDE
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
@@ -115,7 +115,7 @@ class EnginePlan:
     def weights(self) -> str:
         """Return the form of the target's matrices: a dtype, int8, or a kind of codes."""
         form = self.shape.form
-        return self.shape.dtype if form.kind == "wide" or form.widened else form.words
+        return self.shape.dtype if form.kind == "wide" or form.widened else form.main_kind
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as flat, plain JSON values; folders as their paths."""
@@ -389,12 +389,12 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
     Raises the errors of what cannot be, ResourceError where memory is too small.
     """
-    from spd.runtime.load.token_tiles import widest_tiles
+    from spd.runtime.load.token_tiles import find_tile_limits
 
     machine = find_machine(config.device)
     plan = resolve_plan(config, machine)
     free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
-    tiles, tiles_reason = widest_tiles(
+    tiles, tiles_reason = find_tile_limits(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder
     )
     shape = fit_to_memory(plan.shape, config, machine.device, free_bytes)

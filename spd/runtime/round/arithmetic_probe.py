@@ -57,7 +57,7 @@ def matching_sum_order(product: Linear, widths: Sequence[int]) -> tuple[int, ...
 
     Another order changes one rounded result in ten thousand, but one rounding error in ten.
     """
-    x = product.example(WIDEST)
+    x = product.make_example_rows(WIDEST)
     widest_output = product.product(x, WIDEST)
     widest_errors = product.rounding_error(x, widest_output)
     if widest_errors is None:

@@ -50,7 +50,7 @@ def concatenate_outputs(outputs: Sequence[ModelOutput]) -> ModelOutput:
     """Return outputs [1, rows, hidden] of consecutive rows as one."""
     hidden = torch.cat([output.hidden for output in outputs], 1)
     if all(output.states is output.hidden for output in outputs):
-        return ModelOutput.of(hidden)
+        return ModelOutput.from_hidden(hidden)
     return ModelOutput(hidden, torch.cat([output.states for output in outputs], 1))
 
 
@@ -106,7 +106,7 @@ class ModelRunner:
         start = end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         cache = KvCache(
-            model.caches[: max(probe.PROBED_LAYERS, model.varied_layers)],
+            model.cache_layouts[: max(probe.PROBED_LAYERS, model.num_probe_layers)],
             num_pages=pages[-1] + 1,
             page_size=self.cache.page_size,
             dtype=self.dtype,
@@ -364,7 +364,7 @@ class ModelRunner:
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
             segment = SegmentRow(slot, first=0, rows=1, start=end, keep=end)
-            self.model.settle(self._segments([segment]), self.cache.layers)
+            self.model.apply_rings(self._segments([segment]), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
     def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:

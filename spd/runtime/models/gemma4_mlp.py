@@ -1,4 +1,4 @@
-"""Gemma 4's second block, and the embeddings of its layers."""
+"""Gemma 4's second block of a layer, and the layers' embeddings of tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 from spd.kernels.linear.activation import GELU
 from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.builder import BlockTensors, LayerBuilder
 from spd.runtime.models.expert_steps import Router, RouterLogits
-from spd.runtime.models.layouts import MoeLayout, SideLayout
+from spd.runtime.models.layouts import Gemma4MlpLayout, MoeLayout
 from spd.runtime.models.mlp import GatedMlp
-from spd.runtime.models.moe import alone, expert_weights
+from spd.runtime.models.moe import make_expert_weights, make_plain_experts
 
 
 class LayerEmbeddings:
-    """What every layer adds of a token: a row of its own table, and a part of a product of the embedding."""
+    """Embeddings of tokens for every layer: a row of a table, plus a projection of the token's
+    embedding.
+    """
 
-    def __init__(self, tables: Tensors, build: LayerBuilder, layers: int) -> None:
+    def __init__(self, tables: BlockTensors, build: LayerBuilder, layers: int) -> None:
         self.table = tables.pop("embed_tokens_per_layer")
         self.norm = tables.pop("per_layer_projection_norm")
         self.projection = build.projection(tables.pop("per_layer_model_projection"))
@@ -31,45 +33,47 @@ class LayerEmbeddings:
         self.scale = float(torch.tensor(self.width**0.5, dtype=build.dtype))
 
     def __call__(self, ids: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return [T, layers, P] of ids int64 [T] and the stream x [T, hidden] before the first layer."""
+        """Return [T, layers, P] of ids int64 [T] and the stream x [T, hidden] before the first
+        layer.
+        """
         projected = self.projection(Residual(x), batch) * x.shape[1] ** -0.5
         projected = projected.view(-1, self.layers, self.width)
         projected = rms_norm(projected, self.norm, self.epsilon)
-        both: Tensor = projected + self.table[ids].view(projected.shape) * self.scale
-        return both * math.sqrt(0.5)
+        total: Tensor = projected + self.table[ids].view(projected.shape) * self.scale
+        return total * math.sqrt(0.5)
 
 
-class SideExperts:
-    """Routed experts of the stream before the block, with norms and a router of their own."""
+class Gemma4Experts:
+    """Routed experts of the stream before the block, with separate norms and a router."""
 
-    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
+    def __init__(self, layout: MoeLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
         self.epsilon = build.epsilon
         self.ranks = build.ranks
-        self.experts = alone(expert_weights(layout, tensors, build), build)
+        self.experts = make_plain_experts(make_expert_weights(layout, tensors, build), build)
         logits = RouterLogits(tensors["router"], build.kernels)
         self.router = Router(logits, None, layout.experts.router, build.kernels)
         self.expert_scale = tensors["expert_scale"]
         self.router_norm = tensors["router_scale"] * layout.hidden_size**-0.5
-        self.before_norm = tensors["before_norm"]
-        self.after_norm = tensors["behind_norm"]
+        self.norm = tensors["experts_norm"]
+        self.post_norm = tensors["post_experts_norm"]
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return [T, hidden] of the stream x [T, hidden], normed."""
         ids, weights = self.router(rms_norm(x, self.router_norm, self.epsilon), batch.tile)
         chosen = (ids, weights * self.expert_scale[ids])
-        rows = rms_norm(x, self.before_norm, self.epsilon)
+        rows = rms_norm(x, self.norm, self.epsilon)
         y = self.experts(rows, chosen, batch, Residual(torch.zeros_like(x))).x
         if self.ranks is not None:
             y = self.ranks.sum(y)
-        return rms_norm(y, self.after_norm, self.epsilon)
+        return rms_norm(y, self.post_norm, self.epsilon)
 
 
 @dataclass(frozen=True, eq=False)
-class MlpBesideExperts:
+class MlpAndExperts:
     """stream + norm(MLP of the stream + experts of the stream)."""
 
     mlp: GatedMlp
-    experts: SideExperts
+    experts: Gemma4Experts
     joint_norm: Tensor
     epsilon: float
 
@@ -81,14 +85,14 @@ class MlpBesideExperts:
 
 
 class LayerEmbedding:
-    """What one layer adds of a token's embedding of its own, behind gates."""
+    """The gated embedding of the token that one layer adds to the stream."""
 
-    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
+    def __init__(self, layout: Gemma4MlpLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
         self.index = layout.index
         self.epsilon = build.epsilon
-        self.gate = build.matrix(tensors, "per_layer_input_gate")
-        self.projection = build.matrix(tensors, "per_layer_projection")
-        self.norm = tensors["side_norm"]
+        self.gate = build.unnormed_projection(tensors, "per_layer_input_gate")
+        self.projection = build.unnormed_projection(tensors, "per_layer_projection")
+        self.norm = tensors["embedding_norm"]
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the stream x [T, hidden] with the layer's embedding added."""
@@ -99,19 +103,19 @@ class LayerEmbedding:
         return x + rms_norm(y, self.norm, self.epsilon)
 
 
-class SideMlp:
-    """(stream + MLP and experts + what the layer's embedding gives) * a number."""
+class Gemma4Mlp:
+    """(stream + MLP and experts + the layer's embedding) * a number."""
 
-    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.sums = build.sums
+    def __init__(self, layout: Gemma4MlpLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
+        self.adder = build.adder
         self.scalar = float(tensors["scalar"])
         mlp = GatedMlp(layout.mlp, tensors, build)
-        self.mlp: GatedMlp | MlpBesideExperts = mlp
+        self.mlp: GatedMlp | MlpAndExperts = mlp
         if layout.experts is not None:
-            experts = SideExperts(layout.experts, tensors, build)
-            self.mlp = MlpBesideExperts(mlp, experts, tensors["joined_norm"], build.epsilon)
+            experts = Gemma4Experts(layout.experts, tensors, build)
+            self.mlp = MlpAndExperts(mlp, experts, tensors["joint_norm"], build.epsilon)
         self.embedding: LayerEmbedding | None = None
-        if layout.per_layer:
+        if layout.embedding_width:
             self.embedding = LayerEmbedding(layout, tensors, build)
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
@@ -119,4 +123,4 @@ class SideMlp:
         x = self.mlp(stream, batch).x
         if self.embedding is not None:
             x = self.embedding(x, batch)
-        return self.sums.scale(Residual(x, stream.squares), self.scalar)
+        return self.adder.scale(Residual(x, stream.square_sums), self.scalar)
