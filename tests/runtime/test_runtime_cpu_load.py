@@ -88,11 +88,11 @@ def test_a_changing_number_changes_no_text(
     for changing in (False, True):
         turns = itertools.count()
 
-        def follow(self: AdaptiveThreads, turns: Iterator[int] = turns) -> None:
+        def adapt(self: AdaptiveThreads, turns: Iterator[int] = turns) -> None:
             self._set_threads(1 + next(turns) % 2)
 
         with monkeypatch.context() as patch:
-            patch.setattr(AdaptiveThreads, "follow", follow if changing else lambda self: None)
+            patch.setattr(AdaptiveThreads, "adapt", adapt if changing else lambda self: None)
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **options))
             assert get_local_queue(engine).threads._counts == (1, 2)
             params = [
