@@ -76,16 +76,17 @@ def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
     """Bfloat16: no farther from float32 than twice torch's is."""
     folder = model(shape)
     prompt = random_prompts(1, 90, 250, seed=len(shape))[0]
-    exact, found = (
-        compute_logits(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype])
+    exact, native_logits = (
+        compute_logits(make_engine(folder, **options), prompt, 0) for options in ({}, NATIVE[dtype])
     )
     if dtype == "float32":
-        assert 0 < (found - exact).norm() / exact.norm() < 5e-6
+        assert 0 < (native_logits - exact).norm() / exact.norm() < 5e-6
         return
-    usual = compute_logits(make_engine(folder, **BFLOAT16, kernels="torch"), prompt, 0)
+    torch_logits = compute_logits(make_engine(folder, **BFLOAT16, kernels="torch"), prompt, 0)
     # Of most rows: an expert that is nearly another's equal may be chosen in its place.
     off, allowed = (
-        ((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual)
+        ((logits - exact).norm(dim=1) / exact.norm(dim=1)).median()
+        for logits in (native_logits, torch_logits)
     )
     assert 0 < off <= 2 * allowed, (off, allowed)
 
@@ -121,20 +122,20 @@ def test_the_target_alone_decides(model: Tiny) -> None:
     """A draft model that C kernels cannot run is run by torch's, and the text stays."""
     target = model("tiny-qwen3")
     draft = model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
-    asked = random_prompts(2, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
+    work = random_prompts(2, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
     proposer = get_local_queue(speculated).proposer
     assert isinstance(proposer, DraftModelProposer)
     assert proposer.runners[0].kernels.name == "torch"
-    assert collect_outputs(run_all(speculated, *asked)) == collect_outputs(run_all(plain, *asked))
+    assert collect_outputs(run_all(speculated, *work)) == collect_outputs(run_all(plain, *work))
 
 
 def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
     """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
     dense = model("tiny-qwen3")
-    for folder, options, why in (
+    for folder, options, reason in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
         (
             model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1),
@@ -142,10 +143,10 @@ def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
             "heads of 640 are too large",
         ),
     ):
-        assert why in make_engine(folder, **options).plan.kernels_reason
+        assert reason in make_engine(folder, **options).plan.kernels_reason
         with pytest.raises(IncompatibleError, match="--kernels native") as refused:
             make_engine(folder, **options, kernels="native")
-        assert why in refused.value.reason[0]
+        assert reason in refused.value.reason[0]
     monkeypatch.setattr(build, "find_compiler", tuple)
     plan = make_engine(dense, **BFLOAT16).plan
     assert plan.shape.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
@@ -160,10 +161,10 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
         return plan.shape.dtype, plan.shape.kernels, plan.kernels_reason
 
     if unavailable_reason() is None:
-        why = f"compiled for this processor's {instructions()}"
-        assert planned() == planned(kernels="native") == ("bfloat16", "native", why)
-        why = f"compiled for this processor's {instructions('float32')}"
-        assert planned(dtype="float32") == ("float32", "native", why)
+        reason = f"compiled for this processor's {instructions()}"
+        assert planned() == planned(kernels="native") == ("bfloat16", "native", reason)
+        reason = f"compiled for this processor's {instructions('float32')}"
+        assert planned(dtype="float32") == ("float32", "native", reason)
     assert planned(kernels="torch") == (of_torch, "torch", "asked for")
     monkeypatch.setattr(build, "find_compiler", tuple)
     assert planned() == (of_torch, "torch", f"not the C kernels: {unavailable_reason()}")
@@ -193,8 +194,8 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
         engine.step()
     engine.abort("first")
     engine.step()
-    asked = [Request(name, prompt, params) for name in ("second", "third")]
-    again = helpers.run_requests(engine, asked)
+    requests = [Request(name, prompt, params) for name in ("second", "third")]
+    again = helpers.run_requests(engine, requests)
     assert [run.tokens for run in again] == [expected, expected]
     check_pages(engine.scheduler)
 

@@ -1,4 +1,4 @@
-"""What the three sets of kernels ask of models and rounds. Imports no torch: the plan reads it, too."""
+"""What each set of kernels requires of its callers. Imports no torch: the plan reads it, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 KernelSetName = Literal["torch", "native", "triton"]
 CodeKind = Literal["int4", "int8", "e2m1", "e4m3", "int5", "int6", "iq4", "mx4"]
-"""How the numbers of a weight are coded; see `linear.few_bits`."""
+"""The number formats of a weight in codes; see `linear.few_bits`."""
 CODE_BITS: Mapping[CodeKind, int] = {
     "int4": 4,
     "int8": 8,
@@ -18,26 +18,27 @@ CODE_BITS: Mapping[CodeKind, int] = {
     "iq4": 4,
     "mx4": 4,
 }
-INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
+INT4_GROUP = 64
+"""Columns that share a scale where weights are rounded to four bits at load."""
 SUPER_BLOCK = 256
-"""Columns that share a factor of scales in bytes."""
+"""Columns that share one float16 factor, where scales are bytes."""
 
 
 class Capabilities(NamedTuple):
-    """How one set of kernels differs from the others in what its callers must do for it."""
+    """What callers must do for one set of kernels."""
 
     chunk: int
-    """Positions of a whole chunk of a prompt, which is a program of its own."""
+    """Positions of a full prompt chunk, which has a program of its own."""
     tail_rows: int
-    """The most rows of one pass over a prompt where it makes no whole chunk."""
+    """The maximum of rows in a pass over the end of a prompt that fills no chunk."""
     row_independent: bool = False
-    """True if a row's bits never depend on the rows beside it, in chunks too."""
+    """True if a row's bits never depend on the other rows of its pass, in chunks too."""
     probes_row_counts: bool = False
     """True if only a trial shows which numbers of rows give the same bits."""
     reads_no_lengths: bool = False
-    """True if everything is launched without the host's knowledge of the slots' lengths."""
+    """True if all launches are independent of the slots' lengths, which the host need not know."""
     folds_norms: bool = False
-    """True if products take the norm before them as sums of squares, its scales folded into W."""
+    """True if a product applies the norm before it by sums of squares, with its scales folded into W."""
     float32_rotary: bool = False
     """True if cosines and sines are float32, because a rotated head is rounded once."""
     gathers_rotary: bool = False

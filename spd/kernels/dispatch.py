@@ -18,9 +18,9 @@ def load_kernels(
 ) -> Kernels:
     """Return the set of kernels "torch", "triton" or "native".
 
-    cache names the folder where the C kernels are compiled; only "native" needs it. token_tiles: the widest
-    token tiles of Triton's products, by the name of a weight's dtype. dtype: "bfloat16" or "float32", the
-    one that the C kernels are compiled for. Raises NativeUnavailable.
+    cache: returns the folder where the C kernels are compiled; only "native" needs it. token_tiles:
+    the widest token tiles of Triton's products, by the name of a weight's dtype. dtype: "bfloat16"
+    or "float32", the one that the C kernels are compiled for. Raises NativeUnavailable.
     """
     if name == "native":
         from spd.kernels.native.library import open_library

@@ -1,9 +1,10 @@
-"""The contracts of all kernels: what each operation computes, with shapes, units and what it writes in place.
+"""The contracts of all kernels: what each operation computes, its shapes, units and writes in place.
 
-Three sets of kernels keep them: plain torch (`torch_form`), Triton (`triton_form`) and C (`native.library`).
-Sizes: T rows of a pass, S slots, R = k + 1 rows of a verification window, Q rows of an attention window,
-H query heads, K key and value heads, D elements of a head, V ids of a vocabulary. The last dimension of
-every tensor has stride 1. Sums are float32. An operation's result for a row never depends on other rows.
+Three sets of kernels implement them: plain torch (`torch_form`), Triton (`triton_form`) and C
+(`native.library`). Sizes: T rows of a pass, S slots, R = k + 1 rows of a verification window,
+Q rows of an attention window, H query heads, K key and value heads, D elements of a head, V ids of
+a vocabulary. The last dimension of every tensor has stride 1. Sums are float32. An operation's
+result for a row never depends on other rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from spd.kernels.sampling.sampling import SamplingTensors
 
 @runtime_checkable
 class Kernels(Protocol):
-    """Every operation in one form; see the module's docstring for the letters of shapes."""
+    """One set of kernels; see the module's docstring for the letters of shapes."""
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ class Kernels(Protocol):
 
     @property
     def native(self) -> PackedProducts | None:
-        """Return the C kernels, which alone multiply packed weights, or None."""
+        """Return the C kernels, the only ones that multiply packed weights, or None."""
         ...
 
     # Rows of the residual stream. The stream x [T, H] travels with `squares` float32 [T, P]: parts of the
@@ -98,9 +99,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return x [T, K] Wᵀ + bias [N] as [T, N] in x's dtype, and its squares or None.
 
-        norm: the product is of the RMS norm of x, whose scales are folded into W: it is multiplied by
-        rsqrt(sum(squares) / K + epsilon) before the bias. residual [T, N]: it is added before rounding,
-        and the squares of the sum are returned. chunk: the rows are a whole chunk of a prompt, which has
+        norm: x is RMS-normed, with scales that are folded into W: the product is multiplied by
+        rsqrt(sum(squares) / K + epsilon) before the bias. residual [T, N] is added before rounding,
+        and the squares of the sum are returned. chunk: the rows are a full prompt chunk, which has
         a program of its own.
         """
         ...
@@ -130,7 +131,7 @@ class Kernels(Protocol):
         """Draw a draft token for every row of x [T, K]: (token int64 [T], finite bool [T]).
 
         Rows are windows of T / S rows of S slots. A draw is the argmax of logit / temperature + Gumbel
-        noise, keyed by seed and position as the target's own draw is; of the logits at temperature 0.
+        noise, keyed by seed and position like the target's draw; the argmax of logits at temperature 0.
         Ties go to the lowest id. Only ids below `usable_vocab` are drawn. ids int64 [V], ascending: row v
         of the weight stands for token ids[v]. finite: the token's logit is a finite number and no logit
         of the row is NaN.
@@ -147,10 +148,10 @@ class Kernels(Protocol):
         norms: PairNorms,
         keeps_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the norms of each row's embedding and previous state, side by side: [T, 2 * H].
+        """Return the norms of each row's embedding and previous state, concatenated: [T, 2 * H].
 
-        token_ids int64 [T] in table [V, H]; states come from the rings of `batch`. With keeps_state the
-        state itself [T, H] comes second, else None.
+        token_ids int64 [T] in table [V, H]; states come from the rings of `batch`. The second result
+        is the state itself [T, H] with keeps_state, else None.
         """
         ...
 
@@ -159,8 +160,8 @@ class Kernels(Protocol):
     ) -> None:
         """Write valid rows of hidden [S, W, H] into rings [S, depth + 1, H], in place.
 
-        Valid positions of a slot lie less than depth apart. page_states [P, H] takes the row that is the
-        last position of its page. Rows that are not valid may write a ring's last place and page 0.
+        Valid positions of a slot lie less than depth apart. The row at the last position of a page is
+        written to page_states [P, H]. Rows that are not valid may write a ring's last entry and page 0.
         """
         ...
 
@@ -179,7 +180,7 @@ class Kernels(Protocol):
 
         qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm of
         every head before the rotation. Pools are written in place; values that are not finite are
-        replaced (`replace_non_finite`), so that a faulty slot cannot harm another one.
+        replaced (`replace_non_finite`), so that a faulty slot cannot affect another one.
         """
         ...
 
@@ -197,9 +198,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attend query [S, Q, H, D] to each slot's pages: [S, Q, H, D].
 
-        pools [pages, page, K, D], H a multiple of K. The plan is this set's own. A row sees the positions
-        up to its own that `causal_bias` leaves; a slot without valid rows gives zeros. Q may be smaller
-        than planned.
+        pools [pages, page, K, D], H a multiple of K. The plan comes from this set's `plan_attention`.
+        A row attends to the positions up to its own that `causal_bias` does not mask; a slot without
+        valid rows gives zeros. Q may be smaller than planned.
         """
         ...
 
@@ -215,12 +216,12 @@ class Kernels(Protocol):
         """Norm and rotate latent [T, L + R] into the pages; return query [T, H, R] rotated.
 
         norm [L]: scales of the latent part's norm. pages [P, page, L + R] are written in place, as in
-        `rotary_store`. Of rows that share a place any one wins.
+        `rotary_store`. Of rows that share a cache slot any one is stored.
         """
         ...
 
     def head_linear(self, x: Tensor, weight: HeadMatrices) -> Tensor:
-        """Return each head's own product of x [T, H, A] by weight [H, A, B]: [T, H, B]."""
+        """Return x [T, H, A] multiplied head by head by weight [H, A, B]: [T, H, B]."""
         ...
 
     def mla_attention(
@@ -228,8 +229,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attend query [S, Q, H, L + R] to pages [P, page, L + R]: [S, Q, H, L], L = rank.
 
-        The plan is of `plan_attention` for one key head of size L + R; a row sees the positions up to its
-        own. Source: DeepSeek-V2 (2405.04434), section 2.1.
+        The plan is that of `plan_attention` for one key head of size L + R; a row attends to the
+        positions up to its own. Source: DeepSeek-V2 (2405.04434), section 2.1.
         """
         ...
 
@@ -266,8 +267,8 @@ class Kernels(Protocol):
         """Return the weighted sum of the experts' results of x [T, K]: [T, K], and None.
 
         ids int64 [T, k] in [0, E), weights float32 [T, k]. With stream [T, K] the sum is added to it
-        before it is rounded, and the squares come second where this set of kernels carries them. The C
-        kernels need a stream. chunk: as in `linear`.
+        before it is rounded, and the second result is its squares where this set of kernels carries
+        them. The C kernels need a stream. chunk: as in `linear`.
         """
         ...
 
@@ -282,7 +283,7 @@ class Kernels(Protocol):
         rows: Segments,
         silu: bool = True,
     ) -> Tensor:
-        """Return the causal convolution of each channel, float32 [T, C], through silu if asked.
+        """Return the causal convolution of each channel, float32 [T, C], through silu if `silu`.
 
         x [T, C], rows with any stride; weight float32 [K, C]: weight[j] times the input K - 1 - j
         positions before; bias float32 [C]. ring [S, D, C] in x's dtype, D >= K - 1 + the rows of two
@@ -294,12 +295,12 @@ class Kernels(Protocol):
     def delta_rule(
         self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
-        """Return what each row reads of its slot's state, float32 [T, H, dv]; memory is written.
+        """Return each row's query of its slot's state, float32 [T, H, dv]; memory is written in place.
 
         mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values; value head h has key head
-        h // (H / Hk). raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and then
-        steps. Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values are written
-        softplus(step + bias) times and keys are not normed. Rows outside every segment give zeros.
+        h // (H / Hk). raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and
+        then steps. Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values are
+        multiplied by softplus(step + bias) and keys are not normed. Rows outside every segment give zeros.
         Source: Yang et al. 2024 (2412.06464), as Qwen3-Next applies it; Dao and Gu 2024 (2405.21060).
         """
         ...
@@ -309,8 +310,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return `delta_rule` up to rounding, for runs of a prompt that are never rolled back.
 
-        Runs begin where their states stand. States are written as of the runs' ends; rings are neither
-        read nor written. Source: Yang et al. 2024 (2406.06484).
+        Runs begin at the position of the slot's state. States are written as of the runs' ends; rings
+        are neither read nor written. Source: Yang et al. 2024 (2406.06484).
         """
         ...
 
@@ -345,8 +346,8 @@ class Kernels(Protocol):
     def row_distributions(self, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
         """Return the distribution that `sample_rows` draws from: [S, R, V] in the logits' dtype.
 
-        At temperature 0 all probability lies on the likeliest token, ties to the lowest id. A row with a
-        NaN, or whose likeliest token is not finite, is NaN throughout.
+        At temperature 0 the likeliest token has probability 1, ties to the lowest id. A row with a NaN,
+        or whose likeliest token is not finite, is NaN throughout.
         """
         ...
 
@@ -363,11 +364,12 @@ class Kernels(Protocol):
         """Accept drafts by rejection sampling: (tokens int64 [S, R], accepted int64 [S]).
 
         Each draft is accepted with probability min(1, p / q), or `by_block` the longest prefix that
-        passes. target [S, R, V]: the target's processed distributions; draft_probs [S, k, V]: exactly those
-        that the drafts were drawn from with STREAM_DRAFT, or None where a draft is certain. num_drafts
-        int64 [S]: how many drafts are real; positions int64 [S, R]: of the tokens decided. tokens holds the
-        accepted drafts, the recovered or bonus token, and NO_TOKEN beyond. A draft of target probability 0
-        is never accepted. Source: Leviathan et al. 2023; Chen et al. 2023; Sun et al. 2024.
+        passes. target [S, R, V]: the target's processed distributions; draft_probs [S, k, V]: exactly
+        those that the drafts were drawn from with STREAM_DRAFT, or None where the draft model is
+        deterministic. num_drafts int64 [S]: valid drafts of each slot; positions int64 [S, R]: of the
+        tokens decided. tokens holds the accepted drafts, the recovered or bonus token, and NO_TOKEN
+        beyond. A draft of target probability 0 is never accepted. Source: Leviathan et al. 2023; Chen et
+        al. 2023; Sun et al. 2024.
         """
         ...
 
@@ -379,7 +381,7 @@ class Kernels(Protocol):
         """Return every slot's verification window: the token at length - 1, then k drafts.
 
         Drafts end at the first id outside [0, usable_vocab), where the next token would pass length_limit,
-        and after draft_cap of them. The beginning of the round is marked in `times`, in place.
+        and after draft_cap of them. The start time of the round is written to `times`, in place.
         """
         ...
 
@@ -392,7 +394,7 @@ class Kernels(Protocol):
         first: Tensor | None,
         ahead: int = 0,
     ) -> Rows:
-        """Return the last `width` committed tokens of every slot, and `ahead` drafts behind them.
+        """Return the last `width` committed tokens of every slot, then `ahead` drafts.
 
         Rows before the text, before the positions first int64 [S], from draft_limit on, or of slots that
         chosen bool [S] leaves out are not valid. Positions are cut to [0, limit).
@@ -404,9 +406,9 @@ class Kernels(Protocol):
     ) -> Rows:
         """Write one drafted token into draft[:, step] and return the row that draws the next one.
 
-        sampled int64 [S, 1] is the row's token, at position length + step; its memory may be shared. After
-        the last of k steps num_drafts [S] is written, in place: the drafts whose predecessor lies below
-        draft_limit, 0 in inactive slots.
+        sampled int64 [S, 1] is the row's token, at position length + step; the result may share its
+        memory. After the last of k steps num_drafts [S] is written, in place: the number of drafts whose
+        predecessor lies below draft_limit, 0 in inactive slots.
         """
         ...
 
@@ -427,7 +429,7 @@ class Kernels(Protocol):
         accepted: Tensor | None = None,
         generated: Tensor | None = None,
     ) -> None:
-        """Append accepted + 1 samples, fewer at a stop id or a row that is not finite, and emit them.
+        """Append accepted + 1 samples, fewer at a stop id or a non-finite row, and emit them.
 
         sampled int64 and finite bool [S, k + 1]. Written in place: tokens from column length on, length,
         active, generated int32 [S, V] (one more for each committed token), the commit's time, and the
@@ -447,7 +449,7 @@ class Kernels(Protocol):
     ) -> None:
         """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
 
-        Where fewer than k tokens followed it, the text repeats itself and its period goes on. Matches are
+        Where fewer than k tokens followed it, they are repeated periodically. Matches are
         ngram_min >= 1 to ngram_max tokens long. Written in place: draft[:, :k]; num_drafts, k or 0; match,
         the match's length. Inactive slots get 0 drafts and keep their match. bound >= every active slot's
         length; only the torch form reads it. keep_drafts: `draft` already holds drafts, which stay in
@@ -459,4 +461,4 @@ class Kernels(Protocol):
 OPERATION_NAMES = tuple(
     name for name, member in vars(Kernels).items() if callable(member) and not name.startswith("_")
 )
-"""Every operation of a set of kernels."""
+"""The names of all operations of a set of kernels."""

@@ -1,52 +1,52 @@
-"""What launches of the Triton kernels share: sizes, and whether one may begin before another has ended."""
+"""Launch helpers of the Triton kernels: device limits, sizes, and programmatic dependent launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class Device:
-    """What launch choices may follow; the defaults are a CPU's, whose interpreter takes any choice."""
+    """The limits of a device that launch configs depend on.
+
+    The defaults are for a CPU, whose interpreter takes any config.
+    """
 
     capability: tuple[int, int] = (0, 0)
-    shared: int = (
-        99 * 1024
-    )  # bytes of shared memory that a program may use; the default is the least of all
+    shared: int = 99 * 1024
+    """Bytes of shared memory that a program may use; the default is the least of all devices'."""
     processors: int = 132
 
 
 @cache
 def device_properties(device: torch.device) -> Device:
-    """Of the device that tensors lie on."""
+    """Return the limits of the device that tensors lie on."""
     if device.type == "cpu":
         return Device()
-    found = torch.cuda.get_device_properties(device)
-    shared = getattr(
-        found, "shared_memory_per_block_optin", Device.shared
-    )  # not every build of torch tells
-    return Device((found.major, found.minor), shared, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    # Not every build of torch has this property.
+    shared = getattr(properties, "shared_memory_per_block_optin", Device.shared)
+    return Device((properties.major, properties.minor), shared, properties.multi_processor_count)
 
 
 def ceil_div(amount: int, size: int) -> int:
-    """How many pieces of `size` hold `amount`."""
+    """Return amount / size, rounded up."""
     return -(-amount // size)
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 @cache
-def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that may begin before the previous one has ended.
+def pdl_options(device: torch.device) -> dict[str, int]:
+    """Return the launch options of a kernel that may begin before the previous one has ended.
 
-    Such a kernel has the constant PDL and waits, in every program, before it touches anything that
+    Such a kernel has the constant PDL and waits, in every program, before its first access to what
     another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
     """
     if device_properties(device).capability >= (9, 0):

@@ -15,16 +15,17 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until the previous kernel has ended; nothing it wrote may be read, nor overwritten, before."""
+    """Wait until the previous kernel has ended; before, none of its outputs may be read or written."""
     if PDL:
         cuda.gdc_wait()
 
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel be launched: it waits for this one before it reads what it writes.
+    """Let the next kernel be launched: it waits for this one before it reads its outputs.
 
-    A dense product does so behind its loop: earlier, the next one's programs would take its room.
+    A dense product does so after its loop: earlier, the next kernel's programs would take up the
+    processors that this one needs.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -39,7 +40,7 @@ def wait_and_release(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Bring the cache lines of pointers, which must be readable, into L2; returns nothing."""
+    """Prefetch the cache lines of pointers, which must be readable, into L2; return nothing."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

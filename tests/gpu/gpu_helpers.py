@@ -88,9 +88,9 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def write_hybrid(folder: Path, **more: Any) -> Path:
+def write_hybrid(folder: Path, **overrides: Any) -> Path:
     """A tiny model with recurrent layers."""
-    sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16", **more}
+    sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16", **overrides}
     return write_tiny_hybrid(folder, agreeing=True, **sizes)
 
 
@@ -105,10 +105,10 @@ def likely_stop(model: Path, prompt: tuple[int, ...], **options: Any) -> int:
 def method_options(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
     """Return engine options of a method with k drafts; the demo's own draft model unless another is given."""
     models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
-    found = {
+    options = {
         "spec": method,
         "draft_model": models.get(method),
         "draft_max": None if method == "off" else k,
     }
-    found["ngram_min"] = 1 if "ngram" in method else None
-    return {name: value for name, value in found.items() if value is not None}
+    options["ngram_min"] = 1 if "ngram" in method else None
+    return {name: value for name, value in options.items() if value is not None}

@@ -27,14 +27,14 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
     options = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_options(method, 3)}
     work = [(prompt, params) for prompt in demo_prompts()[:4]]
     with gpu_engine(demo_folder(), graphs=False, **options) as engine:
-        told = [run_work(engine, some) for some in (work, work[:1])]
+        stories = [run_work(engine, some) for some in (work, work[:1])]
     with gpu_engine(demo_folder(), **options) as engine:
         captured = engine.round_queue.captured
         assert captured is not None
         count = engine.capture_ahead([params])
         shapes = set(captured.captured)
         assert count == len(shapes) == (2 if method == "off" else 4)
-        for some, eager in zip((work, work[:1]), told, strict=True):
+        for some, eager in zip((work, work[:1]), stories, strict=True):
             runs = run_work(engine, some)
             assert collect_outputs(runs) == collect_outputs(eager) and story(runs) == story(eager)
         assert set(captured.captured) == shapes, "something was captured in the midst of requests"

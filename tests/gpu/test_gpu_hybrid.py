@@ -51,11 +51,11 @@ def test_pages_that_run_short(hybrid: Path) -> None:
     """A request that gives way is written again by the programs that wrote it."""
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
     long = [(random_prompts(1, n, 256, seed=n)[0], params) for n in (5, 75, 300, 600)]
-    told = []
+    stories = []
     for options in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
         with lane.gpu_engine(hybrid, **OPTIONS, **options) as engine:
-            told.append(collect_outputs(lane.run_work(engine, long, 1)))
-    assert told[0] == told[1]
+            stories.append(collect_outputs(lane.run_work(engine, long, 1)))
+    assert stories[0] == stories[1]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -65,7 +65,7 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=3)
     drafted = {} if spec == "off" else {"draft_max": 4}
     for length in (40, 64, 300):
-        told = []
+        stories = []
         for sharing in (True, False):
             options = {**OPTIONS, **drafted, "spec": spec, "prefix_sharing": sharing, "lag": lag}
             with lane.gpu_engine(hybrid, **options) as engine:
@@ -77,5 +77,5 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
                 assert cached == ([length + 19, length - 1] if sharing else [0, 0])
                 places = get_local_queue(engine).snapshots.places if sharing else {}
                 assert all(part.is_pinned() for parts in places.values() for part in parts)
-                told.append([first.output, *(run.output for run in later)])
-        assert told[0] == told[1]
+                stories.append([first.output, *(run.output for run in later)])
+        assert stories[0] == stories[1]

@@ -44,19 +44,19 @@ class Model:
     work: lane.Work
     plain: list[Run]
 
-    def engine(self, method: str, k: int, **more: Any) -> AbstractContextManager[Engine]:
+    def engine(self, method: str, k: int, **options: Any) -> AbstractContextManager[Engine]:
         """One that speculates so, or not at all."""
-        asked = lane.method_options(method, k, self.draft)
-        return lane.gpu_engine(self.folder, **self.options, **asked, **more)
+        config_options = lane.method_options(method, k, self.draft)
+        return lane.gpu_engine(self.folder, **self.options, **config_options, **options)
 
-    def check(self, method: str, k: int, times: int = 1, **more: Any) -> list[Run]:
+    def check(self, method: str, k: int, times: int = 1, **options: Any) -> list[Run]:
         """Eager and captured runs, in step and behind, against the plain text and against each other.
 
         Eager ones take many times as long, so alone they leave out the lag between.
         """
-        told: list[dict[str, Any]] | None = None
+        expected_story: list[dict[str, Any]] | None = None
         for graphs in (False, True):
-            with self.engine(method, k, graphs=graphs, **more) as engine:
+            with self.engine(method, k, graphs=graphs, **options) as engine:
                 assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
                 for lag in (0, 1, 2) if graphs or times > 1 else (0, 2):
                     runs = lane.run_work(engine, self.work * times, lag)
@@ -66,8 +66,8 @@ class Model:
                     )
                     for run, other in zip(runs, self.plain * times, strict=True):
                         assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-                    told = told or lane.story(runs)
-                    assert lane.story(runs) == told, (graphs, lag)
+                    expected_story = expected_story or lane.story(runs)
+                    assert lane.story(runs) == expected_story, (graphs, lag)
                 captured = engine.round_queue.captured
                 assert not graphs or (captured is not None and captured.captured)
         if k and method not in LOOKED_UP.get(self.name, ()):
@@ -147,7 +147,7 @@ def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) ->
 
 def test_lengths_that_change(models: dict[str, Model]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
-    told = []
+    stories = []
     model = models["bfloat16"]
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
         with model.engine("draft", 4, graphs=graphs) as engine:
@@ -155,8 +155,8 @@ def test_lengths_that_change(models: dict[str, Model]) -> None:
             engine.draft_length.choose = lengths.__next__  # type: ignore[method-assign]
             runs = lane.run_work(engine, model.work[:2], lag)
         assert collect_outputs(runs) == collect_outputs(model.plain[:2]), (graphs, lag)
-        told.append(lane.story(runs))
-    assert told[0] == told[1]
+        stories.append(lane.story(runs))
+    assert stories[0] == stories[1]
 
 
 def test_a_shared_prefix() -> None:

@@ -48,14 +48,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int, slot
 
 def fill_memory() -> list[torch.Tensor]:
     """Take what this process may still have, in smaller and smaller pieces."""
-    taken: list[torch.Tensor] = []
+    blocks: list[torch.Tensor] = []
     for size in (2**24, 2**20, 2**16, 2**9):
         try:
-            while len(taken) < 200_000:
-                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            while len(blocks) < 200_000:
+                blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
         except torch.OutOfMemoryError:
             pass
-    return taken
+    return blocks
 
 
 def test_memory_that_runs_out_is_a_refusal_and_not_the_end() -> None:
@@ -65,12 +65,12 @@ def test_memory_that_runs_out_is_a_refusal_and_not_the_end() -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
-        taken = fill_memory()
+        blocks = fill_memory()
         try:
             with pytest.raises(ResourceError) as caught:
                 run_work(engine, work, 1)
         finally:
-            taken.clear()
+            blocks.clear()
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert caught.value.code == "out_of_memory" and caught.value.exit_code == 5
         assert caught.value.fix

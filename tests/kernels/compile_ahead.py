@@ -34,36 +34,36 @@ DEVICES = {
 def pretend(arch: int) -> None:
     """Answer Triton, and what asks torch, as a GPU of an architecture would."""
     device = DEVICES[arch]
-    facts = SimpleNamespace(
+    properties = SimpleNamespace(
         major=arch // 10, minor=arch % 10, multi_processor_count=device.processors
     )
-    facts.shared_memory_per_block_optin = device.shared
+    properties.shared_memory_per_block_optin = device.shared
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(driver)
-    vars(torch.cuda)["get_device_properties"] = lambda device: facts
+    vars(torch.cuda)["get_device_properties"] = lambda device: properties
 
 
 def compiled(
     launches: dict[str, Callable[[], Any]], without: str
 ) -> Iterator[tuple[str, Any, Any]]:
     """Every program that the cases launch, once, with its kernel and a name after kernel and case."""
-    found: list[tuple[Any, Any]] = []
+    programs: list[tuple[Any, Any]] = []
     run = triton.JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        found.append((kernel, run(kernel, *args, grid=grid, warmup=True, **options)))
+        programs.append((kernel, run(kernel, *args, grid=grid, warmup=True, **options)))
 
     triton.JITFunction.run = compile_only
     seen: dict[int, str] = {}
     for case, launch in launches.items():
-        found.clear()
+        programs.clear()
         if not re.search(without, case):
             launch()
-        for kernel, program in found:
+        for kernel, program in programs:
             if id(program) not in seen:
                 stem = kernel.fn.__name__.removesuffix("_kernel")
                 name = case if stem in case else f"{stem}_{case}"
@@ -79,8 +79,8 @@ def usage(cubin: bytes) -> dict[str, int]:
         text = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"registers": found["REG"], "local": found["STACK"] + found["LOCAL"]}
+    counts = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": counts["REG"], "local": counts["STACK"] + counts["LOCAL"]}
 
 
 def main() -> None:

@@ -42,10 +42,10 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
     """The C kernels of a set of instructions and a dtype, as `HERE` names them; kept by their source."""
 
     @functools.cache
-    def made(named: str) -> NativeKernels:
-        instructions, dtype = named.split()
+    def load(name: str) -> NativeKernels:
+        instructions, dtype = name.split()
         folder = pytestconfig.cache.mkdir("native")
-        with open(folder / f"{named}.lock", "w") as lock:
+        with open(folder / f"{name}.lock", "w") as lock:
             fcntl.flock(
                 lock, fcntl.LOCK_EX
             )  # one process compiles, the others wait for what it made
@@ -54,7 +54,7 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
         assert library.instructions == instructions
         return library
 
-    return made
+    return load
 
 
 @pytest.fixture(scope="session", params=HERE)
@@ -89,8 +89,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def poisoned_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = make(*args, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-(2**7 - 3))
+        tensor = make(*args, **kwargs)
+        return (
+            tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**7 - 3))
+        )
 
     return poisoned_empty
 

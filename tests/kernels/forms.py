@@ -22,7 +22,7 @@ from spd.kernels.native.build import (
     unavailable_reason,
     usable_instructions,
 )
-from spd.kernels.native.library import ROUND
+from spd.kernels.native.calls import ROUND_FIELDS
 
 HERE = [
     f"{name} {dtype}"
@@ -39,18 +39,20 @@ EVERY: list[Any] = ["torch", "triton", *COMPILED]
 PAGE = 64
 
 
-def thinned(rows: Sequence[tuple[Any, ...]], kept: Sequence[int], *forms: Any) -> list[Any]:
+def parametrize_forms(
+    rows: Sequence[tuple[Any, ...]], default_rows: Sequence[int], *forms: Any
+) -> list[Any]:
     """(form, *row) of forms, all where none is given; of Triton's, the default lane has only `kept` rows.
 
     The interpreter is hundreds of times slower than the others.
     """
-    found = []
+    params = []
     for form in forms or EVERY:
         name, marks = (form, ()) if isinstance(form, str) else (form.values[0], form.marks)
-        for place, row in enumerate(rows):
-            left_out = (pytest.mark.slow,) if name == "triton" and place not in kept else ()
-            found.append(pytest.param(name, *row, marks=(*marks, *left_out)))
-    return found
+        for index, row in enumerate(rows):
+            slow = (pytest.mark.slow,) if name == "triton" and index not in default_rows else ()
+            params.append(pytest.param(name, *row, marks=(*marks, *slow)))
+    return params
 
 
 ROUNDED = 2.0**-8
@@ -86,34 +88,36 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def near(
-    found: Tensor, right: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None
+    result: Tensor, expected: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None
 ) -> None:
     """Error at most twice that of plain torch in the same type, and `slack` roundings of numbers of a size.
 
     The size is 1 and that of the right ones where it is not given: plain torch may be luckily right.
     """
-    assert found.dtype == plain.dtype and found.shape == right.shape and found.isfinite().all()
-    size = 1 + right.abs().max().item() if size is None else size
-    allowed = (
-        2 * (plain.double() - right).abs().max().item()
-        + slack * torch.finfo(found.dtype).eps * size
+    assert (
+        result.dtype == plain.dtype and result.shape == expected.shape and result.isfinite().all()
     )
-    assert (found.double() - right).abs().max() <= allowed
+    size = 1 + expected.abs().max().item() if size is None else size
+    allowed = (
+        2 * (plain.double() - expected).abs().max().item()
+        + slack * torch.finfo(result.dtype).eps * size
+    )
+    assert (result.double() - expected).abs().max() <= allowed
 
 
-def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
+def assert_rounded(result: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
     """Within `slack` roundings of the value, or of the sums' own error where that is small."""
-    assert got.isfinite().all()
-    rounding = torch.finfo(got.dtype).eps / 2
-    floor = min(floor, 1e-5) if got.dtype == torch.float32 else floor
-    error = (got.double() - exact).abs()
+    assert result.isfinite().all()
+    rounding = torch.finfo(result.dtype).eps / 2
+    floor = min(floor, 1e-5) if result.dtype == torch.float32 else floor
+    error = (result.double() - exact).abs()
     assert (error <= slack * rounding * exact.abs() + floor * exact.abs().max()).all(), error.max()
 
 
 ACTS = [SILU, GELU, RELU2, Activation("silu", 0.7), Activation("swiglu", 0.9, 1.702)]
 
 
-def acted(x: Tensor, act: Activation) -> Tensor:
+def apply_activation(x: Tensor, act: Activation) -> Tensor:
     """An activation of a first product's rows, by its definition in x's dtype."""
     if act.kind == "relu2":
         return x.clamp(min=0) ** 2
@@ -128,7 +132,9 @@ def acted(x: Tensor, act: Activation) -> Tensor:
     return (up + 1) * gate / (1 + (-act.alpha * gate).exp())
 
 
-def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def random_rotations(
+    count: int, size: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines [count, size] of angles that have nothing in common."""
     angles = torch.rand(count, size // 2, generator=torch.Generator().manual_seed(1)) * 6
     cos = angles.cos().repeat(1, 2)
@@ -148,8 +154,8 @@ def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
     return importlib.import_module(f"spd.kernels.{stem}{suffix}")
 
 
-def round_state(**held: Tensor) -> Any:
+def round_state(**tensors: Tensor) -> Any:
     """What a round keeps, with zeros for what its operation does not read, though C wants all."""
     flat = torch.zeros(1, 1, dtype=torch.int64)
-    ring = torch.zeros(held.get("times", flat).shape[0], 1, 1, dtype=torch.int64)
-    return SimpleNamespace(**{**dict.fromkeys(ROUND, flat), "ring": ring, **held})
+    ring = torch.zeros(tensors.get("times", flat).shape[0], 1, 1, dtype=torch.int64)
+    return SimpleNamespace(**{**dict.fromkeys(ROUND_FIELDS, flat), "ring": ring, **tensors})

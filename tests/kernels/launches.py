@@ -29,7 +29,7 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Paging, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
-from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case, stepping
+from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, map_tensors, random_case, with_steps
 
 Launches = dict[str, Callable[[], Any]]
 BF16 = torch.bfloat16
@@ -121,23 +121,23 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
 def products() -> Launches:
     """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
     big = (4096, 6144, 4096, 12288)
-    found: Launches = {}
+    cases: Launches = {}
     for dtype in (BF16, F16):
         layers = dense("8b", dtype, big) | dense("0.6b", dtype, (1024, 4096, 2048, 3072))
-        found |= layers | head(f"8b_{NAMES[dtype]}", dtype)
+        cases |= layers | head(f"8b_{NAMES[dtype]}", dtype)
     for kind in (None, torch.int8):
-        found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
+        cases |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
     for code in CODED:
-        found |= dense("8b", BF16, big, kind=code)
-    found |= head("8b_wide_bf16", BF16, 64, WIDE)
-    found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), act=GELU)["9b_bf16"]
+        cases |= dense("8b", BF16, big, kind=code)
+    cases |= head("8b_wide_bf16", BF16, 64, WIDE)
+    cases["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), act=GELU)["9b_bf16"]
     limited = Activation("silu", 16.0)
-    found["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)[
+    cases["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)[
         "step_bf16"
     ]
     x = of(BF16, 4, 4096)
     norm = of(BF16, 4096)
-    return found | {
+    return cases | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
         "norm_8b": lambda: OPS.rms_norm_rows(x, of(F32, 4, 64), norm, 1e-6),
         "9b": lambda: OPS.norm_residual(of(BF16, 4, 3584), of(F32, 3584), 1e-6, of(BF16, 4, 3584)),
@@ -150,7 +150,7 @@ def attention() -> Launches:
     table = of(I64, 16, 64)
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
     chunk = Windows(of(I64, 1, 80), of(BOOL, 1, 80), table[:1], (), (), 64)
-    found: Launches = {}
+    cases: Launches = {}
 
     def attend(
         dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False
@@ -174,10 +174,10 @@ def attention() -> Launches:
         pool = of(dtype, 99, 64, 576)
         query = of(dtype, 80, 128, 576)
         turn = of(F32, 4096, 64)
-        turned = of(dtype, 80, 128, 192)[..., 128:]
-        kept = of(dtype, 80, 2112)[:, 1536:]
+        query_rope = of(dtype, 80, 128, 192)[..., 128:]
+        latents = of(dtype, 80, 2112)[:, 1536:]
         rows = RotatedRows(turn, turn, positions.view(-1), positions.view(-1))
-        OPS.latent_store(turned, kept, rows, of(dtype, 512), 1e-6, pool)
+        OPS.latent_store(query_rope, latents, rows, of(dtype, 512), 1e-6, pool)
         plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
         OPS.mla_attention(query.view(16, 5, 128, 576), pool, plan, 512, 0.1)
         plan = OPS.plan_attention(chunk, AttentionHeads(128, 1, 512), 64, dtype)
@@ -185,19 +185,19 @@ def attention() -> Launches:
 
     for dtype, name in ((BF16, "bf16"), (F16, "fp16")):
         gemma = AttentionHeads(8, 4, 256, sliding=(4096,))
-        found[name] = partial(attend, dtype, AttentionHeads(32, 8, 128), None)
-        found[f"sliding_{name}"] = partial(attend, dtype, gemma, 50.0)
-        found[f"wide_{name}"] = partial(attend, dtype, AttentionHeads(16, 2, 512), None)
-        found[f"plain_{name}"] = partial(store, dtype, None)
-        found[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
-        found[f"latent_{name}"] = partial(latent, dtype)
+        cases[name] = partial(attend, dtype, AttentionHeads(32, 8, 128), None)
+        cases[f"sliding_{name}"] = partial(attend, dtype, gemma, 50.0)
+        cases[f"wide_{name}"] = partial(attend, dtype, AttentionHeads(16, 2, 512), None)
+        cases[f"plain_{name}"] = partial(store, dtype, None)
+        cases[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
+        cases[f"latent_{name}"] = partial(latent, dtype)
         for side, a, b in (("in", 128, 512), ("out", 512, 128)):
-            found[f"{side}_{name}"] = partial(
+            cases[f"{side}_{name}"] = partial(
                 OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b)
             )
     oss = AttentionHeads(64, 8, 64, sliding=(128,))
-    found["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
-    return found
+    cases["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
+    return cases
 
 
 def experts() -> Launches:
@@ -208,40 +208,40 @@ def experts() -> Launches:
         hidden: int,
         inner: int,
         groups: int,
-        kept: int,
+        groups_kept: int,
         kind: Kind = None,
         act: Activation = SILU,
     ) -> None:
         x = of(BF16, 32, hidden)
         corrected = kind is not None
-        rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
+        rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, groups_kept, 2)
         parts = OPS.router_logits(x, of(F32, count, hidden))
         chosen = OPS.route(parts, of(F32, count) if corrected else None, rule)
         gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
-        own = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
+        expert_weights = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
         if act.kind == "swiglu":
-            own = own._replace(
+            expert_weights = expert_weights._replace(
                 gate_up_bias=of(F32, count, 2 * inner), down_bias=of(F32, count, hidden)
             )
-        OPS.experts(x, *chosen, own, x)
+        OPS.experts(x, *chosen, expert_weights, x)
 
-    found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
-    found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
+    cases: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
+    cases["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
     for code in CODED:
-        found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
+        cases[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     swiglu = Activation("swiglu", 7.0, 1.702)
     limited = Activation("silu", 7.0)
-    others = {
+    shapes = {
         "oss": (32, 2880, 2880, swiglu),
         "gemma": (128, 2816, 704, GELU),
         "step": (288, 4096, 1280, limited),
         "nemotron": (128, 2688, 1856, RELU2),
     }
-    for name, (count, hidden, inner, act) in others.items():
-        found[name] = partial(layer, count, hidden, inner, 1, 1, act=act)
-    found["oss_e2m1"] = partial(layer, 32, 2880, 2880, 1, 1, kind="e2m1 32", act=swiglu)
-    found["nemotron_int4"] = partial(layer, 128, 2688, 1856, 1, 1, kind="int4 32", act=RELU2)
-    return found
+    for name, (count, hidden, inner, act) in shapes.items():
+        cases[name] = partial(layer, count, hidden, inner, 1, 1, act=act)
+    cases["oss_e2m1"] = partial(layer, 32, 2880, 2880, 1, 1, kind="e2m1 32", act=swiglu)
+    cases["nemotron_int4"] = partial(layer, 128, 2688, 1856, 1, 1, kind="int4 32", act=RELU2)
+    return cases
 
 
 def draws() -> Launches:
@@ -254,13 +254,13 @@ def draws() -> Launches:
         "stop_ids": of(I64, 2, 24),
         "usable_vocab": VOCAB,
     }
-    tensors = replace(each(case.tensors, lambda tensor: tensor.to("meta")), **other)
+    tensors = replace(map_tensors(case.tensors, lambda tensor: tensor.to("meta")), **other)
     logits = of(F32, 2, 4, VOCAB)
     draft = of(I64, 2, 3)
     positions = of(I64, 2, 4)
     verify = (draft, of(I64, 2), of(I64, 2), positions)
-    found: Launches = {
-        name: partial(OPS.sample_rows, logits, draft, positions, stepping(tensors, steps))
+    cases: Launches = {
+        name: partial(OPS.sample_rows, logits, draft, positions, with_steps(tensors, steps))
         for name, steps in (
             ("greedy", replace(PLAIN, noise=False)),
             ("noise", PLAIN),
@@ -270,14 +270,14 @@ def draws() -> Launches:
         )
     }
     for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
-        found[f"law_{name}"] = partial(
-            OPS.row_distributions, logits, draft, stepping(tensors, steps)
+        cases[f"law_{name}"] = partial(
+            OPS.row_distributions, logits, draft, with_steps(tensors, steps)
         )
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
-            given = (logits, probabilities, *verify, rule == "block")
-            found[f"{rule}_{law}"] = partial(OPS.verify_drafts, *given)
-    return found
+            arguments = (logits, probabilities, *verify, rule == "block")
+            cases[f"{rule}_{law}"] = partial(OPS.verify_drafts, *arguments)
+    return cases
 
 
 def rounds() -> Launches:
@@ -288,46 +288,48 @@ def rounds() -> Launches:
         return RoundState(4, width - 32, 31, 64, "meta")
 
     slots = of(I64, 4)
-    places = Paging(64, 4096, 64)
+    paging = Paging(64, 4096, 64)
     s = state()
     generated = of(torch.int32, 4, VOCAB)
-    found: Launches = {}
+    cases: Launches = {}
 
-    def commit(k: int, counts: Tensor | None, given: Tensor | None) -> None:
+    def commit(k: int, counts: Tensor | None, accepted: Tensor | None) -> None:
         rows = (of(I64, 4, k + 1), of(I64, 4, k + 1), of(BOOL, 4, k + 1), of(I64, 4, k + 1))
         window = RoundWindow(*rows, of(I64, 4, k), slots)
-        OPS.round_commit(s, window, rows[0], rows[2], given, counts)
+        OPS.round_commit(s, window, rows[0], rows[2], accepted, counts)
 
-    def pairs(size: int, kept: bool) -> None:
+    def pairs(size: int, keeps_state: bool) -> None:
         norm = of(BF16, size)
         states = HeadStates(of(BF16, 4, 9, size), 8)
         two = of(I64, 4, 2)
         batch = SimpleNamespace(positions=slots, width=1, states=states)
-        OPS.head_input(slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), kept)
+        OPS.head_input(
+            slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), keeps_state
+        )
         rows = Rows(two, two, of(BOOL, 4, 2), two)
         OPS.keep_states(of(BF16, 4, 2, size), rows, states.rings, of(BF16, 99, size), 64)
 
     for k in (0, 7, 31):
-        found[f"{k + 1}"] = partial(OPS.round_window, s, k, places, VOCAB)
-    found["commit_1"] = partial(commit, 0, None, None)
-    found["commit_8"] = partial(commit, 7, None, None)
-    found["commit_8_counted_given"] = partial(commit, 7, generated, slots)
-    found["commit_32_counted"] = partial(commit, 31, generated, None)
+        cases[f"{k + 1}"] = partial(OPS.round_window, s, k, paging, VOCAB)
+    cases["commit_1"] = partial(commit, 0, None, None)
+    cases["commit_8"] = partial(commit, 7, None, None)
+    cases["commit_8_counted_given"] = partial(commit, 7, generated, slots)
+    cases["commit_32_counted"] = partial(commit, 31, generated, None)
     for size in (4096, 7168):
-        for kept in (False, True):
-            found[f"{size}{'_kept' * kept}"] = partial(pairs, size, kept)
+        for keeps in (False, True):
+            cases[f"{size}{'_kept' * keeps}"] = partial(pairs, size, keeps)
     for width in (2048, 32768):
-        found[f"lookup_{width}"] = partial(OPS.ngram_lookup, state(width), 8, 3, 8, 0, True)
-    found["two"] = partial(OPS.committed_window, s, 2, s.active, places, None)
-    found["many"] = partial(OPS.committed_window, s, 17, s.active, places, slots)
-    found["draft"] = partial(OPS.draft_step, s, of(I64, 4, 1), 0, 8, places)
-    found["end"] = partial(OPS.mark_time, s.times, s.counter, ENDED, True)
-    return found
+        cases[f"lookup_{width}"] = partial(OPS.ngram_lookup, state(width), 8, 3, 8, 0, True)
+    cases["two"] = partial(OPS.committed_window, s, 2, s.active, paging, None)
+    cases["many"] = partial(OPS.committed_window, s, 17, s.active, paging, slots)
+    cases["draft"] = partial(OPS.draft_step, s, of(I64, 4, 1), 0, 8, paging)
+    cases["end"] = partial(OPS.mark_time, s.times, s.counter, ENDED, True)
+    return cases
 
 
 def recurrent() -> Launches:
     """As Qwen3.5's 9B keeps states (32 value heads, 16 key heads of 128), and in odd sizes."""
-    found: Launches = {}
+    cases: Launches = {}
     rows = Segments(of(I64, 5, 4), of(I64, 16))
 
     def read(mixed: Tensor, gates: Tensor, sizes: tuple[int, ...], corrects: bool) -> None:
@@ -359,10 +361,10 @@ def recurrent() -> Launches:
         OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
 
     for dtype in (BF16, F16):
-        found[f"mamba_{NAMES[dtype]}"] = partial(scan, dtype)
+        cases[f"mamba_{NAMES[dtype]}"] = partial(scan, dtype)
         for name, sizes in (("9b", (32, 16, 128, 128)), ("odd", (6, 2, 48, 40))):
-            found[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, *sizes)
-    return found
+            cases[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, *sizes)
+    return cases
 
 
 def launches(capability: tuple[int, int]) -> Launches:

@@ -33,15 +33,15 @@ EVERY_STEP = Steps(grammar=True)
 PLAIN = Steps(truncation=False, penalties=False, bias=False, min_length=False)
 
 
-def stepping(tensors: SamplingTensors, steps: Steps, **others: Any) -> SamplingTensors:
+def with_steps(tensors: SamplingTensors, steps: Steps, **overrides: Any) -> SamplingTensors:
     """With what these steps need, and nothing else."""
-    kept = {"bias": steps.bias, "min_length": steps.min_length, "mask": steps.grammar}
-    kept |= dict.fromkeys(("in_prompt", "generated"), steps.penalties)
-    others |= {name: None for name, needed in kept.items() if not needed}
-    return replace(tensors, noise=steps.noise, truncation=steps.truncation, **others)
+    is_needed = {"bias": steps.bias, "min_length": steps.min_length, "mask": steps.grammar}
+    is_needed |= dict.fromkeys(("in_prompt", "generated"), steps.penalties)
+    overrides |= {name: None for name, needed in is_needed.items() if not needed}
+    return replace(tensors, noise=steps.noise, truncation=steps.truncation, **overrides)
 
 
-def each(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) -> SamplingTensors:
+def map_tensors(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) -> SamplingTensors:
     """All of them changed alike."""
     changed: dict[str, Any] = {
         name: change(value) for name, value in vars(tensors).items() if isinstance(value, Tensor)
@@ -58,14 +58,14 @@ class Case:
     usable_vocab: int
 
     def with_steps(self, steps: Steps) -> SamplingTensors:
-        return stepping(self.tensors, steps, usable_vocab=self.usable_vocab)
+        return with_steps(self.tensors, steps, usable_vocab=self.usable_vocab)
 
     def arguments(self, steps: Steps) -> tuple[Tensor, Tensor, Tensor, SamplingTensors]:
         return self.logits, self.draft, self.positions, self.with_steps(steps)
 
     def only(self, slots: list[int]) -> Case:
         """Some slots in an order of their own."""
-        tensors = each(self.tensors, lambda tensor: tensor[slots])
+        tensors = map_tensors(self.tensors, lambda tensor: tensor[slots])
         rows = (self.logits[slots], self.draft[slots], self.positions[slots])
         return Case(*rows, tensors, self.usable_vocab)
 
@@ -116,7 +116,7 @@ def random_case(
     # Few different ids, so that windows repeat a draft.
     draft = torch.randint(min(vocab, 3), (slots, k), generator=g)
     positions = torch.randint(2**20, (slots, 1), generator=g) + torch.arange(k + 1)
-    tensors = each(tensors, lambda tensor: tensor.to(device))
+    tensors = map_tensors(tensors, lambda tensor: tensor.to(device))
     return Case(
         logits.to(device),
         draft.to(device),
@@ -126,12 +126,18 @@ def random_case(
     )
 
 
-def number(form: Form, few: int) -> int:
+def slot_count(form: Form, interpreted_count: int) -> int:
     """How many slots: few where the interpreter takes its time."""
-    return 10 * few if form.name != "triton" else few if form.device == "cpu" else 100 * few
+    return (
+        10 * interpreted_count
+        if form.name != "triton"
+        else interpreted_count
+        if form.device == "cpu"
+        else 100 * interpreted_count
+    )
 
 
-def drawn_alike(form: Form, case: Case, steps: Steps) -> Tensor:
+def assert_same_draws(form: Form, case: Case, steps: Steps) -> Tensor:
     """A form's draw is the reference's tokens and flags, but where noise decides by a last bit."""
     sampled, finite = form.ops.sample_rows(*case.arguments(steps))
     expected, expected_finite = sampling.sample_rows(*case.arguments(steps))

@@ -40,19 +40,19 @@ def drawn(
     kind: str, width: int, depth: int, group: int, zeros: bool, wide: bool = True, count: int = 0
 ) -> GroupedWeight:
     """A weight of every code, drawn from its sizes."""
-    made = torch.Generator().manual_seed(width * depth + group)
+    generator = torch.Generator().manual_seed(width * depth + group)
     rows = width * max(1, count)
-    most = 16 if kind in ("int4", "e2m1") else 256
-    codes = torch.randint(0, most, (rows, depth), generator=made).to(torch.uint8)
+    num_codes = 16 if kind in ("int4", "e2m1") else 256
+    codes = torch.randint(0, num_codes, (rows, depth), generator=generator).to(torch.uint8)
     if kind == "e4m3":
         codes = torch.where(codes & 127 == 127, codes - 1, codes)
     groups = math.ceil(depth / group)
-    scales = torch.rand(rows, groups, generator=made) * 0.02 + 0.001
-    zero = torch.randint(0, most, (rows, groups), generator=made).to(torch.uint8)
-    kept = pack_nibbles(codes) if kind in ("int4", "e2m1") else codes
+    scales = torch.rand(rows, groups, generator=generator) * 0.02 + 0.001
+    zero = torch.randint(0, num_codes, (rows, groups), generator=generator).to(torch.uint8)
+    stored_codes = pack_nibbles(codes) if kind in ("int4", "e2m1") else codes
     scales = scales if wide else scales.bfloat16()
-    whole = GroupedWeight(kind, kept, scales, zero if zeros else None, group)  # type: ignore[arg-type]
-    return whole.as_experts(count) if count else whole
+    weight = GroupedWeight(kind, stored_codes, scales, zero if zeros else None, group)  # type: ignore[arg-type]
+    return weight.as_experts(count) if count else weight
 
 
 def make_weight(
@@ -61,13 +61,13 @@ def make_weight(
     """A random weight in int8 whose scales differ much from row to row, or "kind group" of any codes."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
-        whole = quantize_int8(
+        weight = quantize_int8(
             normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
         )
     else:
         code, group = kind.split()
-        whole = drawn(code, n, k, int(group), code.startswith("int") and group != "128")
-    return tile_weight(replace(whole.map_tensors(lambda part: part.to(device)), columns=factors))
+        weight = drawn(code, n, k, int(group), code.startswith("int") and group != "128")
+    return tile_weight(replace(weight.map_tensors(lambda part: part.to(device)), columns=factors))
 
 
 def exact(weight: AnyWeight) -> Tensor:
@@ -137,5 +137,5 @@ def sample_operands(
     """Windows of rows at positions beyond 32 bits; the first slot draws at temperature 0."""
     seed = torch.arange(slots, device=device) * 7**20 - 2**62
     first = torch.arange(slots, device=device) * 2**31 + 5
-    heat = torch.linspace(0.0, 1.5, slots, device=device)
-    return Operands(vocab, k, slots * window, dtype, device), (seed, first, 3, heat)
+    temperature = torch.linspace(0.0, 1.5, slots, device=device)
+    return Operands(vocab, k, slots * window, dtype, device), (seed, first, 3, temperature)

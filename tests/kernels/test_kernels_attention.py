@@ -16,7 +16,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParam
 from spd.kernels.launch import Device, power_of_two
 from tests.helpers import limit_programs
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.forms import COMPILED, ROUNDED, Form, thinned
+from tests.kernels.forms import COMPILED, ROUNDED, Form, parametrize_forms
 
 twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
 
@@ -69,14 +69,14 @@ class Cache:
     def like(
         self,
         sliding: int | None = None,
-        cap: float | None = None,
+        softcap: float | None = None,
         first_key: int = 0,
         sinks: bool = False,
     ) -> Cache:
         """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
         low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
-        return replace(self, heads=heads, softcap=cap, sinks=low if sinks else None)
+        return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
 
     def paged(
         self,
@@ -97,12 +97,12 @@ class Cache:
         )
         table = order[: capacity * len(slots)].view(len(slots), capacity).to(self.keys.device)
         pools = []
-        for whole in (self.keys, self.values)[: 1 if self.rank else 2]:
-            pool = whole.new_full((len(order), self.page, *whole.shape[2:]), NAN)
+        for tensor in (self.keys, self.values)[: 1 if self.rank else 2]:
+            pool = tensor.new_full((len(order), self.page, *tensor.shape[2:]), NAN)
             pool[table.flatten()] = dead
             for s, (slot, window) in enumerate(zip(slots, windows, strict=True)):
-                at = torch.arange(window.end, device=whole.device)
-                pool[table[s][at // self.page], at % self.page] = whole[slot, : window.end]
+                at = torch.arange(window.end, device=tensor.device)
+                pool[table[s][at // self.page], at % self.page] = tensor[slot, : window.end]
             if form.native:  # which keep a page head by head
                 pool.copy_(pool.transpose(1, 2).reshape(pool.shape))
             pools.append(pool.squeeze(2) if self.rank else pool)
@@ -115,10 +115,11 @@ class Cache:
         first = max(
             min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)
         )
-        seen = (
-            each[slot, first : position + 1].to(query.dtype) for each in (self.keys, self.values)
+        visible = (
+            tensor[slot, first : position + 1].to(query.dtype)
+            for tensor in (self.keys, self.values)
         )
-        keys, values = (each.repeat_interleave(groups, 1) for each in seen)
+        keys, values = (tensor.repeat_interleave(groups, 1) for tensor in visible)
         scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
@@ -155,14 +156,16 @@ def make_latents(
     length: int,
     heads: int = 5,
     rank: int = 24,
-    turned: int = 8,
+    rope_dim: int = 8,
 ) -> Cache:
-    if form.native and (rank + turned) % 8:
+    if form.native and (rank + rope_dim) % 8:
         pytest.skip("heads of the C kernels are multiples of 8")
     torch.manual_seed(8)
-    kept = torch.randn(slots, length, 1, rank + turned).to(form.device, dtype)
+    latents = torch.randn(slots, length, 1, rank + rope_dim).to(form.device, dtype)
     page = 64 if form.native else 32
-    return Cache(kept, kept[..., :rank], AttentionHeads(heads, 1, rank + turned), page, rank=rank)
+    return Cache(
+        latents, latents[..., :rank], AttentionHeads(heads, 1, rank + rope_dim), page, rank=rank
+    )
 
 
 def random_query(cache: Cache, *rows: int) -> Tensor:
@@ -217,22 +220,22 @@ def attend_planned(form: Form, cache: Cache, rows: Windows, query: Tensor, pools
 
 
 def assert_right(
-    form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[int, int, Tensor]]
+    form: Form, cache: Cache, result: Tensor, rows: Sequence[tuple[int, int, Tensor]]
 ) -> None:
     """Rows found [N, H, D] against the definition of each (slot, position, query)."""
-    assert found.isfinite().all() and found.dtype == cache.keys.dtype
-    right, plain = (
+    assert result.isfinite().all() and result.dtype == cache.keys.dtype
+    expected, plain = (
         torch.stack([cache.straight(slot, at, query.to(dtype)) for slot, at, query in rows])
-        for dtype in (torch.float64, found.dtype)
+        for dtype in (torch.float64, result.dtype)
     )
     little = 2e-6 if cache.softcap else 1e-6
     if cache.rank:
-        little = 6 * torch.finfo(found.dtype).eps * (1 + right.abs().max().item())
-    allowed = 2 * float((plain.double() - right).abs().max()) + little
-    if found.dtype == torch.bfloat16 and form.name != "triton":
+        little = 6 * torch.finfo(result.dtype).eps * (1 + expected.abs().max().item())
+    allowed = 2 * float((plain.double() - expected).abs().max()) + little
+    if result.dtype == torch.bfloat16 and form.name != "triton":
         # Weights are rounded to bfloat16 before they meet the values.
         allowed = 3 * ROUNDED * float(cache.values.nan_to_num().abs().max())
-    assert (found.double() - right).abs().max() <= allowed
+    assert (result.double() - expected).abs().max() <= allowed
 
 
 def check(form: Form, cache: Cache, windows: Sequence[Window], width: int) -> None:
@@ -263,7 +266,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_programs(monkeypatch, 2)
 
 
-alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
+batch_invariant = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 """Of forms whose rows have the same bits whatever stands beside them."""
 triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
 torch_form = pytest.mark.parametrize("form", ["torch"], indirect=True)
@@ -301,7 +304,7 @@ HEAD_SIZES = [
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("form", "groups", "kv_heads", "size", "page"),
-    thinned(HEAD_SIZES, (0, 2, 7)),
+    parametrize_forms(HEAD_SIZES, (0, 2, 7)),
     indirect=["form"],
 )
 def test_windows_by_their_definition(
@@ -313,7 +316,10 @@ def test_windows_by_their_definition(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("form", "kind"), thinned([(kind,) for kind in KINDS], (1, 2, 6, 8)), indirect=["form"], ids=str
+    ("form", "kind"),
+    parametrize_forms([(kind,) for kind in KINDS], (1, 2, 6, 8)),
+    indirect=["form"],
+    ids=str,
 )
 def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
     """Windows that end in a tile, at its edge, chunks back, and before the first position; three tiles too.
@@ -325,8 +331,8 @@ def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
 
     def forget(cache: Cache, block: int, *starts: int) -> Cache:
         for slot, start in enumerate(starts if form.name == "triton" and sliding else ()):
-            for whole in (cache.keys, cache.values):
-                whole[slot, : max(0, start + 1 - sliding) // block * block] = NAN
+            for tensor in (cache.keys, cache.values):
+                tensor[slot, : max(0, start + 1 - sliding) // block * block] = NAN
         return cache
 
     cache = forget(make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind), 32, 30, 0, 124, 250)
@@ -353,7 +359,7 @@ PROMPTS = [
 
 @pytest.mark.parametrize(
     ("form", "rows", "start", "heads", "size", "page"),
-    thinned(PROMPTS, (0, 3, 7)),
+    parametrize_forms(PROMPTS, (0, 3, 7)),
     indirect=["form"],
 )
 def test_prompt_chunks_by_their_definition(
@@ -368,17 +374,17 @@ LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (3, 33, 6)]
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("heads", "rank", "turned"), LATENTS)
-def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: int) -> None:
+@pytest.mark.parametrize(("heads", "rank", "rope_dim"), LATENTS)
+def test_latents_by_their_definition(form: Form, heads: int, rank: int, rope_dim: int) -> None:
     if form.name == "triton" and rank > 100:
         pytest.skip("the interpreter is slow")
     for dtype in form.types(heads):
-        check(form, make_latents(form, dtype, 6, 256, heads, rank, turned), WINDOWS, 5)
+        check(form, make_latents(form, dtype, 6, 256, heads, rank, rope_dim), WINDOWS, 5)
         for start, rows in (
             ((64, 37), (160, 5)) if form.name == "triton" else ((0, 20), (64, 37), (160, 5))
         ):
             check_prompt(
-                form, make_latents(form, dtype, 1, start + rows, heads, rank, turned), start, rows
+                form, make_latents(form, dtype, 1, start + rows, heads, rank, rope_dim), start, rows
             )
 
 
@@ -400,10 +406,10 @@ def case_of(form: Form, dtype: torch.dtype, slots: int, length: int, kind: dict[
 
 
 ALONE = [
-    *thinned([(*row, (1, 2, 5, 9)) for row in ROWS], (), "triton", *COMPILED),
-    *thinned([(*row, (2, 5)) for row in ROWS[1::3]], (0, 1, 2), "triton"),
-    *thinned([(118, {}, (20,))], (0,), "triton", *COMPILED),
-    *thinned([(68, {}, (33, 70))], (), *COMPILED),
+    *parametrize_forms([(*row, (1, 2, 5, 9)) for row in ROWS], (), "triton", *COMPILED),
+    *parametrize_forms([(*row, (2, 5)) for row in ROWS[1::3]], (0, 1, 2), "triton"),
+    *parametrize_forms([(118, {}, (20,))], (0,), "triton", *COMPILED),
+    *parametrize_forms([(68, {}, (33, 70))], (), *COMPILED),
 ]
 """Windows of few rows, and of more rows than a tile, of which the first see fewer keys than the last."""
 
@@ -416,20 +422,20 @@ def test_a_row_alone_is_the_row_among_others(
     """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
     for dtype in form.dtypes if len(widths) > 2 else form.types(start):
         cache = case_of(form, dtype, 3, 208, kind)
-        most = max(widths)
-        query = random_query(cache, most)
-        noise = random_query(cache, 3, most + 1)
+        max_width = max(widths)
+        query = random_query(cache, max_width)
+        noise = random_query(cache, 3, max_width + 1)
         alone = {
             i: attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0]
-            for i in range(most)
-            if i < 5 or i % 4 == 0 or i == most - 1
+            for i in range(max_width)
+            if i < 5 or i % 4 == 0 or i == max_width - 1
         }
         for width in widths:
-            others = (
+            other_windows = (
                 [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
             )
             place = width % 3
-            windows = [*others[:place], Window(start, width), *others[place:]]
+            windows = [*other_windows[:place], Window(start, width), *other_windows[place:]]
             slots = [*[1, 2][:place], 0, *[1, 2][place:]]
             rows = noise[:, : width + width % 2].clone()
             rows[place, :width] = query[:width]
@@ -442,7 +448,7 @@ def test_a_row_alone_is_the_row_among_others(
             )
 
 
-@alike
+@batch_invariant
 @pytest.mark.parametrize(
     "kind", [{}, {"sliding": 30, "cap": 2.0, "sinks": True}, {"latent": True}], ids=str
 )
@@ -452,12 +458,12 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
     for dtype in form.types(0):
         cache = case_of(form, dtype, 1, 130, kind)
         query = random_query(cache, 70)
-        whole = prefill(form, cache, 60, query)
+        in_chunk = prefill(form, cache, 60, query)
         for row in (3, 16, 69) if interpreted else (0, 3, 15, 16, 40, 69):
             alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
-            assert torch.equal(alone[0], whole[row]), row
+            assert torch.equal(alone[0], in_chunk[row]), row
             assert torch.equal(
-                prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]
+                prefill(form, cache, 60, query[: row + 1], end=130)[row], in_chunk[row]
             ), row
 
 
@@ -465,10 +471,10 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
     """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
     cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
     query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
-    for one, others in ((400.0, None), (0.0, -400.0)):
-        if others is not None:
-            cache.keys.fill_(others)
-        cache.keys[0, 3] = one
+    for large, fill in ((400.0, None), (0.0, -400.0)):
+        if fill is not None:
+            cache.keys.fill_(fill)
+        cache.keys[0, 3] = large
         out = attend(form, cache, [Window(298, 2)], query)
         assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
 

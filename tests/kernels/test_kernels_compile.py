@@ -71,10 +71,10 @@ def compile_all(
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def check(found: list[dict[str, Any]], arch: int) -> None:
+def check(programs: list[dict[str, Any]], arch: int) -> None:
     """No kernel of a round spills; whatever multiplies matrices does so on the units made for it."""
-    assert found
-    for kernel in found:
+    assert programs
+    for kernel in programs:
         assert kernel["target"][0].startswith(f"sm_{arch}"), kernel
         assert kernel["shared"] <= DEVICES[arch].shared, kernel
         if kernel["kernel"] not in COLD:
@@ -92,23 +92,25 @@ def check(found: list[dict[str, Any]], arch: int) -> None:
 
 def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
     """What has not changed since this was last run is not compiled again: Triton keeps it by its source."""
-    found = compile_all(90, MODULES, request.config.cache.mkdir("triton"), without=FEW)
-    check(found, 90)
+    programs = compile_all(90, MODULES, request.config.cache.mkdir("triton"), without=FEW)
+    check(programs, 90)
     latent = [
-        k for k in found if k["kernel"] in ("attend_latent_chunk_kernel", "prefill_latent_kernel")
+        k
+        for k in programs
+        if k["kernel"] in ("attend_latent_chunk_kernel", "prefill_latent_kernel")
     ]
     assert len(latent) == 2 and all(kernel["wgmma"] for kernel in latent)
-    written = {
+    kernel_names = {
         name for text in SOURCES.values() for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)
     }
-    assert {kernel["kernel"] for kernel in found} == written, (
+    assert {kernel["kernel"] for kernel in programs} == kernel_names, (
         "a kernel that no case launches is not compiled"
     )
-    products = [k for k in found if k["file"].endswith("skinny_kernels_triton")]
+    products = [k for k in programs if k["file"].endswith("skinny_kernels_triton")]
     assert products and all("rows" in kernel["any_rows"] for kernel in products)
     assert all(kernel["prefetched_first"] for kernel in products), "weights come before the wait"
     assert not any(kernel["released_first"] for kernel in products)
-    chunks = {k["name"]: k["prefetches"] for k in found if k["kernel"] == "attend_chunk_kernel"}
+    chunks = {k["name"]: k["prefetches"] for k in programs if k["kernel"] == "attend_chunk_kernel"}
     assert chunks == {"attend_chunk_bf16": 4}, "two lines of keys and of values"
 
 
@@ -142,11 +144,11 @@ def test_products_and_sums_fuse_whatever_triton_does_by_itself(
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", DEVICES)
 def test_kernels_compile_for_every_architecture(arch: int, tmp_path: Path) -> None:
-    found = compile_all(arch, MODULES, tmp_path)
-    check(found, arch)
+    programs = compile_all(arch, MODULES, tmp_path)
+    check(programs, arch)
     table = json.loads(RECORDED.read_text())
     if table["triton"] == triton.__version__:
-        told = {(row[1], row[3]) for row in table["rows"] if row[0] == arch}
-        assert told == {
-            (k["name"], k["local"]) for k in found if k["name"] in {name for name, _ in told}
+        recorded = {(row[1], row[3]) for row in table["rows"] if row[0] == arch}
+        assert recorded == {
+            (k["name"], k["local"]) for k in programs if k["name"] in {name for name, _ in recorded}
         }

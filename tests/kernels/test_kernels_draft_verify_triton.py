@@ -49,12 +49,12 @@ def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[T
     """What the kernels decide: as the reference but for a share of slots, where a last bit decides."""
     target, laws, draft, num_drafts, seed, positions = arguments
     operands: Arguments = (target, laws, draft, num_drafts, seed, positions)
-    found = draft_verify_triton.verify_drafts(*operands, rule == "block")
+    result = draft_verify_triton.verify_drafts(*operands, rule == "block")
     expected = draft_verify.verify_drafts(*operands, rule == "block")
-    assert found[0].dtype == found[1].dtype == torch.int64
-    different = (found[0] != expected[0]).any(dim=-1) | (found[1] != expected[1])
+    assert result[0].dtype == result[1].dtype == torch.int64
+    different = (result[0] != expected[0]).any(dim=-1) | (result[1] != expected[1])
     assert different.float().mean() <= share
-    return found
+    return result
 
 
 @pytest.mark.covers(2)
@@ -75,10 +75,10 @@ def test_laws_at_their_edges(rule: str, device: str) -> None:
     """The target's own; above it everywhere, which leaves no residual; of drafts that it could not draw."""
     target, laws, draft, _, *noise = random_arguments(3, 2, 300, 8, False, device)
     assert laws is not None
-    own = target[:, :2]
+    draft_probs = target[:, :2]
     real = torch.full_like(noise[0], 2)
     impossible = laws.scatter(-1, draft[..., None], 0.0)
-    for law, accepted in ((own, [2] * 3), (own * 4, None), (impossible, [0] * 3)):
+    for law, accepted in ((draft_probs, [2] * 3), (draft_probs * 4, None), (impossible, [0] * 3)):
         tokens, count = decided(rule, target, law.contiguous(), draft, real, *noise)
         assert accepted in (None, count.tolist())
         rows = target.gather(1, count[:, None, None].expand(-1, 1, 300))[:, 0]
@@ -94,8 +94,8 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
     wide = [law.expand(slots, *law.shape).contiguous() for law in (target, laws)]
     draft = torch.tensor([[0, 2]], device=device)
     places = torch.arange(3, device=device)
-    given = (draft.expand(slots, 2), torch.full_like(seed, 2), seed, places.expand(slots, 3))
-    tokens, accepted = decided("block", *wide, *given)
+    arguments = (draft.expand(slots, 2), torch.full_like(seed, 2), seed, places.expand(slots, 3))
+    tokens, accepted = decided("block", *wide, *arguments)
     assert 2 <= int((accepted == 1).sum()) < slots
     assert (tokens[accepted == 1, 1] == 1).all()
 
@@ -103,8 +103,8 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
 @rules
 def test_a_slot_is_the_same_alone_and_among_others(rule: str, device: str) -> None:
     arguments = random_arguments(4, 3, 1003, 21, False, device)
-    whole = decided(rule, *arguments)
+    together = decided(rule, *arguments)
     for slot in range(4):
         alone = [a[slot : slot + 1].contiguous() for a in arguments if a is not None]
-        for found, right in zip(decided(rule, *alone), whole, strict=True):
-            assert torch.equal(found[0], right[slot])
+        for result, right in zip(decided(rule, *alone), together, strict=True):
+            assert torch.equal(result[0], right[slot])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spd.kernels.linear import few_bits
-from spd.kernels.native.library import FLOAT32, NativeKernels
+from spd.kernels.native.library import NativeKernels
+from spd.kernels.native.packed import FLOAT32
 from tests.kernels.forms import needs_compiled, noise, normal
 from tests.kernels.skinny_cases import CODED, drawn
 
@@ -19,9 +20,11 @@ KINDS = ("int4", "int8", "e2m1", "e4m3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_a_bfloat16(kind: str) -> None:
     codes = torch.arange(16 if kind in ("int4", "e2m1") else 256).to(torch.uint8)
-    made = few_bits.decode_codes(kind, codes)  # type: ignore[arg-type]
-    made = made[made.isfinite()]
-    assert torch.equal(made, made.bfloat16().float()) and made.unique().numel() >= len(codes) - 3
+    values = few_bits.decode_codes(kind, codes)  # type: ignore[arg-type]
+    values = values[values.isfinite()]
+    assert (
+        torch.equal(values, values.bfloat16().float()) and values.unique().numel() >= len(codes) - 3
+    )
     if kind in ("int4", "e2m1"):
         assert torch.equal(few_bits.unpack_nibbles(few_bits.pack_nibbles(codes)), codes)
 
@@ -29,10 +32,10 @@ def test_every_code_is_a_bfloat16(kind: str) -> None:
 @pytest.mark.parametrize("case", [("int4", 70, 256, 64, True), *CODED], ids=str)
 def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made a few rows at a time, too."""
-    kept = drawn(*case)
-    whole = kept.plain(torch.float32)
+    weight = drawn(*case)
+    values = weight.plain(torch.float32)
     monkeypatch.setattr(few_bits, "STRIP_VALUES", 700)
-    assert torch.equal(few_bits.tile_weight(kept).plain(torch.float32), whole)
+    assert torch.equal(few_bits.tile_weight(weight).plain(torch.float32), values)
 
 
 @needs_compiled
@@ -47,12 +50,12 @@ def test_rows_of_any_size(native: NativeKernels, kind: str) -> None:
     x[4, ::7] *= 3000
     x[5, 9] = math.inf
     x = x.to(native.dtype)
-    found = native.packed_linear(x, native.pack(weight), None, FLOAT32).double()
+    result = native.packed_linear(x, native.pack(weight), None, FLOAT32).double()
     numbers = weight.plain(torch.float64).t()
-    off = (found - x.double() @ numbers)[:5].abs()
+    off = (result - x.double() @ numbers)[:5].abs()
     size = (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
-    assert not found[5].isfinite().any()
+    assert not result[5].isfinite().any()
 
 
 @needs_compiled
@@ -65,18 +68,18 @@ def test_largest_sums_are_exact(native: NativeKernels, kind: Any, code: int, gro
         kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group
     )
     x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
-    found = native.packed_linear(x, native.pack(weight), None, FLOAT32)
-    assert torch.equal(found, few_bits.grouped_linear(x.float(), weight))
+    result = native.packed_linear(x, native.pack(weight), None, FLOAT32)
+    assert torch.equal(result, few_bits.grouped_linear(x.float(), weight))
 
 
 def test_int8_is_within_half_a_step() -> None:
     wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
     wide[5] = 0
-    made = few_bits.quantize_int8(wide)
-    assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales).all()
-    numbers = few_bits.tile_weight(made).codes.int()
+    quantized = few_bits.quantize_int8(wide)
+    assert ((quantized.plain(torch.float32) - wide).abs() <= 0.5001 * quantized.scales).all()
+    numbers = few_bits.tile_weight(quantized).codes.int()
     assert numbers.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
-    assert made.scales[5] == 1 and not numbers[5].any()
+    assert quantized.scales[5] == 1 and not numbers[5].any()
     half = few_bits.quantize_int8(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
     assert half.codes.tolist() == [[255, 128, 130, 126]]
 

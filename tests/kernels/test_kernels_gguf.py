@@ -9,10 +9,11 @@ import torch
 
 from spd.formats.gguf.block_types import BY_NAME
 from spd.kernels.linear.few_bits import StackedWeight
-from spd.kernels.native.library import FLOAT32, ROUNDED, NativeKernels, epilogue_of
+from spd.kernels.native.library import NativeKernels
+from spd.kernels.native.packed import FLOAT32, ROUNDED, epilogue_of
 from spd.runtime.load.gguf_blocks import VALUES
 from spd.runtime.models.gguf_forms import FORMS
-from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
+from tests.kernels.forms import ACTS, apply_activation, assert_rounded, needs_compiled, noise
 from tests.kernels.gguf_cases import drawn_blocks, grouped
 
 SIZES = [(96, 512), (33, 768)]
@@ -31,7 +32,7 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
     kind = BY_NAME[name]
-    assert FORMS[name].bytes_of((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+    assert FORMS[name].bytes_of(64, 1024) <= MOST_BYTES * 64 * kind.row_bytes(1024)
 
 
 @needs_compiled
@@ -43,20 +44,22 @@ def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> No
     weight = grouped(name, drawn_blocks(name, rows, columns), rows)
     packed = native.pack(weight)
     if rows % 32 == 0:
-        kept = packed.tiles.nbytes + sum(part.nbytes for part in packed.quant_parameters.values())
-        assert kept == FORMS[name].bytes_of((rows, columns))
+        stored_bytes = packed.tiles.nbytes + sum(
+            part.nbytes for part in packed.quant_parameters.values()
+        )
+        assert stored_bytes == FORMS[name].bytes_of((rows, columns))
     wide = weight.plain(torch.float64).t()
     x = noise(47, columns).to(native.dtype)
     scores = native.packed_linear(x, packed, None, FLOAT32).double()
     bound = 2.0**-18 * (x.double().abs() @ wide.abs())
     assert ((scores - x.double() @ wide).abs() <= bound).all()
     residual = noise(47, rows).to(native.dtype)
-    found = native.packed_linear(x, packed, None, residual=residual)
-    assert_rounded(found, x.double() @ wide + residual.double())
+    result = native.packed_linear(x, packed, None, residual=residual)
+    assert_rounded(result, x.double() @ wide + residual.double())
     if rows % 2 == 0:
-        act = next(each for each in ACTS if each.gated)
+        act = next(activation for activation in ACTS if activation.gated)
         gated = native.packed_linear(x, native.pack(weight, gated=True), None, epilogue_of(act))
-        assert_rounded(gated, acted(x.double() @ wide, act))
+        assert_rounded(gated, apply_activation(x.double() @ wide, act))
 
 
 @needs_compiled
@@ -71,14 +74,14 @@ def test_rows_in_any_company(native: NativeKernels, name: str) -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         return native.packed_linear(rows, packed, None, FLOAT32, norm=norm, epsilon=1e-6)
 
-    every = product(x)
+    all_rows = product(x)
     for count in (1, 2, 5, 8, 15, 17, 33, 69):
         for first in (0, 1, 70 - count):
-            own = slice(first, first + count)
-            assert torch.equal(product(x[own]), every[own]), (count, first)
+            row_slice = slice(first, first + count)
+            assert torch.equal(product(x[row_slice]), all_rows[row_slice]), (count, first)
     wild = x.clone()
     wild[::2] = float("nan")
-    assert torch.equal(product(wild)[1::2], every[1::2])
+    assert torch.equal(product(wild)[1::2], all_rows[1::2])
 
 
 @needs_compiled
@@ -91,9 +94,9 @@ def test_a_scale_that_is_not_finite_shows(native: NativeKernels, name: str, numb
     floats[5, 1] = number
     packed = native.pack(weight)
     for count in (1, 20):
-        found = native.packed_linear(noise(count, 512).to(native.dtype), packed, None, FLOAT32)
-        assert not found[:, 5].isfinite().any()
-        assert found[:, :5].isfinite().all()
+        result = native.packed_linear(noise(count, 512).to(native.dtype), packed, None, FLOAT32)
+        assert not result[:, 5].isfinite().any()
+        assert result[:, :5].isfinite().all()
     assert not native.packed_rows(packed, torch.tensor([5])).isfinite().all()
 
 
@@ -115,12 +118,15 @@ def test_matrices_of_different_types_below_each_other(native: NativeKernels) -> 
     x = noise(19, 512).to(native.dtype)
     bias = noise(135).float()
     residual = noise(19, 135).to(native.dtype)
-    whole = native.packed_linear(x, packed, bias, ROUNDED, residual=residual)
+    result = native.packed_linear(x, packed, bias, ROUNDED, residual=residual)
     first = 0
     for piece in pieces:
-        own = slice(first, first + piece.shape[0])
-        first = own.stop
+        columns = slice(first, first + piece.shape[0])
+        first = columns.stop
         alone = native.packed_linear(
-            x, native.pack(piece), bias[own].contiguous(), residual=residual[:, own].contiguous()
+            x,
+            native.pack(piece),
+            bias[columns].contiguous(),
+            residual=residual[:, columns].contiguous(),
         )
-        assert torch.equal(whole[:, own], alone)
+        assert torch.equal(result[:, columns], alone)

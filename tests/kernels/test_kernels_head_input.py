@@ -54,24 +54,28 @@ def test_pairs_equal_their_definition(
         rows = SimpleNamespace(positions=positions.to(device), width=width, states=rings)
         tokens = tokens.to(device)
         norm = PairNorms(norms[0], norms[1], EPSILON, masked=masked, hidden_first=hidden_first)
-        given = (tokens, table, rows, norm)
-        out, nothing = op.head_input(*given)
+        arguments = (tokens, table, rows, norm)
+        out, nothing = op.head_input(*arguments)
         assert nothing is None
-        again, kept = op.head_input(*given, keeps_state=True)
-        assert torch.equal(again, out) and kept.shape == (len(tokens), size) and kept.dtype == dtype
+        again, stored_states = op.head_input(*arguments, keeps_state=True)
+        assert (
+            torch.equal(again, out)
+            and stored_states.shape == (len(tokens), size)
+            and stored_states.dtype == dtype
+        )
         assert out.dtype == dtype and out.isfinite().all() and out.shape == (len(tokens), 2 * size)
         for row in range(slots * width):
             position = int(positions[row])
             token = table[tokens[row]].double() * (position != masked)
             state = states[row // width, (position - 1) % depth]
-            assert torch.equal(kept[row], state)
+            assert torch.equal(stored_states[row], state)
             lonely = table.new_full(table.shape, math.nan)
             ring = states.new_full(states.shape, math.nan)[:1]
             lonely[tokens[row]] = table[tokens[row]]
             ring[0, (position - 1) % depth] = state
-            one = rows.positions[row : row + 1]
-            own = SimpleNamespace(rings=ring, depth=depth)
-            alone = SimpleNamespace(positions=one, width=1, states=own)
+            row_position = rows.positions[row : row + 1]
+            head_states = SimpleNamespace(rings=ring, depth=depth)
+            alone = SimpleNamespace(positions=row_position, width=1, states=head_states)
             assert torch.equal(
                 op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row]
             )
@@ -100,8 +104,8 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
         pages = torch.tensor([source.sample(range(1, PAGES), 7) for _ in range(slots)])
         kv_slots = pages.gather(1, positions // PAGE) * PAGE + positions % PAGE
         kv_slots = torch.where(valid, kv_slots, 0)
-        whole = torch.randn(slots, width + 2, size)
-        rows = whole[:, 1 : width + 1]  # windows with gaps between them
+        tensor = torch.randn(slots, width + 2, size)
+        rows = tensor[:, 1 : width + 1]  # windows with gaps between them
         states = torch.randn(slots, DEPTH + 1, size)
         page_states = torch.randn(PAGES, size)
         expected = states.clone()

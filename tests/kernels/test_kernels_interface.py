@@ -22,7 +22,11 @@ def parameters(owner: type, operation: str) -> list[inspect.Parameter]:
     function = inspect.getattr_static(owner, operation)
     function = function.__func__ if isinstance(function, staticmethod) else function
     listed = inspect.signature(function).parameters.values()
-    return [one.replace(annotation=inspect.Parameter.empty) for one in listed if one.name != "self"]
+    return [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in listed
+        if parameter.name != "self"
+    ]
 
 
 @pytest.mark.parametrize("path", SETS)
@@ -36,16 +40,23 @@ def test_parameters_are_the_contracts(path: str) -> None:
     for operation in OPERATION_NAMES:
         contract = parameters(Kernels, operation)
         form = parameters(kernels, operation)
-        named = {one.name: one for one in form}
-        assert [one.name for one in form if one.name in {c.name for c in contract}] == [
-            one.name for one in contract
-        ], operation
-        for one in contract:
-            assert named[one.name].kind == one.kind, (operation, one.name)
-            if one.default is not inspect.Parameter.empty:
-                assert named[one.name].default == one.default, (operation, one.name)
-        extra = [one for one in form if one.name not in {c.name for c in contract}]
-        assert all(one.default is not inspect.Parameter.empty for one in extra), operation
+        named = {parameter.name: parameter for parameter in form}
+        assert [
+            parameter.name for parameter in form if parameter.name in {c.name for c in contract}
+        ] == [parameter.name for parameter in contract], operation
+        for parameter in contract:
+            assert named[parameter.name].kind == parameter.kind, (operation, parameter.name)
+            if parameter.default is not inspect.Parameter.empty:
+                assert named[parameter.name].default == parameter.default, (
+                    operation,
+                    parameter.name,
+                )
+        extra = [
+            parameter for parameter in form if parameter.name not in {c.name for c in contract}
+        ]
+        assert all(parameter.default is not inspect.Parameter.empty for parameter in extra), (
+            operation
+        )
 
 
 def test_the_c_kernels_fall_back_to_torch() -> None:

@@ -15,7 +15,15 @@ from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.native.packed import PackedWeight
-from tests.kernels.forms import ACTS, EVERY, ROUNDED, Form, acted, normal, thinned
+from tests.kernels.forms import (
+    ACTS,
+    EVERY,
+    ROUNDED,
+    Form,
+    apply_activation,
+    normal,
+    parametrize_forms,
+)
 from tests.kernels.skinny_cases import drawn
 
 # -- routing -------------------------------------------------------------------------------------------
@@ -63,8 +71,8 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
         sum(sorted((choice[e] for e in group), reverse=True)[: rule.experts_per_group_score])
         for group in groups
     ]
-    kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.top_groups]
-    allowed = [e for g in kept for e in groups[g]]
+    kept_groups = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.top_groups]
+    allowed = [e for g in kept_groups for e in groups[g]]
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.per_token]
     total = sum(scores[e] for e in chosen) + rule.weight_epsilon if rule.normalised else 1.0
     return chosen, [scores[e] / total * rule.scale for e in chosen]
@@ -72,7 +80,7 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
 
 @pytest.mark.parametrize(
     ("form", "rule", "count", "k", "rows", "corrected"),
-    thinned(
+    parametrize_forms(
         [(*row, corrected) for row in ROUTED for corrected in (False, True)],
         (1, 3, 8, 12, 15, 18, 21, 23),
     ),
@@ -83,29 +91,29 @@ def test_routing(
     form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool
 ) -> None:
     """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
-    given = rule_of(rule)
+    routing = rule_of(rule)
     dtype = form.dtypes[-1]
     x = normal(rows, k, seed=rows).to(form.device, dtype)
     weight = (normal(count, k, seed=k) / k**0.5).to(form.device)
     correction = normal(count, seed=count).to(form.device) * 0.4 if corrected else None
     logits = form.ops.router_logits(x, weight)
     torch.testing.assert_close(logits.sum(1), F.linear(x.float(), weight), rtol=1e-5, atol=1e-5)
-    ids, weights = form.ops.route(logits, correction, given)
+    ids, weights = form.ops.route(logits, correction, routing)
     plain = 0
     for row in range(rows):
-        wanted, shares = by_hand(given, logits[row].sum(0), correction)
-        assert ids[row].tolist() == wanted
+        expected, shares = by_hand(routing, logits[row].sum(0), correction)
+        assert ids[row].tolist() == expected
         torch.testing.assert_close(weights[row].tolist(), shares, rtol=2e-5, atol=1e-6)
-        plain += by_hand(given, logits[row].sum(0), None)[0] == wanted
+        plain += by_hand(routing, logits[row].sum(0), None)[0] == expected
     assert corrected == (plain < rows) or rows < 9 or count == 1, "the correction chooses"
     for row in {0, rows // 2, rows - 1}:
         alone = form.ops.router_logits(x[row : row + 1], weight)
         if form.name != "torch":
             assert torch.equal(alone[0], logits[row])
-        one, share = form.ops.route(logits[row : row + 1], correction, given)
+        row_ids, share = form.ops.route(logits[row : row + 1], correction, routing)
         # Torch's own sigmoid of a few numbers is not that of many, where vectors are as wide as AVX512's.
         same = torch.allclose if form.name == "torch" else torch.equal
-        assert torch.equal(one[0], ids[row]) and same(share[0], weights[row])
+        assert torch.equal(row_ids[0], ids[row]) and same(share[0], weights[row])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -113,35 +121,38 @@ def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(
     form: Form, rule: tuple[Any, ...]
 ) -> None:
     """Equal scores, NaN everywhere and in one expert, infinities that win and that all have."""
-    given = rule_of(rule)
+    routing = rule_of(rule)
     logits = normal(6, 1, 12, seed=1).to(form.device)
     logits[0], logits[1], logits[2, 0, 7] = 1.0, float("nan"), float("nan")
     logits[3, 0, :6], logits[4, 0, 2:] = float("inf"), float("-inf")
-    ids, weights = form.ops.route(logits, torch.zeros(12, device=form.device), given)
-    wanted, shares = moe.route(logits, torch.zeros(12, device=form.device), given)
+    ids, weights = form.ops.route(logits, torch.zeros(12, device=form.device), routing)
+    expected, shares = moe.route(logits, torch.zeros(12, device=form.device), routing)
     for row in (0, 5):
-        assert ids[row].tolist() == by_hand(given, logits[row, 0], None)[0]
+        assert ids[row].tolist() == by_hand(routing, logits[row, 0], None)[0]
         torch.testing.assert_close(weights[row], shares[row], rtol=2e-5, atol=1e-6)
-    assert ids[0].tolist() == list(range(given.per_token))
+    assert ids[0].tolist() == list(range(routing.per_token))
     for chosen in ids.tolist():
-        assert len(set(chosen)) == given.per_token and set(chosen) <= set(range(12))
+        assert len(set(chosen)) == routing.per_token and set(chosen) <= set(range(12))
     if form.native:
-        assert torch.equal(ids[2], wanted[2])
+        assert torch.equal(ids[2], expected[2])
     assert shares[1].isnan().all() and shares[[0, 5]].isfinite().all()
 
 
 # -- experts -------------------------------------------------------------------------------------------
 
 
-def prepared(form: Form, own: moe.ExpertWeights) -> moe.ExpertWeights:
+def prepared(form: Form, expert_weights: moe.ExpertWeights) -> moe.ExpertWeights:
     """As the form keeps weights."""
 
-    def kept(weight: Any, gated: bool = False) -> Any:
+    def converted(weight: Any, gated: bool = False) -> Any:
         if form.native:
             return form.ops.pack(weight, gated=gated)
         return weight if isinstance(weight, Tensor) else tile_weight(weight)
 
-    return own._replace(gate_up=kept(own.gate_up, own.act.gated), down=kept(own.down))
+    return expert_weights._replace(
+        gate_up=converted(expert_weights.gate_up, expert_weights.act.gated),
+        down=converted(expert_weights.down),
+    )
 
 
 def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> Any:
@@ -158,9 +169,10 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
     return coded.map_tensors(lambda part: part.to(device))
 
 
-def widened(own: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:
-    return own._replace(
-        gate_up=plain_matrices(own.gate_up, dtype), down=plain_matrices(own.down, dtype)
+def widened(expert_weights: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:
+    return expert_weights._replace(
+        gate_up=plain_matrices(expert_weights.gate_up, dtype),
+        down=plain_matrices(expert_weights.down, dtype),
     )
 
 
@@ -169,21 +181,24 @@ def plain_matrices(matrices: moe.ExpertMatrices, dtype: torch.dtype) -> Tensor:
     return matrices.to(dtype) if isinstance(matrices, Tensor) else matrices.plain(dtype)
 
 
-def by_definition(x: Tensor, ids: Tensor, weights: Tensor, own: moe.ExpertWeights) -> Tensor:
+def by_definition(
+    x: Tensor, ids: Tensor, weights: Tensor, expert_weights: moe.ExpertWeights
+) -> Tensor:
     """In float64, one row and one expert after another."""
-    gate_up = own.gate_up
-    down = own.down
+    gate_up = expert_weights.gate_up
+    down = expert_weights.down
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
         expert = ids[row, place]
         both = gate_up[expert].double() @ x[row].double()
-        made = down[expert].double()
+        result = down[expert].double()
         shifts = [
-            0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)
+            0.0 if bias is None else bias[expert]
+            for bias in (expert_weights.gate_up_bias, expert_weights.down_bias)
         ]
         out[row] += weights[row, place].double() * (
-            made @ acted(both + shifts[0], own.act) + shifts[1]
+            result @ apply_activation(both + shifts[0], expert_weights.act) + shifts[1]
         )
     return out
 
@@ -216,7 +231,7 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
 
 @pytest.mark.parametrize(
     ("form", "kind", "act", "count", "k", "n", "rows", "per_token"),
-    thinned(EXPERTS, (0, 1, 3, 6, 8, 9, 12, 15, 17, 18), *EVERY[1:]),
+    parametrize_forms(EXPERTS, (0, 1, 3, 6, 8, 9, 12, 15, 17, 18), *EVERY[1:]),
     indirect=["form"],
     ids=str,
 )
@@ -230,41 +245,47 @@ def test_experts(
         pytest.skip("the interpreter is slow")
     for dtype in form.types(count):
         gate_up = stacked(kind, count, (1 + act.gated) * n, k, form.device, dtype)
-        own = moe.ExpertWeights(gate_up, stacked(kind, count, k, n, form.device, dtype), act)
+        expert_weights = moe.ExpertWeights(
+            gate_up, stacked(kind, count, k, n, form.device, dtype), act
+        )
         if act.kind == "swiglu":
-            own = own._replace(
+            expert_weights = expert_weights._replace(
                 gate_up_bias=normal(count, 2 * n, seed=2 * n).to(form.device),
                 down_bias=normal(count, k, seed=k).to(form.device),
             )
         x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))
         ids, weights = routed(rows, count, per_token, form.device)
-        right = by_definition(x, ids, weights, widened(own, torch.float32))
+        right = by_definition(x, ids, weights, widened(expert_weights, torch.float32))
         onto = right + stream.double()
         # C's has no squares
-        kept = prepared(form, own)
+        prepared_layer = prepared(form, expert_weights)
         results = 2 - form.native
 
-        def run(*given: Tensor, kept: Any = kept, results: int = results) -> tuple[Tensor, ...]:
-            return form.ops.experts(*given[:3], kept, given[3])[:results]
+        def run(
+            *arguments: Tensor, prepared_weights: Any = prepared_layer, results: int = results
+        ) -> tuple[Tensor, ...]:
+            return form.ops.experts(*arguments[:3], prepared_weights, arguments[3])[:results]
 
         if form.native:  # what is inside is rounded before the second product
             allowed = 3 * ROUNDED * onto.abs().max()
         else:
-            plain, _ = moe.experts(x, ids, weights, widened(own, dtype))
+            plain, _ = moe.experts(x, ids, weights, widened(expert_weights, dtype))
             allowed = 2 * (plain.double() - right).abs().max()
             allowed += 8 * torch.finfo(dtype).eps * (1 + right.abs().max())
-            made, none = form.ops.experts(x, ids, weights, kept)
+            result, none = form.ops.experts(x, ids, weights, prepared_layer)
             assert none is None
-            assert made.dtype == dtype and (made.double() - right).abs().max() <= allowed
-        found = run(x, ids, weights, stream)
-        assert (found[0].double() - onto).abs().max() <= allowed
+            assert result.dtype == dtype and (result.double() - right).abs().max() <= allowed
+        with_stream = run(x, ids, weights, stream)
+        assert (with_stream[0].double() - onto).abs().max() <= allowed
         if not form.native:
-            torch.testing.assert_close(found[1].sum(-1), found[0].float().square().sum(-1))
+            torch.testing.assert_close(
+                with_stream[1].sum(-1), with_stream[0].float().square().sum(-1)
+            )
         backwards = torch.arange(rows - 1, -1, -1, device=form.device)
         parts = [torch.tensor([row], device=form.device) for row in {0, rows // 2, rows - 1}]
         for part in (*parts, torch.arange(rows // 2 + 1, device=form.device), backwards):
             some = run(x[part], ids[part], weights[part], stream[part])
-            assert all(torch.equal(a, b[part]) for a, b in zip(some, found, strict=True))
+            assert all(torch.equal(a, b[part]) for a, b in zip(some, with_stream, strict=True))
         same = torch.arange(per_token, device=form.device).expand_as(ids).contiguous()
         crowd = run(x, same, weights, stream)
         alone = run(x[:1], same[:1], weights[:1], stream[:1])
@@ -290,33 +311,35 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
     for every row, and what is not chosen must not be seen.
     """
     gate_up = 0.2 * normal(6, 48, 40, seed=7).to(dtype)
-    own = moe.ExpertWeights(gate_up, 0.2 * normal(6, 40, 24, seed=7).to(dtype))
+    expert_weights = moe.ExpertWeights(gate_up, 0.2 * normal(6, 40, 24, seed=7).to(dtype))
 
     def way(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe.experts(x, ids, weights, own, chunk=chunk)[0]
+        return moe.experts(x, ids, weights, expert_weights, chunk=chunk)[0]
 
     x, ids, weights = case(dtype)
-    whole = way(x, ids, weights)
-    known = {(32, row): whole[row] for row in range(0, 32, 5)}
+    full_result = way(x, ids, weights)
+    expected_rows = {(32, row): full_result[row] for row in range(0, 32, 5)}
     for rows, seed in itertools.product((4, 8, 16, 32), (1, 2, 3)):
-        others = case(dtype, seed)
+        other_rows = case(dtype, seed)
         for row in range(0, 32, 5):
             place = (row + seed) % rows
-            mixed = [theirs[:rows].clone() for theirs in others]
+            mixed = [theirs[:rows].clone() for theirs in other_rows]
             for theirs, ours in zip(mixed, (x, ids, weights), strict=True):
                 theirs[place] = ours[row]
-            found = way(*mixed)
-            assert torch.equal(found[place], known.setdefault((rows, row), found[place])), (
+            result = way(*mixed)
+            assert torch.equal(
+                result[place], expected_rows.setdefault((rows, row), result[place])
+            ), (
                 rows,
                 row,
             )
     wild = x.clone()
     keep = torch.arange(32) != 3
     wild[3] = float("nan")
-    found = way(wild, ids, weights)
-    assert bool(found[3].isnan().all()) and torch.equal(found[keep], whole[keep])
+    result = way(wild, ids, weights)
+    assert bool(result[3].isnan().all()) and torch.equal(result[keep], full_result[keep])
     gate_up[5] = float("inf")
-    found = way(x, ids, weights)
+    result = way(x, ids, weights)
     chosen = (ids == 5).any(dim=1)
-    assert bool(found[~chosen].isfinite().all()) and not bool(found[chosen].isfinite().any())
+    assert bool(result[~chosen].isfinite().all()) and not bool(result[chosen].isfinite().any())
     assert 0 < int(chosen.sum()) < 32

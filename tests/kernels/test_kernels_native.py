@@ -23,8 +23,10 @@ from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeKernels, epilogue_of
-from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
+from spd.kernels.native.calls import AmxRefused
+from spd.kernels.native.library import NativeKernels
+from spd.kernels.native.packed import FLOAT32, ROUNDED, epilogue_of
+from tests.kernels.forms import ACTS, apply_activation, assert_rounded, needs_compiled, noise
 from tests.kernels.skinny_cases import CODED, drawn
 
 pytestmark = needs_compiled
@@ -55,7 +57,7 @@ def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
     wide = plain_of(weight)
     wide_double = plain_of(double)
     packed = native.pack(weight)
-    kept = {g: native.pack(double, gated=g) for g in (False, True)}
+    packed_weights = {g: native.pack(double, gated=g) for g in (False, True)}
     bias = noise(width).float()
     biases = noise(2 * width, seed=1).float()
     scales = noise(depth).float()
@@ -76,16 +78,19 @@ def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
         near = near if native.dtype == torch.float32 else 0.02
         exact = rms_norm(x, scales, 1e-6).double() @ wide + bias
         scores = native.packed_linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6)
-        most = float(exact.abs().max())
-        torch.testing.assert_close(scores.double(), exact, rtol=near, atol=near * most)
+        largest = float(exact.abs().max())
+        torch.testing.assert_close(scores.double(), exact, rtol=near, atol=near * largest)
         x = x / 16  # sums of some size, of which activations' limits cut off some
         both = x.double() @ wide_double + biases
         for act in ACTS:
             assert_rounded(
-                native.packed_linear(x, kept[act.gated], biases, epilogue_of(act)), acted(both, act)
+                native.packed_linear(x, packed_weights[act.gated], biases, epilogue_of(act)),
+                apply_activation(both, act),
             )
             assert (
-                native.packed_linear(x * math.nan, kept[act.gated], biases, epilogue_of(act))
+                native.packed_linear(
+                    x * math.nan, packed_weights[act.gated], biases, epilogue_of(act)
+                )
                 .isnan()
                 .all()
             )
@@ -104,14 +109,14 @@ def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any
         def product(rows: Tensor, packed=packed, epilogue=epilogue, scales=scales) -> Tensor:
             return native.packed_linear(rows, packed, None, epilogue, norm=scales, epsilon=1e-6)
 
-        every = product(x)
+        all_rows = product(x)
         for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 64, 69, 257):
             for first in (0, 5, 300 - count):
-                own = slice(first, min(first + count, 300))
-                assert torch.equal(product(x[own]), every[own]), (count, first)
+                row_slice = slice(first, min(first + count, 300))
+                assert torch.equal(product(x[row_slice]), all_rows[row_slice]), (count, first)
         wild = x.clone()
         wild[::2] = float("nan")
-        assert torch.equal(product(wild)[1::2], every[1::2])
+        assert torch.equal(product(wild)[1::2], all_rows[1::2])
 
 
 BUILD = "spd.kernels.native.build"
@@ -297,17 +302,17 @@ def test_the_compiler_takes_nothing_from_the_working_folder(
 def test_where_amx_is_refused_the_other_instructions_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]
 ) -> None:
-    asked: list[Path] = []
+    paths: list[Path] = []
 
     def refusing(path: Path, dtype: torch.dtype) -> NativeKernels:
-        asked.append(path)
-        if len(asked) == 1:
+        paths.append(path)
+        if len(paths) == 1:
             raise AmxRefused("the system does not grant AMX")
         return NativeKernels(path, dtype)
 
     monkeypatch.setattr(library, "NativeKernels", refusing)
     assert library.open_library(lambda: tmp_path, "bfloat16").instructions != "AMX"
-    assert len(asked) == 2 and compiled
+    assert len(paths) == 2 and compiled
 
 
 PAIRS = ("-mavx512bf16", "-mavx512bw", "-mavx512vl")
@@ -329,13 +334,13 @@ ARM = platform.machine() == "aarch64"
 )
 def test_every_form_compiles(dtype: str, name: str) -> None:
     """Also those whose instructions this processor lacks, without a warning."""
-    own = (name == "NEON") == ARM
-    if not own and (ARM or CROSS is None):
+    is_local = (name == "NEON") == ARM
+    if not is_local and (ARM or CROSS is None):
         pytest.skip(f"{name} needs a compiler for another processor, such as aarch64-linux-gnu-gcc")
-    compiler = build.find_compiler() if own else [CROSS]
+    compiler = build.find_compiler() if is_local else [CROSS]
     sources = [str(Path(build.__file__).with_name(source)) for source in build.SOURCES]
     checks = ("-Wall", "-Wextra", "-Werror", "-fsyntax-only")
-    flags = [flag for flag in build.FLAGS if own or flag != "-march=native"]
+    flags = [flag for flag in build.FLAGS if is_local or flag != "-march=native"]
     command = [
         *compiler,
         *flags,
@@ -374,8 +379,8 @@ def test_two_callers_at_once(native: NativeKernels, monkeypatch: pytest.MonkeyPa
     alone = native.router_logits(x, weight)
     monkeypatch.setattr(native, "threads", 3)
     with ThreadPoolExecutor(2) as callers:
-        made = callers.map(lambda _: native.router_logits(x, weight), range(200))
-        assert all(torch.equal(each, alone) for each in made)
+        results = callers.map(lambda _: native.router_logits(x, weight), range(200))
+        assert all(torch.equal(result, alone) for result in results)
 
 
 @pytest.mark.covers(count=2)
@@ -384,14 +389,16 @@ def test_a_forked_child_computes(native: NativeKernels, monkeypatch: pytest.Monk
     x = noise(4, DEPTH).to(native.dtype)
     packed = native.pack(noise(WIDTH, DEPTH))
     monkeypatch.setattr(native, "threads", 3)
-    made = native.packed_linear(x, packed, None)
+    result = native.packed_linear(x, packed, None)
     with ThreadPoolExecutor(1) as caller:
-        many = noise(2000, DEPTH).to(native.dtype)
-        busy = caller.submit(lambda: [native.packed_linear(many, packed, None) for _ in range(30)])
+        many_rows = noise(2000, DEPTH).to(native.dtype)
+        busy = caller.submit(
+            lambda: [native.packed_linear(many_rows, packed, None) for _ in range(30)]
+        )
         for _ in range(5):
             child = os.fork()
             if child == 0:
                 signal.alarm(30)
-                os._exit(0 if torch.equal(native.packed_linear(x, packed, None), made) else 1)
+                os._exit(0 if torch.equal(native.packed_linear(x, packed, None), result) else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         busy.result()

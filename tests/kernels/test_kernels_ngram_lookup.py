@@ -70,12 +70,18 @@ def look_up(
             length[s] = len(text)
             active[s] = True
     bound = min(width, slack + max((len(text) for text in texts if text is not None), default=0))
-    made = (torch.full((rows, WIDE), THERE), torch.full((rows,), COUNT), torch.full((rows,), MATCH))
-    state = [tensor.to(device) for tensor in (tokens, length, active, *made)]
-    kept = [tensor.clone() for tensor in state[:3]]
-    own = [tensor[: len(texts)] for tensor in state]
-    op.ngram_lookup(round_state(**dict(zip(NAMES, own, strict=True))), k, *sizes, bound, over)
-    assert all(torch.equal(now, then) for now, then in zip(state[:3], kept, strict=True))
+    initial = (
+        torch.full((rows, WIDE), THERE),
+        torch.full((rows,), COUNT),
+        torch.full((rows,), MATCH),
+    )
+    state = [tensor.to(device) for tensor in (tokens, length, active, *initial)]
+    before = [tensor.clone() for tensor in state[:3]]
+    slot_tensors = [tensor[: len(texts)] for tensor in state]
+    op.ngram_lookup(
+        round_state(**dict(zip(NAMES, slot_tensors, strict=True))), k, *sizes, bound, over
+    )
+    assert all(torch.equal(now, then) for now, then in zip(state[:3], before, strict=True))
     drafts, counts, matches = (tensor.tolist() for tensor in state[3:])
     assert (drafts.pop(), counts.pop(), matches.pop()) == ([THERE] * WIDE, COUNT, MATCH)
     assert all(row[k:] == [THERE] * (WIDE - k) for row in drafts)
@@ -96,12 +102,12 @@ def expected(
     return drafts + [0] * (k - len(drafts)), len(drafts), match
 
 
-def random_text(rng: random.Random, most: int = WIDTH - 20) -> list[int]:
+def random_text(rng: random.Random, max_length: int = WIDTH - 20) -> list[int]:
     """Tokens of a small alphabet, often with a piece of the past at the end."""
-    text = [rng.randrange(rng.choice((1, 2, 3, 20))) for _ in range(rng.randint(1, most))]
+    text = [rng.randrange(rng.choice((1, 2, 3, 20))) for _ in range(rng.randint(1, max_length))]
     if rng.random() < 0.5:
         start = rng.randrange(len(text))
-        text = (text + text[start : start + rng.randint(1, 40)])[:most]
+        text = (text + text[start : start + rng.randint(1, 40)])[:max_length]
     return text
 
 
@@ -114,12 +120,12 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
         shortest = rng.randint(1, 4)
         over = rng.random() < 0.5
         sizes = (shortest, min(64, shortest + rng.choice((0, 1, 4, 5, 8, 60))))
-        wanted = [expected(text, k, sizes, over) for text in texts]
+        expected_drafts = [expected(text, k, sizes, over) for text in texts]
         width = rng.choice((WIDTH, max([4, *(len(text) for text in texts if text)])))
-        found = look_up(
+        drafts = look_up(
             op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), width, over
         )
-        assert found == wanted
+        assert drafts == expected_drafts
 
 
 def test_a_long_row_walks_all_its_blocks(device: str) -> None:
@@ -130,5 +136,5 @@ def test_a_long_row_walks_all_its_blocks(device: str) -> None:
     for end in (5, op.BLOCK, op.BLOCK * op.PARTS - 1, op.BLOCK * op.PARTS + 300):
         text = list(range(10, width - 40))
         text[-5:] = text[end - 4 : end + 1]
-        (found, count, _), other = look_up(op, device, [text, [1, 1]], 4, (3, 8), width=width)
-        assert found == text[end + 1 : end + 5] and count == 4 and other[1] == 0
+        (drafts, count, _), other = look_up(op, device, [text, [1, 1]], 4, (3, 8), width=width)
+        assert drafts == text[end + 1 : end + 5] and count == 4 and other[1] == 0

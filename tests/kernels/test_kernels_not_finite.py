@@ -41,34 +41,36 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     turning = RotatedRows(turn, turn, positions, slots)
     shapes: list[tuple[int, ...]]
     if latent:
-        kept = normal(ROWS, RANK + SIZE, seed=1)
+        stored = normal(ROWS, RANK + SIZE, seed=1)
         query = normal(ROWS, HEADS, RANK + SIZE, seed=2)
-        where = kept[:, 5:6] if side == "value" else kept[:, RANK + 3 : RANK + 4]
-        own = AttentionHeads(HEADS, 1, RANK + SIZE)
+        where = stored[:, 5:6] if side == "value" else stored[:, RANK + 3 : RANK + 4]
+        heads = AttentionHeads(HEADS, 1, RANK + SIZE)
         shapes = [(4, page, RANK + SIZE)]
     else:
-        kept = normal(ROWS, HEADS + 2 * KV_HEADS, SIZE, seed=1)
-        where = kept[:, HEADS + KV_HEADS * (side == "value") :, 3][:, :KV_HEADS]
-        own = AttentionHeads(HEADS, KV_HEADS, SIZE, sliding=(sliding,))
+        stored = normal(ROWS, HEADS + 2 * KV_HEADS, SIZE, seed=1)
+        where = stored[:, HEADS + KV_HEADS * (side == "value") :, 3][:, :KV_HEADS]
+        heads = AttentionHeads(HEADS, KV_HEADS, SIZE, sliding=(sliding,))
         shapes = [(4, page, KV_HEADS, SIZE)] * 2
     pools = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
     if bad is not None:
         where[ROWS - WINDOW + WILD] = bad
-    kept = kept.flatten(1).to(device, dtype)
+    stored = stored.flatten(1).to(device, dtype)
     start = ROWS - WINDOW
     seen = torch.ones(1, WINDOW, dtype=torch.bool, device=device)
     windows = Windows(positions[None, start:], seen, table, (48,), (None,))
-    plan = ops.plan_attention(windows, own, page, dtype)
+    plan = ops.plan_attention(windows, heads, page, dtype)
     scores = AttentionParams(0.2, sliding, softcap)
-    prompt = ops.plan_attention(replace(windows, chunk_start=start), own, page, dtype)
+    prompt = ops.plan_attention(replace(windows, chunk_start=start), heads, page, dtype)
     if latent:
         query = query.to(device, dtype)
         norm = torch.ones(RANK, device=device, dtype=dtype)
-        turned = ops.latent_store(query[..., RANK:].contiguous(), kept, turning, norm, 1e-5, *pools)
-        query = torch.cat((query[..., :RANK], turned), -1)[start:]
+        rotated = ops.latent_store(
+            query[..., RANK:].contiguous(), stored, turning, norm, 1e-5, *pools
+        )
+        query = torch.cat((query[..., :RANK], rotated), -1)[start:]
         window = ops.mla_attention(query[None], *pools, plan, RANK, 0.2)[0]
         return [window, ops.mla_attention(query[None], *pools, prompt, RANK, 0.2)[0]]
-    query = ops.rotary_store(kept, turning, None, 1e-5, pools, HEADS)[start:].contiguous()
+    query = ops.rotary_store(stored, turning, None, 1e-5, pools, HEADS)[start:].contiguous()
     window = ops.paged_attention(query[None], pools, plan, scores)[0]
     return [window, ops.paged_attention(query[None], pools, prompt, scores)[0]]
 
@@ -78,11 +80,11 @@ def test_rows_do_not_meet_what_they_do_not_see(form: Form, kind: str) -> None:
     both = attended(form, kind, "value", None)
     assert all(clean.isfinite().all() for clean in both)
     for side, bad in (("value", math.inf), ("value", math.nan), ("key", -math.inf)):
-        for found, clean in zip(attended(form, kind, side, bad), both, strict=True):
-            assert torch.equal(found[:WILD], clean[:WILD]), (side, bad)
+        for result, clean in zip(attended(form, kind, side, bad), both, strict=True):
+            assert torch.equal(result[:WILD], clean[:WILD]), (side, bad)
             if form.native and side == "key":  # scores of minus infinity count for nothing
-                assert not torch.equal(found[WILD:], clean[WILD:])
+                assert not torch.equal(result[WILD:], clean[WILD:])
             elif form.native:  # in the head that sees it
-                assert not found[WILD:].isfinite().all(-1).any(), (side, bad)
+                assert not result[WILD:].isfinite().all(-1).any(), (side, bad)
             else:
-                assert found[WILD:].isnan().all(), (side, bad)
+                assert result[WILD:].isnan().all(), (side, bad)

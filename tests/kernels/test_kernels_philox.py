@@ -30,8 +30,8 @@ PUBLISHED = [
 ]
 
 
-def words_of(*given: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(int, philox.philox(*(tuple(map(torch.tensor, words)) for words in given))))  # type: ignore[arg-type]
+def words_of(*counters: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int, philox.philox(*(tuple(map(torch.tensor, words)) for words in counters))))  # type: ignore[arg-type]
 
 
 def test_counter_is_group_position_stream_and_lane() -> None:
@@ -51,26 +51,26 @@ def test_bits_are_the_same_integers_and_noise_is_the_same_to_a_last_bit(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator).to(device)
-    given = (seed, torch.randint(2**33, (2, 3), generator=generator).to(device), stream, vocab)
-    assert torch.equal(noise_triton.random_bits(*given), philox.random_bits(*given))
+    arguments = (seed, torch.randint(2**33, (2, 3), generator=generator).to(device), stream, vocab)
+    assert torch.equal(noise_triton.random_bits(*arguments), philox.random_bits(*arguments))
     torch.testing.assert_close(
-        noise_triton.gumbel(*given), philox.gumbel(*given), rtol=3e-7, atol=3e-7
+        noise_triton.gumbel(*arguments), philox.gumbel(*arguments), rtol=3e-7, atol=3e-7
     )
 
 
 @triton.jit
 def ends_kernel(bits, out):
     at = tl.arange(0, 2)
-    tl.store(out + at, philox_triton.gumbel_of(tl.load(bits + at).to(tl.uint32)))
+    tl.store(out + at, philox_triton.gumbel_from_bits(tl.load(bits + at).to(tl.uint32)))
 
 
 def test_uniforms_are_clamped_at_both_ends(device: str) -> None:
-    found = torch.empty(2, device=device)
-    ends_kernel[(1,)](torch.tensor([0, 0xFFFFFFFF], device=device), found)
+    uniforms = torch.empty(2, device=device)
+    ends_kernel[(1,)](torch.tensor([0, 0xFFFFFFFF], device=device), uniforms)
     ends = torch.tensor([2.0**-33, 1 - 2.0**-24], dtype=torch.float64)
     assert torch.equal(philox.uniform(torch.tensor([0, 0xFFFFFFFF])).double(), ends)
     expected = -(-ends.log()).log()
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(uniforms.double().cpu(), expected, rtol=1e-6, atol=0)
 
 
 @triton.jit

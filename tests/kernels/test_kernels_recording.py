@@ -60,7 +60,7 @@ class Machine:
 
 
 def state(machine: Machine) -> list[Tensor]:
-    return [each.clone() for each in (machine.x, machine.table, machine.sums, machine.count)]
+    return [tensor.clone() for tensor in (machine.x, machine.table, machine.sums, machine.count)]
 
 
 def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Tensor) -> None:
@@ -68,7 +68,7 @@ def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Te
     library.scratch_storages[:] = [torch.UntypedStorage(0)]
     written = Machine(library)
     machine = Machine(library)
-    other, made = record(
+    other, result = record(
         lambda: library.packed_linear(machine.x, machine.weight, None), library, pool
     )
     before = state(machine)
@@ -76,18 +76,18 @@ def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Te
     assert all(map(torch.equal, state(machine), before)), "recording wrote"
     wide = library.pack(torch.ones(32, 64 * K))
     library.packed_linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
-    held = [
+    constants = [
         torch.full((1 << 12,), float("nan")) for _ in range(64)
     ]  # where freed memory would be used again
     for seed in range(5):
-        for each in (written, machine):
-            each.changed(seed)
+        for changed in (written, machine):
+            changed.changed(seed)
         expected = written.program()
         run()
-        assert all(map(torch.equal, results, expected)) and held
+        assert all(map(torch.equal, results, expected)) and constants
         assert all(map(torch.equal, state(machine), state(written)))
         other()  # it writes where the first one has its results
-        assert torch.equal(made, library.packed_linear(written.x, written.weight, None))
+        assert torch.equal(result, library.packed_linear(written.x, written.weight, None))
 
 
 ASKING: dict[str, Callable[[Machine], Any]] = {

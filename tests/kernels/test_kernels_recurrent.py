@@ -16,7 +16,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
-from tests.kernels.forms import COMPILED, Form, thinned
+from tests.kernels.forms import COMPILED, Form, parametrize_forms
 
 pytest.importorskip("triton")
 BFLOAT16 = torch.bfloat16
@@ -83,8 +83,8 @@ class Layer:
         self.rule = DeltaRule(draw(s.heads), draw(s.heads), s.corrects)
         self.ring = nothing(s.depth, s.channels, dtype=dtype)
         rings = ((s.key_heads, s.width), (s.heads, s.size), (s.heads, 2))
-        kept = (nothing(s.depth, *ring) for ring in rings)
-        self.memory = DeltaMemory(nothing(s.heads, s.width, s.size), *kept)
+        state_rings = (nothing(s.depth, *ring) for ring in rings)
+        self.memory = DeltaMemory(nothing(s.heads, s.width, s.size), *state_rings)
         self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:
@@ -130,7 +130,7 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
     """Windows of 1 to 9 rows, some of which are rejected, against single steps."""
     single, layer = (Layer(shape, form, dtype, 2) for _ in range(2))
     x = layer.inputs(length)
-    wanted, states = walked(single, x)
+    expected, states = walked(single, x)
     chance = random.Random(3)
     position = 0
     seen = []
@@ -141,12 +141,12 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
         window[accepted:] = layer.inputs(rows, seed=position + 1)[
             accepted:
         ]  # drafts that are rejected
-        made = layer.run(window, (1, 0, rows, position, position))
+        results = layer.run(window, (1, 0, rows, position, position))
         if position:
             assert torch.equal(layer.memory.state[1], states[position - 1]), position
-        seen.append(made[:accepted])
+        seen.append(results[:accepted])
         position += accepted
-    assert torch.equal(torch.cat(seen), wanted)
+    assert torch.equal(torch.cat(seen), expected)
     assert layer.memory.state[0].isnan().all(), "no run named this slot"
 
 
@@ -155,20 +155,22 @@ def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
     layer, single = (Layer(shape, form, dtype, 4, bias=True) for _ in range(2))
     first = layer.inputs(33, seed=1)
     second = layer.inputs(17, seed=2)
-    wanted, states = walked(single, first)
-    others, _ = walked(single, second, 3)
-    made = [layer.run(first[:5], (2, 0, 5, 0, 5))]
+    expected, states = walked(single, first)
+    other_expected, _ = walked(single, second, 3)
+    results = [layer.run(first[:5], (2, 0, 5, 0, 5))]
     layer.run(second[:12], (0, 0, 12, 0, 10))
     x = torch.cat((layer.inputs(2, seed=9), first[5:33], layer.inputs(1, seed=9), second[12:17]))
     together = layer.run(x, (2, 2, 28, 5, 33), (1, 30, 0, 4, 4), (0, 31, 5, 12, 12))
-    made.append(together[2:30])
-    assert torch.equal(torch.cat(made), wanted) and torch.equal(together[31:], others[12:17])
+    results.append(together[2:30])
+    assert torch.equal(torch.cat(results), expected) and torch.equal(
+        together[31:], other_expected[12:17]
+    )
     assert torch.equal(layer.memory.state[2], states[32])
     assert not together[:2].any() and not together[30].any()
     assert layer.memory.state[1].isnan().all() and layer.ring[1].isnan().all()
 
 
-PASSED = thinned([(shape,) for shape in SHAPES], (), "torch", *COMPILED)
+PASSED = parametrize_forms([(shape,) for shape in SHAPES], (), "torch", *COMPILED)
 PASSED += [
     ("triton", Shape(2, 1, 8, 40, depth=20)),
     ("triton", Shape(2, 2, 5, 7, depth=20, corrects=False)),
@@ -226,11 +228,11 @@ def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
     for dtype in form.dtypes[:1] if form.name == "torch" else form.types(shape.heads):
         layer = Layer(shape, form, dtype, 1)
         x = layer.inputs(33)
-        made = torch.cat(
+        results = torch.cat(
             [layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))]
         )
-        wanted = naive(x, layer)
-        assert (made.double() - wanted).abs().max() < allowed[dtype] * wanted.abs().max()
+        expected = naive(x, layer)
+        assert (results.double() - expected).abs().max() < allowed[dtype] * expected.abs().max()
 
 
 def test_a_convolution_may_stand_alone(form: Form) -> None:
@@ -238,22 +240,22 @@ def test_a_convolution_may_stand_alone(form: Form) -> None:
     layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form, form.dtypes[0], 1, True)
     x = layer.inputs(9)[:, : layer.shape.channels]
     rows = layer.rows((0, 1, 8, 0, 0))
-    made = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
+    result = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
     before = torch.cat((x.new_zeros(2, x.shape[1]), x[1:])).double()
-    wanted = layer.bias + sum(before[t : t + 8] * layer.weight[t] for t in range(3))
-    assert (made[1:] - wanted).abs().max() < 1e-5 and not made[0].any()
+    expected = layer.bias + sum(before[t : t + 8] * layer.weight[t] for t in range(3))
+    assert (result[1:] - expected).abs().max() < 1e-5 and not result[0].any()
 
 
 @pytest.mark.parametrize("form", COMPILED, indirect=True)
 def test_threads_change_no_bit(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(6, 2, 64, 64)
-    made = []
+    results = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(form.ops, "threads", threads)
         layer = Layer(shape, form, form.dtypes[0], 2)
         x = layer.inputs(80)
-        made.append(layer.run(x, (0, 0, 50, 0, 50), (1, 50, 30, 0, 20)))
-    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+        results.append(layer.run(x, (0, 0, 50, 0, 50), (1, 50, 30, 0, 20)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 # -- whole chunks of a prompt ----------------------------------------------------------------------
@@ -299,23 +301,23 @@ class Prompt:
 
     def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
         """What rows from cut to cut read, and the state behind them, by calls of an operation in turn."""
-        made = []
+        results = []
         layer = self.layer
         layer.applied[slot] = 0
         for begin, end in zip((0, *cuts), (*cuts, len(self.mixed)), strict=True):
             rows = layer.rows((slot, 0, end - begin, begin, end))
-            given = (self.mixed[begin:end], self.gates[begin:end], layer.rule)
-            made.append(getattr(layer.kernels, operation)(*given, layer.memory, rows))
+            arguments = (self.mixed[begin:end], self.gates[begin:end], layer.rule)
+            results.append(getattr(layer.kernels, operation)(*arguments, layer.memory, rows))
             layer.applied[slot] = end
-        return torch.cat(made), layer.memory.state[slot].clone()
+        return torch.cat(results), layer.memory.state[slot].clone()
 
 
 def check_chunks(form: Form, shape: Shape, count: int, regime: str) -> None:
     """Whole chunks first, against a step a token; the NaN that lies in the state at first is not read."""
     read, state = Prompt.of(shape, count, form, regime).run("delta_chunks", count // CHUNK * CHUNK)
     plain = replace(form, ops=load_kernels("torch"))
-    wanted, final = Prompt.of(shape, count, plain, regime).run("delta_rule")
-    assert (read - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    expected, final = Prompt.of(shape, count, plain, regime).run("delta_rule")
+    assert (read - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (state - final).abs().max() < 1e-4 * final.abs().max()
 
 
@@ -332,23 +334,29 @@ def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str, for
 def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -> None:
     """Nor what stands beside them; a run without rows changes nothing, and rows of no run are zeros."""
     prompt = Prompt.of(shape, 3 * CHUNK - 5, form)
-    whole, state = prompt.run("delta_chunks")
+    expected, state = prompt.run("delta_chunks")
     for cuts in ((CHUNK,), (2 * CHUNK,), (CHUNK, 2 * CHUNK)):
-        made, final = prompt.run("delta_chunks", *cuts, slot=0)
-        assert torch.equal(made, whole) and torch.equal(final, state)
+        results, final = prompt.run("delta_chunks", *cuts, slot=0)
+        assert torch.equal(results, expected) and torch.equal(final, state)
     other = Prompt.of(shape, CHUNK + 3, form, "slow")
     layer = Prompt.of(shape, 1, form).layer
-    wanted, behind = other.run("delta_chunks")
+    other_expected, behind = other.run("delta_chunks")
     count = len(other.mixed)
     runs = (2, 1, count, 0, count), (1, count + 1, 0, 7, 7), (0, count + 2, 40, 0, 40)
     mixed, gates = (
         torch.cat((b[:1], a, b[:1], b[:40]))
         for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
     )
-    given = (mixed, gates, layer.rule, layer.memory, layer.rows(*runs))
-    made = layer.kernels.delta_chunks(*given)
-    assert torch.equal(made[1 : count + 1], wanted) and torch.equal(layer.memory.state[2], behind)
-    assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[count + 1].any()
+    arguments = (mixed, gates, layer.rule, layer.memory, layer.rows(*runs))
+    results = layer.kernels.delta_chunks(*arguments)
+    assert torch.equal(results[1 : count + 1], other_expected) and torch.equal(
+        layer.memory.state[2], behind
+    )
+    assert (
+        torch.equal(results[-40:-8], expected[:32])
+        and not results[0].any()
+        and not results[count + 1].any()
+    )
     assert layer.memory.state[1].isnan().all() and all(
         ring.isnan().all() for ring in layer.memory[1:]
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import load_kernels
-from tests.kernels.forms import Form, assert_rounded, near, normal, turning_tables
+from tests.kernels.forms import Form, assert_rounded, near, normal, random_rotations
 
 PAGES = 5
 PAGE = 64
@@ -44,7 +44,7 @@ class Inputs:
 
     def of(self, rows: slice) -> Inputs:
         cos, sin, *places = vars(self.turning).values()
-        turning = RotatedRows(cos, sin, *(each[rows] for each in places))
+        turning = RotatedRows(cos, sin, *(column[rows] for column in places))
         return replace(self, wide=self.wide[rows], turning=turning)
 
     def run(self, form: Form | None) -> list[Tensor]:
@@ -91,8 +91,8 @@ class Inputs:
         if self.rank:
             query, latent = self._split()
             key = rotated(latent[:, None, self.rank :])[:, 0]
-            kept = torch.cat((normed(latent[:, : self.rank]) * self.weight, key), -1)
-            pools[0].flatten(0, 1)[places] = kept
+            entries = torch.cat((normed(latent[:, : self.rank]) * self.weight, key), -1)
+            pools[0].flatten(0, 1)[places] = entries
             return rotated(query)
         fused = self.wide.view(len(self.wide), -1, self.size)
         keyed = fused[:, : self.heads + self.kv_heads]
@@ -111,7 +111,7 @@ def make(
     rank: int | None = None,
 ) -> Inputs:
     """Float32 inputs for a form's device; heads: of queries, of keys."""
-    cos, sin = turning_tables(TABLE, size, form.device, torch.float32)
+    cos, sin = random_rotations(TABLE, size, form.device, torch.float32)
     order = torch.Generator().manual_seed(rows)
     positions, slots = (torch.randperm(n, generator=order)[:rows] for n in (TABLE, PAGES * PAGE))
     turning = RotatedRows(cos, sin, positions.to(form.device), slots.to(form.device))
@@ -150,9 +150,9 @@ def test_against_its_definition(
     torch_form = Form("torch", load_kernels("torch"), form.device, form.dtypes)
     for dtype in form.types(rows):
         inputs = make(form, rows, heads, size, normed, rank).cast(dtype)
-        found = inputs.run(form)
+        result = inputs.run(form)
         right = inputs.cast(torch.float64).run(None)
-        for ours, plain, exact in zip(found, inputs.run(torch_form), right, strict=True):
+        for ours, plain, exact in zip(result, inputs.run(torch_form), right, strict=True):
             if form.native:
                 assert_rounded(ours, exact)
             elif form.name == "torch":
@@ -160,12 +160,14 @@ def test_against_its_definition(
             else:
                 near(ours, exact, plain, size=None if rank else 2.5e-7 / torch.finfo(dtype).eps)
         if not rank:
-            assert torch.equal(found[2].double(), right[2]), "values are copied"
-        others = torch.ones(PAGES * PAGE, dtype=torch.bool, device=form.device)
-        others[inputs.turning.kv_slots] = False
-        assert all((pool[others] == UNTOUCHED).all() for pool in found[1:])
+            assert torch.equal(result[2].double(), right[2]), "values are copied"
+        unwritten = torch.ones(PAGES * PAGE, dtype=torch.bool, device=form.device)
+        unwritten[inputs.turning.kv_slots] = False
+        assert all((pool[unwritten] == UNTOUCHED).all() for pool in result[1:])
         for i in {0, rows - 1} if form.name != "torch" else ():
             alone = inputs.of(slice(i, i + 1)).run(form)
             place = int(inputs.turning.kv_slots[i])
-            assert torch.equal(alone[0][0], found[0][i])
-            assert all(torch.equal(alone[p][place], found[p][place]) for p in range(1, len(found)))
+            assert torch.equal(alone[0][0], result[0][i])
+            assert all(
+                torch.equal(alone[p][place], result[p][place]) for p in range(1, len(result))
+            )

@@ -66,7 +66,7 @@ def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> St
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> set[str]:
+def expect(state: State, slots: int, k: int, accepted_drafts: list[int] | None = None) -> set[str]:
     """Do to the state, in plain Python, what the commit should; returns what was met."""
     met = set()
     place = int(state["counter"]) % DEPTH
@@ -78,8 +78,8 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
         accepted = 0
         while accepted < min(k, real) and draft[accepted] == sampled[accepted]:
             accepted += 1
-        if given is not None:
-            accepted = given[s]
+        if accepted_drafts is not None:
+            accepted = accepted_drafts[s]
         stops = set(state["stop_ids"][s].tolist())
         finite = state["finite"][s].tolist()
         stop = next((i for i in range(accepted + 1) if sampled[i] in stops), None)
@@ -120,21 +120,30 @@ def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> 
 
 
 def check(
-    op: Any, state: State, slots: int, k: int, given: list[int] | None = None, counted: bool = True
+    op: Any,
+    state: State,
+    slots: int,
+    k: int,
+    accepted_drafts: list[int] | None = None,
+    counted: bool = True,
 ) -> set[str]:
     """Hold a commit of the first slots, whose acceptance may be given, against its definition."""
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
-    met = expect(expected, slots, k, given)
+    met = expect(expected, slots, k, accepted_drafts)
     if not counted:
         expected["generated"] = state["generated"].cpu().clone()
-    whole = ("ring", "counter", "times")
+    shared_names = ("ring", "counter", "times")
     widths = {"draft": k, "sampled": k + 1, "finite": k + 1}
     cut = {
-        name: t if name in whole else t[:slots][..., : widths.get(name)]
+        name: t if name in shared_names else t[:slots][..., : widths.get(name)]
         for name, t in state.items()
     }
     window = SimpleNamespace(draft=cut.pop("draft"), num_drafts=cut.pop("num_drafts"))
-    accepted = None if given is None else torch.tensor(given, device=state["draft"].device)
+    accepted = (
+        None
+        if accepted_drafts is None
+        else torch.tensor(accepted_drafts, device=state["draft"].device)
+    )
     rows = (cut.pop("sampled"), cut.pop("finite"), accepted)
     counts = cut.pop("generated")
     op.round_commit(round_state(**cut), window, *rows, counts if counted else None)
@@ -151,8 +160,8 @@ def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) 
     met = set()
     for seed in range(5 if slots < 17 else 3):
         met |= check(op, make_state(seed, slots, k, device), slots, k)
-    given = [random.Random(slot).randint(0, k) for slot in range(slots)]
-    check(op, make_state(5, slots, k, device), slots, k, given)
+    accepted_drafts = [random.Random(slot).randint(0, k) for slot in range(slots)]
+    check(op, make_state(5, slots, k, device), slots, k, accepted_drafts)
     check(op, make_state(6, slots, k, device), slots, k, counted=False)
     if (slots, k) == (17, 7):  # of every kind
         ends = {f"reason {reason}" for reason in (GOING_ON, STOPPED, FULL, FAILED)}
@@ -171,8 +180,8 @@ def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
     """The last one counts, and what pads the kernel's lanes, id 0, is none."""
     for last, reason in ((0, STOPPED), (5, GOING_ON)):
         state = make_state(1, 2, 3, device, stops=stops)
-        told = {"sampled": 0, "finite": True, "active": True, "length": 3, "draft": 0}
-        for name, value in {**told, "length_limit": MAX_LEN, "stop_ids": -1}.items():
+        values = {"sampled": 0, "finite": True, "active": True, "length": 3, "draft": 0}
+        for name, value in {**values, "length_limit": MAX_LEN, "stop_ids": -1}.items():
             state[name].fill_(value)
         state["stop_ids"][:, -1] = last
         assert check(op, state, 2, 3) >= {f"reason {reason}"}

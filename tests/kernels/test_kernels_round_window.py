@@ -50,11 +50,11 @@ def make_state(seed: int, slots: int, k: int, device: str) -> State:
     return {name: torch.as_tensor(values).to(device) for name, values in state.items()}
 
 
-def first_slots(state: State, slots: int, k: int, **more: torch.Tensor) -> Any:
+def first_slots(state: State, slots: int, k: int, **extra: torch.Tensor) -> Any:
     """Views whose strides are not their widths."""
     widths = {"tokens": MAX_LEN + k + 1, "draft": max(1, k), "page_table": PAGES}
     return round_state(
-        **{name: t[:slots][..., : widths.get(name)] for name, t in state.items()}, **more
+        **{name: t[:slots][..., : widths.get(name)] for name, t in state.items()}, **extra
     )
 
 
@@ -75,11 +75,11 @@ def expected_window(lists: dict[str, Any], s: int, k: int) -> tuple[Any, ...]:
     """One slot's fields of a `RoundWindow`, one row after another."""
     draft = lists["draft"][s][:k]
     n = lists["length"][s]
-    known = [0 <= token < VOCAB for token in draft]
-    leading = known.index(False) if False in known else k
+    is_usable = [0 <= token < VOCAB for token in draft]
+    leading = is_usable.index(False) if False in is_usable else k
     count = max(0, min(lists["num_drafts"][s], lists["draft_cap"][s], k))
     count = min(count, leading, max(0, lists["length_limit"][s] - n - 1))
-    draft = [token if fine else 0 for token, fine in zip(draft, known, strict=True)]
+    draft = [token if usable else 0 for token, usable in zip(draft, is_usable, strict=True)]
     positions = [min(n - 1 + i, MAX_LEN - 1) for i in range(k + 1)]
     valid = [lists["active"][s] and i <= count for i in range(k + 1)]
     slots = placed(lists["page_table"][s], positions, valid)
@@ -104,11 +104,15 @@ def test_window_equals_its_definition(op: Any, device: str, slots: int, k: int) 
         state = make_state(seed, slots, k, device)
         lists = lists_of(state)
         times = torch.full((3, NUM_TIMES), -5, device=device)
-        given = first_slots(state, slots, k, times=times, counter=torch.tensor([4], device=device))
-        window: RoundWindow = op.round_window(given, k, Paging(PAGE, MAX_LEN, TRASH), VOCAB)
+        slot_state = first_slots(
+            state, slots, k, times=times, counter=torch.tensor([4], device=device)
+        )
+        window: RoundWindow = op.round_window(slot_state, k, Paging(PAGE, MAX_LEN, TRASH), VOCAB)
         assert_window(window, [expected_window(lists, s, k) for s in range(slots)])
         assert all(getattr(window, name).is_contiguous() for name in vars(window))
-        assert (times != -5).nonzero().tolist() == [[1, BEGAN]] and given.counter.tolist() == [4]
+        assert (times != -5).nonzero().tolist() == [[1, BEGAN]] and slot_state.counter.tolist() == [
+            4
+        ]
         assert lists_of(state) == lists
 
 
@@ -201,8 +205,8 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
         for step in range(k):
             sampled = (drawn + step)[:, :1]
             expected = []
-            given = first_slots(state, slots, WIDE)
-            window = op.draft_step(given, sampled, step, k, Paging(PAGE, limit, TRASH))
+            slot_state = first_slots(state, slots, WIDE)
+            window = op.draft_step(slot_state, sampled, step, k, Paging(PAGE, limit, TRASH))
             for s, (token,) in enumerate(sampled.tolist()):
                 length = lists["length"][s]
                 lists["draft"][s][step] = token

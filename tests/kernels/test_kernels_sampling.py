@@ -14,15 +14,15 @@ pytest.importorskip("triton")
 
 from spd.kernels.sampling import sampling, sampling_triton
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
-from tests.kernels.forms import COMPILED, Form, thinned
+from tests.kernels.forms import COMPILED, Form, parametrize_forms
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
     EXTREMES,
     PLAIN,
     Steps,
-    drawn_alike,
-    number,
+    assert_same_draws,
     random_case,
+    slot_count,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
@@ -39,37 +39,39 @@ DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (F
 
 
 @pytest.mark.parametrize(
-    ("form", "vocab", "coarse"), thinned(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"]
+    ("form", "vocab", "coarse"), parametrize_forms(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"]
 )
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
-    drawn_alike(
-        form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP
+    assert_same_draws(
+        form, random_case(slot_count(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP
     )
     for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
         for k in (0, 3):
-            drawn_alike(form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps)
+            assert_same_draws(
+                form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps
+            )
 
 
 @pytest.mark.parametrize("k", range(6))
 def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
-    case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
-    drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
+    case = random_case(slot_count(form, 12 // (k + 1)), k, 131, k, form.device)
+    assert_same_draws(form, case, replace(EVERY_STEP, truncation=False))
     zeros = torch.zeros_like(case.tensors.temperature)
-    held = case.tensors.generated
+    generated = case.tensors.generated
     strong = replace(
-        case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held
+        case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * generated
     )
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
-    drawn_alike(form, flat, replace(GREEDY, penalties=True))
+    assert_same_draws(form, flat, replace(GREEDY, penalties=True))
 
 
 @pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length", "grammar"])
 @pytest.mark.parametrize("present", [False, True], ids=["without", "alone"])
 def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool) -> None:
     steps = GREEDY if present else replace(EVERY_STEP, truncation=False)
-    case = random_case(number(form, 4), 2, 300, 5, form.device)
-    drawn_alike(form, case, replace(steps, **{name: present}))
+    case = random_case(slot_count(form, 4), 2, 300, 5, form.device)
+    assert_same_draws(form, case, replace(steps, **{name: present}))
 
 
 @pytest.mark.parametrize("steps", [GREEDY, PLAIN, TRUNCATED])
@@ -94,7 +96,7 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
         top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.9], device=form.device),
     )
     broken = replace(case, logits=logits, tensors=tensors, usable_vocab=90)
-    sampled = drawn_alike(form, broken, steps).flatten()
+    sampled = assert_same_draws(form, broken, steps).flatten()
     assert sampled[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
     right = [False, False, False, True, False, not steps.noise, True]
     assert form.ops.sample_rows(*broken.arguments(steps))[1].flatten().tolist() == right
@@ -122,7 +124,7 @@ def test_a_row_is_the_same_alone_and_among_others(
     steps = replace(EVERY_STEP, truncation=truncation)
     interpreted = form.name == "triton" and form.device == "cpu"
 
-    def made(case: Any) -> list[Tensor]:
+    def run(case: Any) -> list[Tensor]:
         law = (
             []
             if form.native
@@ -130,13 +132,13 @@ def test_a_row_is_the_same_alone_and_among_others(
         )
         return [*form.ops.sample_rows(*case.arguments(steps)), *law]
 
-    whole = made(case)
+    expected = run(case)
     for threads in (1, 2, 3) if form.native else (1,):
         if form.native:
             monkeypatch.setattr(form.ops, "threads", threads)
         for some in (order, *([slot] for slot in range(2 if truncation and interpreted else 5))):
-            for found, right in zip(made(case.only(some)), whole, strict=True):
-                assert torch.equal(found, right[some])
+            for result, right in zip(run(case.only(some)), expected, strict=True):
+                assert torch.equal(result, right[some])
 
 
 # -- the program -------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def test_a_row_is_the_same_alone_and_among_others(
 
 def test_nothing_that_varies_chooses_the_program() -> None:
     """Rows and strides: Triton would compile 1 and multiples of 16 apart."""
-    varying = {*sampling_triton.VARYING}
+    varying = {*sampling_triton.NOT_SPECIALIZED}
     for name, kernel in vars(sampling_triton).items():
         if not name.endswith("_kernel"):
             continue
@@ -157,14 +159,14 @@ def test_nothing_that_varies_chooses_the_program() -> None:
 
 def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
-    logits, given = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
-    found = form.ops.row_distributions(*given)
-    expected = sampling.row_distributions(*given)
+    logits, arguments = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
+    result = form.ops.row_distributions(*arguments)
+    expected = sampling.row_distributions(*arguments)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
-    assert found.dtype == torch.float32 and found.shape == case.logits.shape
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
-    return found
+    assert result.dtype == torch.float32 and result.shape == case.logits.shape
+    assert torch.equal(result == 0, expected == 0)
+    torch.testing.assert_close(result, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
+    return result
 
 
 plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
@@ -177,7 +179,7 @@ def test_every_step_has_the_samplings_law(
     form: Form, vocab: int, coarse: bool, small_blocks: None
 ) -> None:
     """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and neither."""
-    case = random_case(number(form, 6), 1, vocab, vocab, form.device, coarse)
+    case = random_case(slot_count(form, 6), 1, vocab, vocab, form.device, coarse)
     assert_same_laws(form, case, TRUNCATED)
     sums = (
         assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)
@@ -201,11 +203,11 @@ def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> N
         min_p=torch.tensor([0.0], device=form.device),
         temperature=torch.tensor([1.0], device=form.device),
     )
-    many = replace(case, logits=rows.to(form.device), positions=places.to(form.device))
-    many = replace(many, tensors=tensors, usable_vocab=len(logits))
-    drawn_alike(form, many, TRUNCATED)
+    edge_case = replace(case, logits=rows.to(form.device), positions=places.to(form.device))
+    edge_case = replace(edge_case, tensors=tensors, usable_vocab=len(logits))
+    assert_same_draws(form, edge_case, TRUNCATED)
     if not form.native:
-        assert_same_laws(form, many, TRUNCATED)
+        assert_same_laws(form, edge_case, TRUNCATED)
 
 
 @plain_forms
@@ -241,7 +243,7 @@ def test_draws_of_a_drafters_own_stream(device: str) -> None:
     seen = []
     for stream in (0, row_stream(STREAM_DRAFT, 0), row_stream(STREAM_DRAFT, 1)):
         for steps in (PLAIN, TRUNCATED):
-            found, _ = sampling_triton.sample_rows(*case.arguments(steps), stream)
-            assert torch.equal(found, sampling.sample_rows(*case.arguments(steps), stream)[0])
-        seen.append(tuple(found.flatten().tolist()))
+            sampled, _ = sampling_triton.sample_rows(*case.arguments(steps), stream)
+            assert torch.equal(sampled, sampling.sample_rows(*case.arguments(steps), stream)[0])
+        seen.append(tuple(sampled.flatten().tolist()))
     assert len(set(seen)) == 3

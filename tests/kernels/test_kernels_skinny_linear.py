@@ -34,13 +34,13 @@ from spd.kernels.linear.skinny_config import (
     workspace_sizes,
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
-from spd.kernels.linear.skinny_product_triton import row_begins
+from spd.kernels.linear.skinny_product_triton import row_pointers
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load.token_tiles import TESTED_LIMITS, WEIGHT_DTYPES
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.forms import ACTS, COMPILED, Form, acted, assert_rounded, near, normal
+from tests.kernels.forms import ACTS, COMPILED, Form, apply_activation, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
 
 EPSILON = 1e-5
@@ -103,8 +103,8 @@ def test_products(
         parts = 300 if n == 33 else 3  # more than a program holds at once
         o = Operands(n, k, rows, dtype, device, parts, kind)
         if config is not None:
-            own = replace(config, block_k=step_of(o.weight) or config.block_k)
-            monkeypatch.setattr(twin, "_config", choice(own))
+            product_config = replace(config, block_k=step_of(o.weight) or config.block_k)
+            monkeypatch.setattr(twin, "_config", choice(product_config))
         x = o.x.double()
         residual = o.residual.double()
         weight, fed, pair = map(exact, o.weights)
@@ -120,12 +120,17 @@ def test_products(
             onto = {"residual": o.residual}
             table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
                 ("linear", (o.x, o.fed, bias), {"norm": norm}, normed @ fed.T + shift),
-                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), {}, acted(opened, SILU)),
+                (
+                    "norm_gate_up",
+                    (o.x, o.pair, pair_bias, None, norm),
+                    {},
+                    apply_activation(opened, SILU),
+                ),
                 (
                     "norm_gate_up",
                     (o.x, o.pair, pair_bias, None, norm),
                     after,
-                    acted(opened, after["act"]),
+                    apply_activation(opened, after["act"]),
                 ),
                 ("linear", (o.x, o.weight, bias), onto, residual + x @ weight.T + shift),
                 ("head_logits", (o.x, o.weight), {}, x @ weight.T),
@@ -133,23 +138,23 @@ def test_products(
             if kind == "plain":
                 table.append(("linear", (o.x, o.weight, bias), {}, x @ weight.T + shift))
             size = 1 + (x.abs() @ weight.abs().T).max().item() / k**0.5
-            for name, given, more, right in table:
-                found = getattr(twin, name)(*given, **more)
+            for name, arguments, options, right in table:
+                result = getattr(twin, name)(*arguments, **options)
                 if name == "head_logits" and kind != "plain":
-                    given = (o.x.float(), o.weight)
-                plain = getattr(reference, name)(*given, **more)
+                    arguments = (o.x.float(), o.weight)
+                plain = getattr(reference, name)(*arguments, **options)
                 if name == "linear":
-                    found, squares = found
+                    result, squares = result
                     plain, _ = plain
-                if more is onto:
+                if options is onto:
                     assert squares.dtype == torch.float32 and squares.shape[0] == rows
-                    sums = found.float().square().sum(1)
+                    sums = result.float().square().sum(1)
                     torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
-                usual = kind == "plain" or name == "norm_gate_up"
+                is_plain = kind == "plain" or name == "norm_gate_up"
                 slack = (
                     2 if kind == "plain" and device == "cpu" else 4
                 )  # a GPU approximates exp, too
-                near(found, right, plain.to(found.dtype), slack, None if usual else size)
+                near(result, right, plain.to(result.dtype), slack, None if is_plain else size)
                 if dtype == torch.float32:
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 
@@ -172,12 +177,12 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
             squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0
         )
         normed = o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + EPSILON)
-        given = (o.x, o.squares, o.scale, EPSILON)
+        arguments = (o.x, o.squares, o.scale, EPSILON)
         right = normed * o.scale.double()
         near(
-            rows_twin.rms_norm_rows(*given),
+            rows_twin.rms_norm_rows(*arguments),
             right,
-            plain := rows_reference.rms_norm_rows(*given),
+            plain := rows_reference.rms_norm_rows(*arguments),
             slack=2,
         )
         if dtype == torch.float32:
@@ -219,17 +224,17 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
     for dtype in form.types(heads):
         x = normal(rows, heads, a + 3, seed=1).to(form.device, dtype)[..., 3:]
         weight = normal(heads, a, b, seed=2).to(form.device, dtype)
-        kept = form.ops.pack(weight.mT) if form.native else weight
-        found = form.ops.head_linear(x, kept)
+        matrices = form.ops.pack(weight.mT) if form.native else weight
+        result = form.ops.head_linear(x, matrices)
         right = torch.einsum("tha,hab->thb", x.double(), weight.double())
         if form.native:
-            assert_rounded(found, right)
+            assert_rounded(result, right)
         else:
             plain = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-            near(found, right, plain)
-            assert dtype != torch.float32 or (found - right).abs().max() < 1e-3
+            near(result, right, plain)
+            assert dtype != torch.float32 or (result - right).abs().max() < 1e-3
         for row in {0, rows // 2, rows - 1} if form.name != "torch" else ():
-            assert torch.equal(form.ops.head_linear(x[row : row + 1], kept)[0], found[row])
+            assert torch.equal(form.ops.head_linear(x[row : row + 1], matrices)[0], result[row])
 
 
 def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
@@ -252,19 +257,19 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
     def normed(
         form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None
     ) -> Callable[..., Any]:
-        given = (weight, bias, workspace)
-        return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON))
+        arguments = (weight, bias, workspace)
+        return lambda x, _: form(x, *arguments, Norm(squares_of(x, 3), EPSILON))
 
     bias = o.bias
     pair_bias = o.pair_bias
-    found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    functions: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
         "normed linear": lambda x, _: normed(twin.linear, o.fed, bias)(x, _)[:1],
         "norm_gate_up": lambda x, _: (normed(twin.norm_gate_up, o.pair, pair_bias)(x, _),),
         "linear": lambda x, r: twin.linear(x, o.weight, bias, workspace, residual=r),
         "head_logits": lambda x, _: (twin.head_logits(x, o.weight),),
     }
     if isinstance(o.weight, Tensor):
-        found |= {
+        functions |= {
             "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace)[:1],
             "rms_norm_rows": lambda x, _: (
                 rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),
@@ -274,7 +279,7 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
             ),
             "head_sample": sample,
         }
-    return found
+    return functions
 
 
 @pytest.mark.covers(1)
@@ -295,19 +300,19 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
         config = replace(config, block_k=step_of(o.weight) or config.block_k)
         monkeypatch.setattr(twin, "_config", choice(config))
         for name, run in operations(o, 17).items():
-            every = run(o.x, o.residual)
+            results = run(o.x, o.residual)
             for rows in tried:
                 some = run(o.x[:rows], o.residual[:rows])
-                for whole, part in zip(every, some, strict=True):
-                    assert torch.equal(part, whole[:rows]), (name, dtype, rows)
+                for result, part in zip(results, some, strict=True):
+                    assert torch.equal(part, result[:rows]), (name, dtype, rows)
             for place in places:
                 other = (300.0, float("nan"), float("inf"), 0.001, 1.0)[place % 5]
                 x = o.x * other
                 residual = o.residual * other
                 x[place] = o.x[3]
                 residual[place] = o.residual[3]
-                for one, among in zip(every, run(x, residual), strict=True):
-                    assert torch.equal(one[3], among[place]), (name, dtype, place, other)
+                for alone, among in zip(results, run(x, residual), strict=True):
+                    assert torch.equal(alone[3], among[place]), (name, dtype, place, other)
 
 
 @pytest.mark.covers(count=2)
@@ -360,14 +365,14 @@ def test_configs_fit_every_weight_and_device(facts: Device) -> None:
                     and config.stages >= 2
                 )
                 for tile in (16, 32, 64):
-                    each = with_tile(gate_up_config(config, n), tile, itemsize, facts)
-                    step = each.block_n * itemsize + each.block_t * max(2, itemsize)
-                    assert each.stages * step * each.block_k <= facts.shared
+                    tile_config = with_tile(gate_up_config(config, n), tile, itemsize, facts)
+                    step = tile_config.block_n * itemsize + tile_config.block_t * max(2, itemsize)
+                    assert tile_config.stages * step * tile_config.block_k <= facts.shared
 
 
 @triton.jit
 def reach_kernel(x, out, row, k):
-    far = row_begins(x, row + tl.arange(0, 1), k)
+    far = row_pointers(x, row + tl.arange(0, 1), k)
     tl.store(out + tl.arange(0, 1)[None, :], far.to(tl.int64) - x.to(tl.int64))
 
 
@@ -405,10 +410,10 @@ def test_offsets_beyond_32_bits() -> None:
 )
 def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kind: str) -> None:
     """The tile follows the number of rows, so each row of 1 to 130 must equal the row alone."""
-    held = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     widest = widest_exact_tiles(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
     print(torch.cuda.get_device_name(), widest)
-    assert (held, kind) != ((9, 0), "bfloat16") or widest == TESTED_LIMITS["9.0"]
+    assert (capability, kind) != ((9, 0), "bfloat16") or widest == TESTED_LIMITS["9.0"]
     ops = load_kernels("triton", None, widest)
     dtype = torch.bfloat16
     torch.manual_seed(n)
@@ -421,25 +426,27 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     def products(rows: slice) -> list[torch.Tensor]:
         part = x[rows].contiguous()
         norms = [Norm(s[rows].contiguous(), EPSILON) for s in squares]
-        found = [
+        results = [
             *(ops.linear(part, weight, None, None, norm)[0] for norm in norms),
             *ops.linear(part, weight, None, residual=residual[rows].contiguous()),
             ops.head_logits(part, weight),
         ]
-        return found if n % 2 else [*found, ops.norm_gate_up(part, weight, None, None, norms[-1])]
+        return (
+            results if n % 2 else [*results, ops.norm_gate_up(part, weight, None, None, norms[-1])]
+        )
 
     alone = [
         torch.cat(parts)
         for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)
     ]
     for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):
-        for one, every in zip(alone, products(slice(0, rows)), strict=True):
-            assert torch.equal(one[:rows], every)
+        for single, together in zip(alone, products(slice(0, rows)), strict=True):
+            assert torch.equal(single[:rows], together)
 
 
 @pytest.mark.covers(count=6)
 @pytest.mark.parametrize(
-    ("vocab", "k", "usable", "every"),
+    ("vocab", "k", "usable", "id_step"),
     [
         (77, 64, 77, 0),
         (77, 64, 61, 0),
@@ -456,7 +463,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     ],
 )
 def test_sample_is_the_full_samplers_draw(
-    vocab: int, k: int, usable: int, every: int, device: str, dtypes: tuple[torch.dtype, ...]
+    vocab: int, k: int, usable: int, id_step: int, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Rows of temperature 0 among others, in one tile of tokens and in two.
 
@@ -464,28 +471,28 @@ def test_sample_is_the_full_samplers_draw(
     """
     for dtype, (slots, window) in itertools.product(dtypes, ((1, 1), (5, 1), (5, 4))):
         o, keys = sample_operands(slots, window, device, dtype, vocab, k)
-        known = None
-        if every:
-            known = (
-                torch.randperm(every, generator=torch.Generator().manual_seed(vocab))[:vocab]
+        head_ids = None
+        if id_step:
+            head_ids = (
+                torch.randperm(id_step, generator=torch.Generator().manual_seed(vocab))[:vocab]
                 .sort()
                 .values
             )
-            known[0] = min(int(known[0]), usable - 1)
-        assert drawn(o.x, o.weight, Draw(*keys, usable), known, every)[1].all()
+            head_ids[0] = min(int(head_ids[0]), usable - 1)
+        assert drawn(o.x, o.weight, Draw(*keys, usable), head_ids, id_step)[1].all()
 
 
 def drawn(
-    x: Tensor, weight: Tensor, draw: Draw, known: Tensor | None = None, every: int = 0
+    x: Tensor, weight: Tensor, draw: Draw, head_ids: Tensor | None = None, id_step: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The head's tokens and flags, which are those that the full sampler gives by the head's own logits."""
     with mock.patch.object(twin, "_config", choice(SMALL)):
         logits = twin.head_logits(x, weight)
-    if known is not None:
-        known = known.to(x.device)
-        logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, known, logits)
+    if head_ids is not None:
+        head_ids = head_ids.to(x.device)
+        logits = logits.new_full((len(x), id_step), -math.inf).index_copy_(1, head_ids, logits)
     with mock.patch.object(twin, "_config", choice(SMALL)):
-        token, finite = twin.head_sample(x, weight, draw, known)
+        token, finite = twin.head_sample(x, weight, draw, head_ids)
     slots = len(draw.seed)
     zeros = torch.zeros_like(draw.temperature)
     none = torch.zeros_like(draw.seed)
@@ -494,16 +501,16 @@ def drawn(
     history = (None, None, None, none[:, None], none, None)
     tensors = SamplingTensors(*numbers, *history, True, False, draw.usable_vocab)
     rows = torch.arange(logits.shape[1], device=x.device)
-    given = (
+    arguments = (
         none[:, None].expand(slots, len(rows) - 1),
         draw.first[:, None] + draw.step + rows,
         tensors,
     )
     for full, fused in zip(
-        sampling_triton.sample_rows(logits, *given), (token, finite), strict=True
+        sampling_triton.sample_rows(logits, *arguments), (token, finite), strict=True
     ):
         assert torch.equal(full.flatten(), fused)
-    plain, plain_finite = reference.head_sample(x, weight, draw, known)
+    plain, plain_finite = reference.head_sample(x, weight, draw, head_ids)
     assert torch.equal(plain_finite, finite)
     assert x.dtype != torch.float32 or torch.equal(plain[finite], token[finite])
     return token, finite

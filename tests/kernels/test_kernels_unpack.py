@@ -18,8 +18,8 @@ MASK = 0xFFFFFFFF
 
 def permuted(a: int, b: int, order: int) -> int:
     """PTX's prmt: each of four bytes chosen from the eight of a and b."""
-    every = a.to_bytes(4, "little") + b.to_bytes(4, "little")
-    return int.from_bytes(bytes(every[order >> 4 * place & 7] for place in range(4)), "little")
+    all_bytes = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+    return int.from_bytes(bytes(all_bytes[order >> 4 * place & 7] for place in range(4)), "little")
 
 
 def pair(word: int, dtype: torch.dtype) -> Tensor:
@@ -28,16 +28,16 @@ def pair(word: int, dtype: torch.dtype) -> Tensor:
 
 def fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     """Two multiply-adds of a 16-bit type, which must be exact."""
-    found = pair(a, dtype) * pair(b, dtype) + pair(c, dtype)
-    rounded = found.to(dtype)
-    assert torch.equal(rounded.double(), found), "rounded"
+    result = pair(a, dtype) * pair(b, dtype) + pair(c, dtype)
+    rounded = result.to(dtype)
+    assert torch.equal(rounded.double(), result), "rounded"
     low, high = (rounded.view(torch.int16).int() & 0xFFFF).tolist()
     return int(low | high << 16)
 
 
 def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[float]:
     """The four numbers that PTX makes of four bytes."""
-    kept: dict[str, int] = {"$2": codes, "$3": zeros}
+    registers: dict[str, int] = {"$2": codes, "$3": zeros}
     steps: dict[str, Any] = {
         "mov": lambda a: a,
         "and": lambda a, b: a & b,
@@ -50,9 +50,11 @@ def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[floa
     for line in text.strip("{ }").split(";")[1:]:
         name, target, *sources = line.replace(",", " ").split() or ("", "")
         if name:
-            given = [kept[one] if one in kept else int(one, 0) for one in sources]
-            kept[target] = steps[name.split(".")[0]](*given) & MASK
-    return [*pair(kept["$0"], dtype).tolist(), *pair(kept["$1"], dtype).tolist()]
+            values = [
+                registers[source] if source in registers else int(source, 0) for source in sources
+            ]
+            registers[target] = steps[name.split(".")[0]](*values) & MASK
+    return [*pair(registers["$0"], dtype).tolist(), *pair(registers["$1"], dtype).tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -61,7 +63,7 @@ def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[floa
 def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> None:
     if kind == "e4m3" and high:
         pytest.skip("a code fills its byte")
-    text = unpack_triton.assembly(kind, high, dtype == torch.float16)
+    text = unpack_triton.conversion_assembly(kind, high, dtype == torch.float16)
     for first in range(256):
         some = [first, (first * 7 + 3) % 256, (first * 13 + 5) % 256, 255 - first]
         codes = torch.tensor(some, dtype=torch.uint8)
@@ -69,8 +71,10 @@ def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> 
             codes[codes & 127 == 127] = 5  # NaN, which no weight is
         else:
             codes = codes >> 4 if high else codes & 15
-        given = codes.tolist() if kind == "e4m3" else some
+        code_bytes = codes.tolist() if kind == "e4m3" else some
         for zero in (0, 8, 15) if kind == "int4" else (0,):
             right = codes.double() - zero if kind == "int4" else decode_codes(kind, codes).double()
-            found = executed(text, int.from_bytes(bytes(given), "little"), zero * 0x01010101, dtype)
-            assert found == right.tolist(), (first, zero)
+            result = executed(
+                text, int.from_bytes(bytes(code_bytes), "little"), zero * 0x01010101, dtype
+            )
+            assert result == right.tolist(), (first, zero)

@@ -1,17 +1,19 @@
-"""How attention cuts a context: blocks and chunks fixed by the absolute position. No torch here."""
+"""Blocks and chunks of a context in attention, fixed by the absolute position. No torch here."""
 
 from __future__ import annotations
 
 KV_BLOCK = 512
-"""Positions a block: torch's CPU flash attention walks keys in such blocks, and slots have whole ones."""
+"""Positions a block: torch's CPU flash attention reads keys in such blocks, and slots have whole ones."""
 SMALL_CHUNK = 128
+"""Positions of a chunk of Triton's before `LARGE_FROM`: short contexts have many programs."""
 LARGE_CHUNK = 512
+"""Positions of a chunk of Triton's from `LARGE_FROM` on: long contexts have few parts to combine."""
 LARGE_FROM = 4096
-"""Positions a chunk of Triton's, before LARGE_FROM and from there: many programs soon, few parts later."""
+"""The position from which chunks are large."""
 
 
 def num_chunks(positions: int) -> int:
-    """Chunks that cover `positions`."""
+    """Return the number of chunks that cover `positions`."""
     return -(-min(positions, LARGE_FROM) // SMALL_CHUNK) + -(
         -max(positions - LARGE_FROM, 0) // LARGE_CHUNK
     )

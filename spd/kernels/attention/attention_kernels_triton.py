@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `paged_attention`, for windows and for prompt chunks.
 
-Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on. A
-SLIDING window, SOFTCAP or sinks of None have no steps in the compiled program. A row begins with its head's
-sink, where there is one: with that maximum and a sum of 1.
+Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
+A SLIDING window, SOFTCAP or sinks of None add nothing to the compiled program. The online softmax of
+a row starts from its head's sink, where there is one: with that maximum and a sum of 1.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import triton.language as tl
 from spd.kernels.overlap_triton import prefetch, wait_and_release
 
 LOG2_E = math.log2(math.e)
-"""Weights are powers of two, so that scales of scores take this along."""
+"""Softmax weights are computed by exp2, so that the scale of scores includes this factor."""
 _LOG2_E = tl.constexpr(LOG2_E)
-UNSEEN = tl.constexpr(-1.0e30)
-"""Maximum of no scores: finite, so that a row without keys subtracts without NaN."""
+EMPTY_MAXIMUM = tl.constexpr(-1.0e30)
+"""The maximum of no scores: finite, so that a row without keys subtracts without NaN."""
 
 
 @triton.jit
-def not_finite(x):
-    """Where values are infinite or not numbers: a difference x - x may be fused with what made x."""
+def is_not_finite(x):
+    """True where x is infinite or NaN; x - x would not do, for it may be fused with the operation before."""
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 
 @triton.jit
 def chunk_of(position, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
-    """The chunk that holds a position."""
+    """Return the chunk that holds a position."""
     return tl.where(position < FROM, position // SMALL, FROM // SMALL + (position - FROM) // LARGE)
 
 
 @triton.jit
-def begin_of(chunk, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
-    """The first position of a chunk."""
+def chunk_begin(chunk, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
+    """Return the first position of a chunk."""
     FEW: tl.constexpr = FROM // SMALL
     return tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
 
 
 @triton.jit
 def first_chunk(position, SLIDING, SMALL, LARGE, FROM):
-    """The chunk that holds the first position that a row sees."""
+    """Return the chunk that holds the first position that a row attends to."""
     return chunk_of(tl.maximum(position - (SLIDING - 1), 0), SMALL, LARGE, FROM)
 
 
 @triton.jit
 def tanh(x):
-    """To within 2e-7."""
+    """Return the hyperbolic tangent, to within 2e-7."""
     power = tl.exp2(tl.abs(x) * -2.8853900817779268)
     size = (1.0 - power) / (1.0 + power)
     return tl.where(x < 0, -size, size)
@@ -64,48 +64,54 @@ def plan_attention_kernel(
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
     FROM: tl.constexpr, SLIDING: tl.constexpr,
 ):  # fmt: skip
-    """One slot's items. Large chunks of all slots come first, so that no program ends on one."""
+    """List one slot's items. Large chunks of all slots come first, so that no program ends on one."""
     FEW: tl.constexpr = FROM // SMALL
     slot = tl.program_id(0)
-    every = tl.arange(0, SLOTS)
-    top = tl.full((SLOTS,), -1, tl.int64)
-    low = tl.full((SLOTS,), 2**31 - 1, tl.int64)
+    slot_ids = tl.arange(0, SLOTS)
+    last_positions = tl.full((SLOTS,), -1, tl.int64)
+    first_positions = tl.full((SLOTS,), 2**31 - 1, tl.int64)
     for q in range(queries):
-        at = every * queries + q
-        counted = tl.load(valid + at, mask=every < slots, other=0) != 0
-        top = tl.maximum(top, tl.load(positions + at, mask=counted, other=-1))
+        at = slot_ids * queries + q
+        is_valid = tl.load(valid + at, mask=slot_ids < slots, other=0) != 0
+        last_positions = tl.maximum(
+            last_positions, tl.load(positions + at, mask=is_valid, other=-1)
+        )
         if SLIDING is not None:
-            low = tl.minimum(low, tl.load(positions + at, mask=counted, other=2**31 - 1))
-    top = top.to(tl.int32)
-    reached = tl.minimum(chunk_of(top, SMALL, LARGE, FROM) + 1, max_chunks)
-    chunks = tl.where(top >= 0, reached, 0)
+            first_positions = tl.minimum(
+                first_positions, tl.load(positions + at, mask=is_valid, other=2**31 - 1)
+            )
+    last_positions = last_positions.to(tl.int32)
+    reached = tl.minimum(chunk_of(last_positions, SMALL, LARGE, FROM) + 1, max_chunks)
+    chunks = tl.where(last_positions >= 0, reached, 0)
     small = tl.minimum(chunks, FEW)
     large = chunks - small
     if SLIDING is not None:
-        left = tl.minimum(first_chunk(low.to(tl.int32), SLIDING, SMALL, LARGE, FROM), chunks)
-        left_small = tl.minimum(left, FEW)
-        small -= left_small
-        large -= left - left_small
-    first_small = tl.sum(large) + tl.sum(tl.where(every < slot, small, 0))
-    first_large = tl.sum(tl.where(every < slot, large, 0))
-    mine = tl.sum(tl.where(every == slot, chunks, 0))
+        skipped = tl.minimum(
+            first_chunk(first_positions.to(tl.int32), SLIDING, SMALL, LARGE, FROM), chunks
+        )
+        skipped_small = tl.minimum(skipped, FEW)
+        small -= skipped_small
+        large -= skipped - skipped_small
+    first_small = tl.sum(large) + tl.sum(tl.where(slot_ids < slot, small, 0))
+    first_large = tl.sum(tl.where(slot_ids < slot, large, 0))
+    slot_chunks = tl.sum(tl.where(slot_ids == slot, chunks, 0))
     begin = 0
     if SLIDING is not None:
-        begin = tl.sum(tl.where(every == slot, left, 0))
+        begin = tl.sum(tl.where(slot_ids == slot, skipped, 0))
         first_small -= tl.minimum(begin, FEW)
         first_large -= tl.maximum(begin - FEW, 0)
-    for start in range(begin, mine, BLOCK):
+    for start in range(begin, slot_chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         at = tl.where(chunk < FEW, first_small + chunk, first_large + chunk - FEW)
-        tl.store(items + at, (slot << 16) | chunk, mask=chunk < mine)
-    tl.store(last + slot, tl.sum(tl.where(every == slot, top, 0)))
+        tl.store(items + at, (slot << 16) | chunk, mask=chunk < slot_chunks)
+    tl.store(last + slot, tl.sum(tl.where(slot_ids == slot, last_positions, 0)))
     if slot == 0:
         tl.store(count, tl.sum(small + large))
 
 
 @triton.jit
 def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Bring one head's keys or values of a page, from its row `first` on, into L2."""
+    """Prefetch one head's keys or values of a page, from its row `first` on, into L2."""
     LINE: tl.constexpr = 128 // (pool.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = (D + LINE - 1) // LINE
     row = page * PAGE + tl.minimum(first + tl.arange(0, PAGE), PAGE - 1)
@@ -114,28 +120,28 @@ def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAG
 
 
 @triton.jit
-def pages_of(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr):
-    """The numbers [COUNT] of the pages from the one that holds position begin, 0 for those from end on."""
+def load_page_ids(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr):
+    """Load the ids [COUNT] of the pages from position begin's on, 0 for pages at or after end."""
     page = begin // PAGE + tl.arange(0, COUNT)
     return tl.load(page_row + page, mask=page * PAGE < end, other=0)
 
 
 @triton.jit
-def item_of(items, work, each, most):
-    """The item of a piece of work, of which there are `each` an item."""
-    return tl.load(items + work // each, mask=work // each < most, other=0)
+def load_item(items, tile, tiles_per_item, max_items):
+    """Load the item of a tile, where each item has tiles_per_item tiles."""
+    return tl.load(items + tile // tiles_per_item, mask=tile // tiles_per_item < max_items, other=0)
 
 
 @triton.jit
 def prefetch_item(
-    key_pages, value_pages, page_table, pages, item, head, written, K, D, PAGE, SMALL, LARGE, FROM
+    key_pages, value_pages, page_table, pages, item, head, is_listed, K, D, PAGE, SMALL, LARGE, FROM
 ):
-    """Bring the first page of an item into L2, for one head; nothing is read because of one not written."""
-    begin = begin_of(item & 0xFFFF, SMALL, LARGE, FROM)
+    """Prefetch the first page of an item into L2, for one head; nothing unless is_listed."""
+    begin = chunk_begin(item & 0xFFFF, SMALL, LARGE, FROM)
     page = tl.load(
-        page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=written, other=0
+        page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=is_listed, other=0
     )
-    if written:
+    if is_listed:
         prefetch_page(key_pages, page, begin % PAGE, head, K, D, PAGE)
         prefetch_page(value_pages, page, begin % PAGE, head, K, D, PAGE)
 
@@ -145,62 +151,71 @@ def attend_blocks(
     maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end, scale,
     K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
 ):  # fmt: skip
-    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
+    """Add keys [begin, end) to a tile's online softmax; MASKED unless every row attends to all of them.
 
-    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. Where pages
-    hold whole blocks, a block whose address waited for a load of its own could not be fetched ahead. So
-    page_ids are all that a short span touches, whose keys are read once. Without them the next page's is
-    loaded one block early; one loop takes all keys, for nested ones over spans of pages were measured slower.
+    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. Where
+    pages hold whole blocks, page ids are loaded ahead, for a block whose address depended on a load could
+    not be prefetched: page_ids holds those of a short span, whose keys are read once; if None, the next
+    page's is loaded one block early. Nested loops over spans of pages were measured slower.
     """
     column = tl.arange(0, BLOCK_D)
-    kept = (column < D)[None, :]
-    WHOLE: tl.constexpr = PAGE % BLOCK == 0
-    ONCE: tl.constexpr = page_ids is not None
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    if ONCE:
+    in_head = (column < D)[None, :]
+    WHOLE_BLOCKS: tl.constexpr = PAGE % BLOCK == 0
+    IDS_LOADED: tl.constexpr = page_ids is not None
+    POLICY: tl.constexpr = "evict_first" if IDS_LOADED else ""
+    if IDS_LOADED:
         first_page = begin // PAGE
-        ahead = tl.arange(0, page_ids.shape[0])
+        page_index = tl.arange(0, page_ids.shape[0])
     else:
         page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
-        live = (key < end)[:, None] & kept if MASKED else kept
+        # From `end` on the pools may hold anything, NaN too, and zero times NaN is NaN.
+        in_range = (key < end)[:, None] & in_head if MASKED else in_head
         offsets = head * D + column[None, :]
-        if WHOLE:
-            if ONCE:
-                page = tl.sum(tl.where(ahead == start // PAGE - first_page, page_ids, 0), 0)
+        if WHOLE_BLOCKS:
+            if IDS_LOADED:
+                page = tl.sum(tl.where(page_index == start // PAGE - first_page, page_ids, 0), 0)
             first = (page * PAGE + start % PAGE) * (K * D)
             offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
-            if not ONCE:
+            if not IDS_LOADED:
                 page = tl.load(
                     page_row + (start + BLOCK) // PAGE, mask=start + BLOCK < end, other=0
                 )
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
-        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
-        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
+        k = tl.load(key_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY)
+        v = tl.load(value_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         factor = scale
         if SOFTCAP is not None:
             scores = tanh(scores * scale)
             factor = SOFTCAP * _LOG2_E
         if MASKED:
-            seen = key[None, :] <= position[:, None]
+            visible = key[None, :] <= position[:, None]
             if FIRST:
-                seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+                visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
             if SLIDING is not None:
-                seen = seen & (key[None, :] > position[:, None] - SLIDING)
-            scores = tl.where(seen, scores, float("-inf"))
-        raised = tl.maximum(maximum, tl.max(scores, 1) * factor)
-        # Written out: else this multiply-add is fused only where nothing is masked.
-        weights = tl.exp2(tl.fma(scores, factor, -raised[:, None]))
-        shrink = tl.exp2(maximum - raised)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        maximum = raised
+                visible = visible & (key[None, :] > position[:, None] - SLIDING)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        # An explicit fma: the compiler would fuse this multiply-add only where nothing is masked.
+        weights = tl.exp2(tl.fma(scores, factor, -new_maximum[:, None]))
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        maximum = new_maximum
     return maximum, total, acc
+
+
+@triton.jit
+def load_queries(query, token, head, row, column, row_mask, K, GROUPS, D):
+    """Load the queries of a KV head's rows: row i is of the group's head i % GROUPS at its token."""
+    source = (
+        query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
+    )
+    return tl.load(source, mask=row_mask, other=0.0)
 
 
 @triton.jit(
@@ -215,58 +230,53 @@ def attend_chunk_kernel(
     FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
+    """Attend TILE rows (a slot's queries by its group's heads) to one chunk of one KV head, item by item."""
     wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
-    # One more than a span fills, since it may begin inside a page; a power of two.
+    # One page more than a span fills, since it may begin inside a page; rounded to a power of two.
     PAGES: tl.constexpr = 2 * (LARGE // PAGE) if LARGE >= PAGE else 2
     rows = queries * GROUPS
-    tiles = tl.cdiv(rows, TILE)
+    tiles_per_head = tl.cdiv(rows, TILE)
     column = tl.arange(0, BLOCK_D)
-    # Loads that wait for one another are what a short context costs: the first items are fetched beside the
-    # count, each further one two items early, so that its first page is in L2 when it begins.
-    most = slots * max_chunks
+    # Dependent loads dominate the time of a short context: the first items are loaded together with the
+    # count, each later one two items early, so that its first page is in L2 when it begins.
+    max_items = slots * max_chunks
     step = tl.num_programs(0)
-    item = item_of(items, tl.program_id(0), K * tiles, most)
-    coming = item_of(items, tl.program_id(0) + step, K * tiles, most)
-    everything = tl.load(count) * (K * tiles)
-    for work in range(tl.program_id(0), everything, step):
+    item = load_item(items, tl.program_id(0), K * tiles_per_head, max_items)
+    next_item = load_item(items, tl.program_id(0) + step, K * tiles_per_head, max_items)
+    num_tiles = tl.load(count) * (K * tiles_per_head)
+    for tile in range(tl.program_id(0), num_tiles, step):
         slot = (item >> 16).to(tl.int64)
         chunk = item & 0xFFFF
-        head = (work // tiles) % K
-        row = (work % tiles) * TILE + tl.arange(0, TILE)
+        head = (tile // tiles_per_head) % K
+        row = (tile % tiles_per_head) * TILE + tl.arange(0, TILE)
         token = slot * queries + row // GROUPS
-        seen = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
-        wanted = (row < rows)[:, None] & (column < D)[None, :]
-        source = (
-            query
-            + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D
-            + column[None, :]
-        )
-        q = tl.load(source, mask=wanted, other=0.0)
-        begin = begin_of(chunk, SMALL, LARGE, FROM)
+        row_position = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
+        row_mask = (row < rows)[:, None] & (column < D)[None, :]
+        q = load_queries(query, token, head, row, column, row_mask, K, GROUPS, D)
+        begin = chunk_begin(chunk, SMALL, LARGE, FROM)
         page_row = page_table + slot * pages
-        item = coming
-        coming = item_of(items, work + 2 * step, K * tiles, most)
+        item = next_item
+        next_item = load_item(items, tile + 2 * step, K * tiles_per_head, max_items)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
         if SLIDING is not None:
-            # Positions ascend in a slot: what its first row has left behind, every row has.
+            # Positions ascend in a slot: what is before its first row's window is before every row's.
             lowest = tl.load(positions + slot * queries).to(tl.int32)
             begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
-        page_ids = pages_of(page_row, begin, end, PAGES, PAGE)
-        if PDL and SLIDING is None:  # a window may have left an item's first page behind
+        page_ids = load_page_ids(page_row, begin, end, PAGES, PAGE)
+        if PDL and SLIDING is None:  # an item's first page may lie before a sliding window
             prefetch_item(
-                key_pages, value_pages, page_table, pages, item, (work + step) // tiles % K,
-                work + step < everything, K, D, PAGE, SMALL, LARGE, FROM,
+                key_pages, value_pages, page_table, pages, item, (tile + step) // tiles_per_head % K,
+                tile + step < num_tiles, K, D, PAGE, SMALL, LARGE, FROM,
             )  # fmt: skip
         maximum, total, acc = attend_blocks(
-            tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
+            tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row, page_ids,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True,
+            head, row_position, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True,
             FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
-        tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
+        tl.store(partial + at[:, None] * D + column[None, :], acc, mask=row_mask)
         tl.store(stats + at * 2, maximum, mask=row < rows)
         tl.store(stats + at * 2 + 1, total, mask=row < rows)
 
@@ -281,7 +291,7 @@ def combine_chunks_kernel(
     SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr, SLIDING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head: the chunks of what it sees, BLOCK at a time; zeros for an invalid row."""
+    """Combine the chunks of one row and head, BLOCK at a time; an invalid row gives zeros."""
     wait_and_release(PDL)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -291,7 +301,7 @@ def combine_chunks_kernel(
     position = tl.load(positions + token).to(tl.int32)
     reached = tl.minimum(chunk_of(position, SMALL, LARGE, FROM) + 1, max_chunks)
     chunks = tl.where(tl.load(valid + token) != 0, reached, 0)
-    maximum = tl.full((), UNSEEN, tl.float32)
+    maximum = tl.full((), EMPTY_MAXIMUM, tl.float32)
     total = tl.zeros((), tl.float32)
     if sinks is not None:
         maximum = tl.load(sinks + head) * _LOG2_E
@@ -302,19 +312,19 @@ def combine_chunks_kernel(
         begin = first_chunk(position, SLIDING, SMALL, LARGE, FROM)
     for start in range(begin, chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
-        live = chunk < chunks
+        in_range = chunk < chunks
         at = ((slot * max_chunks + chunk) * K + head // GROUPS) * (queries * GROUPS) + row
         values = partial + at[:, None] * D + column[None, :]
-        x = tl.load(values, mask=live[:, None] & (column < D)[None, :], other=0.0)
-        peak = tl.load(stats + at * 2, mask=live, other=UNSEEN)
-        raised = tl.maximum(maximum, tl.max(peak, 0))
-        weights = tl.where(live, tl.exp2(peak - raised), 0.0)
-        shrink = tl.exp2(maximum - raised)
-        total = total * shrink + tl.sum(
-            weights * tl.load(stats + at * 2 + 1, mask=live, other=0.0), 0
+        x = tl.load(values, mask=in_range[:, None] & (column < D)[None, :], other=0.0)
+        peak = tl.load(stats + at * 2, mask=in_range, other=EMPTY_MAXIMUM)
+        new_maximum = tl.maximum(maximum, tl.max(peak, 0))
+        weights = tl.where(in_range, tl.exp2(peak - new_maximum), 0.0)
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(
+            weights * tl.load(stats + at * 2 + 1, mask=in_range, other=0.0), 0
         )
-        acc = acc * shrink + tl.sum(weights[:, None] * x, 0)
-        maximum = raised
+        acc = acc * rescale + tl.sum(weights[:, None] * x, 0)
+        maximum = new_maximum
     acc = acc / tl.where(chunks > 0, total, 1.0)
     to = out + (token * (K * GROUPS) + head) * D + column
     tl.store(to, acc.to(out.dtype.element_ty), mask=column < D)
@@ -327,19 +337,19 @@ def prefill_attention_kernel(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows of one head. The last tiles see the most keys and go first."""
+    """Attend TILE rows of one head. The last tiles have the most keys and go first."""
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK_D)
-    wanted = (row < rows)[:, None] & (column < D)[None, :]
+    row_mask = (row < rows)[:, None] & (column < D)[None, :]
     at = (row * (K * GROUPS) + head)[:, None] * D + column[None, :]
-    q = tl.load(query + at, mask=wanted, other=0.0)
+    q = tl.load(query + at, mask=row_mask, other=0.0)
     position = start + row
-    seen_by_all = (start + tile * TILE + 1) // BLOCK * BLOCK
+    visible_to_all = (start + tile * TILE + 1) // BLOCK * BLOCK
     end = start + tl.minimum(rows, (tile + 1) * TILE)
 
-    maximum = tl.full((TILE,), UNSEEN, tl.float32)
+    maximum = tl.full((TILE,), EMPTY_MAXIMUM, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     if sinks is not None:
         maximum = tl.full((TILE,), tl.load(sinks + head) * _LOG2_E, tl.float32)
@@ -347,10 +357,10 @@ def prefill_attention_kernel(
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     begin = 0
     if SLIDING is not None:
-        # Blocks that the last row's window cuts, then those that all rows see whole, then the last ones.
+        # First the blocks that some row's window cuts, then those visible to all rows, then the last.
         begin = tl.maximum(start + tile * TILE - (SLIDING - 1), 0) // BLOCK * BLOCK
         cut = tl.maximum(end - SLIDING + BLOCK - 1, 0) // BLOCK * BLOCK
-        cut = tl.minimum(tl.maximum(cut, begin), seen_by_all)
+        cut = tl.minimum(tl.maximum(cut, begin), visible_to_all)
         maximum, total, acc = attend_blocks(
             maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
             begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
@@ -358,10 +368,10 @@ def prefill_attention_kernel(
         begin = cut
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        begin, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
+        begin, visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
     )  # fmt: skip
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+        visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
     )  # fmt: skip
-    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask)

@@ -1,12 +1,12 @@
 """Grouped-query attention over pages with a causal query window.
 
-Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the window's
-width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
-exact zeros, so a row's result does not depend on how far the host's bound of its context lies. So do whole
-blocks that a layer's sliding window has left behind, which are therefore not read.
+Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the
+window's width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and
+add exact zeros, so a row's result does not depend on the host's bound of its context. Whole blocks
+before a layer's sliding window would add exact zeros, too, and are not read.
 
-A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
-with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
+With `sliding` W a layer's rows attend to their own position and the W - 1 before it. With `softcap` C
+a score s becomes C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from spd.kernels.attention.attention_chunks import KV_BLOCK
 from spd.kernels.attention.rotary_store import Pools, is_known_finite
 
-KV_PART = KV_BLOCK // 4  # positions that capped scores are summed over at a time
+KV_PART = KV_BLOCK // 4
+"""Positions that capped attention sums over at a time."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,20 @@ class AttentionHeads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    first_key: int = 0  # the first position that holds anything; see `causal_bias`
-    sliding: tuple[int | None, ...] = (
-        None,
-    )  # every window that a layer has; None is a layer without one
+    first_key: int = 0  # the first position that holds a key; see `causal_bias`
+    sliding: tuple[int | None, ...] = (None,)
+    """The sliding windows of all layers, each once; None stands for layers without one."""
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What becomes of the products of a layer's queries and keys."""
+    """The attention parameters of one layer."""
 
     scale: float
-    sliding: int | None = None  # how many positions a row sees, its own among them
+    sliding: int | None = None  # positions that a row attends to, its own included
     softcap: float | None = None
     sinks: Tensor | None = None
-    """float32 [H], of each head a score that every row sees, whose value is nothing. Source: gpt-oss."""
+    """float32 [H]: for each head an additional score of every row, with the value 0. Source: gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,33 @@ class Windows:
     """The rows of a forward pass: Q for each of S slots."""
 
     positions: Tensor  # int64 [S, Q], ascending in a slot
-    valid: Tensor  # bool [S, Q]; other rows hold any position within the cache and come to any finite number
+    valid: Tensor
+    """bool [S, Q]; other rows hold any position within the cache and give any finite result."""
     page_table: Tensor  # int64 [S, pages]
     bounds: Sequence[int]
-    """For each slot a number of positions that its rows do not reach beyond, 0 without valid rows, in whole
-    `KV_BLOCK`s: a last part of one may be computed otherwise."""
-    first_pages: Sequence[int | None]  # see `gather_pages`, for as many pages as the bound takes
-    chunk_start: int | None = (
-        None  # where one slot's whole prompt chunk begins, for which programs may differ
-    )
+    """For each slot an upper bound of its rows' positions plus one, 0 without valid rows.
+
+    A multiple of `KV_BLOCK`, for a partial last block may be computed in another order.
+    """
+    first_pages: Sequence[int | None]
+    """The first page's number of each slot whose pages up to its bound are consecutive, else None."""
+    chunk_start: int | None = None
+    """The first position of one slot's full prompt chunk, for which programs may differ."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a forward pass prepares for all its layers; each form of the operation adds its own."""
+    """Attention tensors shared by all layers of a forward pass; each form extends it."""
 
     page_table: Tensor  # [S, pages] int64
 
 
 @dataclass(frozen=True)
 class SlotMask:
-    """What a slot's rows see of its pages from `first` on, whole blocks into it: `bias` as of `causal_bias`.
+    """The mask of a slot's rows over its pages from index `first` on, a whole number of blocks.
 
-    `run` is the number of the page at `first` where the pages from there on are consecutive, else None.
+    `bias` is that of `causal_bias`. `run` is the number of the page at `first` where the pages from
+    there on are consecutive, else None.
     """
 
     bias: Tensor
@@ -87,10 +91,10 @@ class SlotMask:
 
 @dataclass(frozen=True)
 class MaskPlan(AttentionPlan):
-    """The torch form's plan: for each sliding window one mask a slot (None: no rows)."""
+    """The torch form's plan: for each sliding window one mask a slot, None for a slot without rows."""
 
     masks: Mapping[int | None, tuple[SlotMask | None, ...]]
-    width: int  # rows of a window that are attended; narrower windows are filled up
+    width: int  # rows of a window; narrower windows are padded to it
 
 
 def causal_bias(
@@ -102,13 +106,13 @@ def causal_bias(
     sliding: int | None = None,
     start: int = 0,
 ) -> Tensor:
-    """Additive mask [1, 1, groups * Q, context - start] of the keys from start to context - 1.
+    """Return the additive mask [1, 1, groups * Q, context - start] of keys start to context - 1.
 
-    It is 0 where a row at positions [Q] sees the key, else -inf. A row sees keys from first_key to its own
-    position, `sliding` of them at most; before first_key, where there is nothing to see, its own alone.
+    It is 0 where a row at positions [Q] attends to the key, else -inf. A row attends to the keys from
+    first_key to its own position, `sliding` of them at most; a row before first_key to its own alone.
     """
     keys = torch.arange(start, context, device=positions.device)
-    # Rows that are not valid may stand beyond the context: they see its end, for seeing nothing gives NaN.
+    # Invalid rows may lie beyond the context: they attend to its end, for a row without keys gives NaN.
     rows = positions.clamp(max=context - 1).unsqueeze(-1)
     hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
     if sliding is not None:
@@ -120,10 +124,10 @@ def causal_bias(
 
 
 def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
-    """Keys or values of `count` pages in order as [1, K, count * page, D].
+    """Return keys or values of `count` pages in order as [1, K, count * page, D].
 
-    run: the first page's number where the pages are consecutive (one view of the contiguous pool, nothing
-    copied), or the numbers of all of them, int64 [count].
+    run: the first page's number where the pages are consecutive (a view of the contiguous pool, without
+    a copy), or the numbers of all of them, int64 [count].
     """
     if isinstance(run, Tensor):
         return pages.index_select(0, run).flatten(0, 1).transpose(0, 1).unsqueeze(0)
@@ -136,16 +140,17 @@ def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Compute `Kernels.plan_attention`: a mask a slot for each sliding window."""
+    """Compute `Kernels.plan_attention` by torch: a mask a slot for each sliding window."""
     groups = heads.num_heads // heads.num_kv_heads
     positions = windows.positions
     bounds = windows.bounds
 
     def mask(s: int, sliding: int | None) -> SlotMask | None:
+        """Return slot s's mask for a sliding window."""
         if not bounds[s]:
             return None
         context = -(-bounds[s] // page_size) * page_size
-        start = first_seen(positions[s], context, sliding)
+        start = first_visible(positions[s], context, sliding)
         first = start // page_size
         run = windows.first_pages[s]
         bias = causal_bias(positions[s], context, groups, dtype, heads.first_key, sliding, start)
@@ -158,10 +163,11 @@ def plan_attention(
     )
 
 
-def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
-    """Where to begin reading for rows at positions [Q]: whole blocks that no row sees are left out.
+def first_visible(positions: Tensor, context: int, sliding: int | None) -> int:
+    """Return the first position to read for rows at positions [Q]: a multiple of `KV_BLOCK`.
 
-    On a GPU, whose positions the host does not know, nothing is.
+    Whole blocks that no row attends to are skipped; on a GPU, where the host does not know the
+    positions, none are.
     """
     if sliding is None or positions.device.type != "cpu":
         return 0
@@ -174,37 +180,37 @@ def paged_attention(
 ) -> Tensor:
     """Compute `Kernels.paged_attention` by torch."""
     assert isinstance(plan, MaskPlan)
-    slots, given, heads, size = query.shape
+    slots, query_width, heads, size = query.shape
     width = plan.width
     masks = plan.masks[params.sliding]
-    if given < width:
-        query = F.pad(query, (0, 0, 0, 0, 0, width - given))
+    if query_width < width:
+        query = F.pad(query, (0, 0, 0, 0, 0, width - query_width))
     page_size, kv_heads = pools[0].shape[1:3]
     groups = heads // kv_heads
     rows = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(slots, kv_heads, groups * width, size)
     outputs = []
     for s, mask in enumerate(masks):
-        own = rows if slots == 1 else rows[s : s + 1]
+        slot_query = rows if slots == 1 else rows[s : s + 1]
         if mask is None:
-            outputs.append(torch.zeros_like(own))
+            outputs.append(torch.zeros_like(slot_query))
             continue
         count = mask.bias.shape[-1] // page_size
         run = plan.page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
         keys, values = (gather_pages(pages, run, count) for pages in pools)
-        outputs.append(attend(own, keys, values, mask.bias, params))
+        outputs.append(attend(slot_query, keys, values, mask.bias, params))
     mixed = outputs[0] if slots == 1 else torch.cat(outputs)
     mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(slots, width, heads, size)[:, :given]
+    return mixed.reshape(slots, width, heads, size)[:, :query_width]
 
 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
 ) -> Tensor:
-    """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to the scores.
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to scores.
 
-    A key of NaN (see `replace_non_finite`) makes its scores NaN even where the bias hides it: those are
-    hidden as zeros, and rows that see one come to NaN.
+    A key of NaN (see `replace_non_finite`) makes its scores NaN even where the bias masks it. So NaN
+    keys are replaced by zeros, and rows that attend to one are filled with NaN.
     """
     run: Callable[[Tensor, Tensor], Tensor]
     if params.softcap is None and params.sinks is None:
@@ -213,36 +219,36 @@ def attend(
         run = partial(capped_attention, query, bias=bias, params=params)
     if query.device.type == "cpu" and is_known_finite(out := run(keys, values)):
         return out
-    wild = keys.isnan().any(-1).unsqueeze(2)
+    is_nan = keys.isnan().any(-1).unsqueeze(2)
     out = run(keys.nan_to_num(), values)
-    return out.masked_fill((wild & (bias == 0)).any(-1, keepdim=True), math.nan)
+    return out.masked_fill((is_nan & (bias == 0)).any(-1, keepdim=True), math.nan)
 
 
 def capped_attention(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
 ) -> Tensor:
-    """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks; returns [1, K, R, D].
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks: [1, K, R, D].
 
-    bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all
-    keys would be summed in an order that their number decides.
+    bias [1, 1, R, C] is added to the capped scores. In float32, `KV_PART` positions at a time: the
+    order of sums in a product over all keys would depend on their number.
     """
-    wide = query.float()
+    query32 = query.float()
     cap = params.softcap
     blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
-    made = []
+    block_scores = []
     for block in blocks:
-        score = (wide @ keys[:, :, block].float().mT) * (params.scale / (cap or 1.0))
-        made.append((score if cap is None else score.tanh_() * cap) + bias[..., block])
-    peak = torch.stack([block.amax(-1, keepdim=True) for block in made]).amax(0)
+        score = (query32 @ keys[:, :, block].float().mT) * (params.scale / (cap or 1.0))
+        block_scores.append((score if cap is None else score.tanh_() * cap) + bias[..., block])
+    peak = torch.stack([block.amax(-1, keepdim=True) for block in block_scores]).amax(0)
     total = torch.zeros_like(peak)
-    mixed = torch.zeros_like(wide)
+    mixed = torch.zeros_like(query32)
     if params.sinks is not None:
         heads, rows = query.shape[1:3]
         sinks = params.sinks.view(1, heads, -1, 1)
         sinks = sinks.repeat_interleave(rows // sinks.shape[2], 2)
         peak = torch.maximum(peak, sinks)
         total = (sinks - peak).exp()
-    for block, score in zip(blocks, made, strict=True):
+    for block, score in zip(blocks, block_scores, strict=True):
         weights = score.sub_(peak).exp_()
         total += weights.sum(-1, keepdim=True)
         mixed += weights @ values[:, :, block].float()

@@ -1,13 +1,13 @@
 """Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute position.
 
-A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends each chunk for
-itself, and a last kernel combines a row's chunks in their order. A row's bits depend on its query, its
-position and the keys up to it: other rows only bring more tiles, more chunks that the row never reads,
-or keys that are masked and add exact zeros. Chunks that a layer's sliding window has left behind are not
-listed, so every window has a list of its own.
+A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends to each chunk
+separately, and a last kernel combines a row's chunks in their order. A row's bits depend on its query,
+its position and the keys up to it: other rows only add tiles, chunks that the row never reads, or keys
+that are masked and add exact zeros. Chunks before a layer's sliding window are not listed, so every
+window has its own list.
 
-Of a prompt chunk a program takes a tile of one head's rows over all their keys: nothing but the rows and the
-start decides a bit. Source: Dao 2023 (FlashAttention-2).
+For a prompt chunk a program attends a tile of one head's rows to all their keys: bits depend on the
+rows and the start alone. Source: Dao 2023 (FlashAttention-2).
 """
 
 from __future__ import annotations
@@ -37,21 +37,31 @@ from spd.kernels.attention.rotary_store import Pools
 from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
 
 ROW_TILE = 64
+"""Rows of a tile: the minimum that Hopper's matrix units multiply at once.
+
+Padding them costs no time where memory is the limit, while a second tile would read the keys a second
+time. float32 has no such units, and on other devices wide heads leave no shared memory for pipeline
+stages next to so many rows; see `tile_shape`.
+"""
 KEY_BLOCK = 64
-"""The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
-while a second tile would read the keys a second time. float32 has no such units, and elsewhere wide heads
-leave no room for stages beside so many rows; see `tile_shape`."""
+"""Keys that a tile is multiplied by at a time; see `tile_shape`."""
 RESERVED_BYTES = 4096
-"""Of shared memory, for what a program sums across its threads."""
+"""Shared memory reserved for sums across a program's threads."""
 PROGRAMS_A_PROCESSOR = 2
-"""As many as shared memory holds at a time."""
+"""Programs whose shared memory fits a processor at a time."""
 WARPS = (8, 4)
-"""Off Hopper and on it: four hold a tile's sums there alone, of heads of at most `WIDE` elements."""
-WIDE = 256  # elements of a head
+"""Warps of a program, on other devices and on Hopper.
+
+Four warps' registers hold a tile's sums on Hopper only, for heads of at most `WIDE` elements.
+"""
+WIDE = 256
+"""Elements of a head."""
 COMBINED_VALUES = 4096
+"""Values that a warp combines at a time; more need too many registers."""
 COMBINED_CHUNKS = (16, 32)
-"""Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
+"""The minimum and the maximum of chunks that a warp combines at a time."""
 PLANNED_CHUNKS = 128
+"""Chunks that the plan's kernel lists at a time."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +83,13 @@ class ChunkPlan(AttentionPlan):
 
 @dataclass(frozen=True)
 class SplitPlan(AttentionPlan):
-    """Work of one forward pass: a list for each sliding window, and float32 room for the results."""
+    """The chunk lists of one forward pass, one a sliding window, and float32 buffers for partial results."""
 
     positions: Tensor  # [S, Q] int64
     valid: Tensor  # [S, Q] bool
     lists: Mapping[int | None, ChunkList]
-    partial: (
-        Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
-    )
+    partial: Tensor
+    """[S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)."""
     stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
     heads: AttentionHeads
     max_chunks: int
@@ -88,7 +97,7 @@ class SplitPlan(AttentionPlan):
 
 
 def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, int, int]:
-    """Rows and keys a tile, and pipeline stages: functions of model and device, never of the rows."""
+    """Return rows and keys a tile, and pipeline stages, by model and device, independent of the rows."""
     wide = head_dim > 128
     if dtype == torch.float32:
         rows = ROW_TILE // 4
@@ -106,17 +115,18 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
 
 
 def chunk_constants() -> dict[str, int]:
+    """Return the chunk sizes as constants of a kernel."""
     return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
 
 
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
-    """A small kernel for each sliding window, no look by the host: lengths are the device's.
+    """Launch `Kernels.plan_attention`: a small kernel a sliding window, without reading lengths on the host.
 
-    For a whole prompt chunk nothing is prepared. S is below 32768; the room taken goes by the page table's
-    width. Raises ValueError unless pages are of a power of two positions, 16 or more, for a matrix unit
-    takes so many keys at once.
+    For a full prompt chunk nothing is launched. S is below 32768; buffers are sized by the page table's
+    width. Raises ValueError unless pages hold a power of two of positions, 16 or more, the minimum of
+    keys that a matrix unit multiplies at once.
     """
     if windows.chunk_start is not None:
         return ChunkPlan(windows.page_table.contiguous(), windows.chunk_start, heads.first_key)
@@ -137,7 +147,9 @@ def plan_attention(
         windows.valid.contiguous(),
         {
             sliding: ChunkList(
-                *(empty(torch.int32, size) for size in (slots, slots * max_chunks, 1))
+                last=empty(torch.int32, slots),
+                items=empty(torch.int32, slots * max_chunks),
+                count=empty(torch.int32, 1),
             )
             for sliding in heads.sliding
         },
@@ -155,16 +167,14 @@ def plan_attention(
     }
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
-            *(
-                plan.positions,
-                plan.valid,
-                chunks.last,
-                chunks.items,
-                chunks.count,
-                slots,
-                width,
-                max_chunks,
-            ),
+            plan.positions,
+            plan.valid,
+            chunks.last,
+            chunks.items,
+            chunks.count,
+            slots,
+            width,
+            max_chunks,
             SLIDING=sliding,
             **sizes,
         )
@@ -172,7 +182,7 @@ def plan_attention(
 
 
 def score_scale(params: AttentionParams) -> float:
-    """What kernels multiply a product by: weights are powers of two; a score to be capped is in caps."""
+    """Return the factor of products in kernels: with log2(e) for exp2, or 1 / softcap before capping."""
     return params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
 
 
@@ -184,29 +194,25 @@ def attend_chunks(
     params: AttentionParams,
     **options: Any,
 ) -> None:
-    """Launch a kernel over the listed chunks of all slots; the results are the plan's."""
+    """Launch a kernel over the listed chunks of all slots; it writes to the plan's buffers."""
     slots, width = query.shape[:2]
     chunks = plan.lists[params.sliding]
     table = plan.page_table
     kernel[(plan.programs,)](
-        *(
-            query.contiguous(),
-            *pools,
-            table,
-            plan.positions,
-            chunks.last,
-            chunks.items,
-            chunks.count,
-        ),
-        *(
-            plan.partial,
-            plan.stats,
-            score_scale(params),
-            slots,
-            width,
-            table.shape[1],
-            plan.max_chunks,
-        ),
+        query.contiguous(),
+        *pools,
+        table,
+        plan.positions,
+        chunks.last,
+        chunks.items,
+        chunks.count,
+        plan.partial,
+        plan.stats,
+        score_scale(params),
+        slots,
+        width,
+        table.shape[1],
+        plan.max_chunks,
         PAGE=pools[0].shape[1],
         FIRST=plan.heads.first_key,
         **options,
@@ -216,12 +222,19 @@ def attend_chunks(
 
 
 def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options: Any) -> Tensor:
-    """Fill out [S, Q, H, D] with the sums of each row's chunks, and of its head's sink [H]."""
+    """Fill out [S, Q, H, D] with the sums of each row's chunks and its head's sink [H]; return it."""
     slots, width, heads, size = out.shape
-    least, most = COMBINED_CHUNKS
+    min_chunks, max_chunks = COMBINED_CHUNKS
     combine_chunks_kernel[(heads, slots * width)](
-        *(plan.partial, plan.stats, plan.positions, plan.valid, sinks, out, width, plan.max_chunks),
-        BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
+        plan.partial,
+        plan.stats,
+        plan.positions,
+        plan.valid,
+        sinks,
+        out,
+        width,
+        plan.max_chunks,
+        BLOCK=max(min_chunks, min(max_chunks, COMBINED_VALUES // power_of_two(size))),
         **options,
         **chunk_constants(),
         **pdl_options(out.device),
@@ -232,18 +245,18 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
 def paged_attention(
     query: Tensor, pools: Pools, plan: AttentionPlan, params: AttentionParams
 ) -> Tensor:
-    """With a plan of this file; invalid rows give zeros. The pools are contiguous."""
+    """Launch `Kernels.paged_attention`; invalid rows give zeros. The pools are contiguous."""
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pools, plan, params)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
-    facts = device_properties(query.device)
-    tile, block, stages = tile_shape(query.dtype, size, facts)
+    device = device_properties(query.device)
+    tile, block, stages = tile_shape(query.dtype, size, device)
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": params.sliding}
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
-    warps = WARPS[facts.capability[0] == 9 and size <= WIDE]
+    warps = WARPS[device.capability[0] == 9 and size <= WIDE]
     attend_chunks(
         attend_chunk_kernel, query, pools, plan, params, num_warps=warps, **tiles, **shape
     )
@@ -252,7 +265,7 @@ def paged_attention(
 
 
 def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, params: AttentionParams) -> Tensor:
-    """Attend query [Q, H, D] at the positions from the plan's start on; returns [Q, H, D]."""
+    """Attend query [Q, H, D] at the positions from the plan's start on: [Q, H, D]."""
     rows, num_heads, size = query.shape
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
@@ -264,9 +277,17 @@ def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, params: Attenti
         "BLOCK": block,
         "num_stages": stages,
     }
-    where = plan.page_table[0], params.sinks, out, score_scale(params), rows, plan.start
+    keys, values = pools
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
-        *(query.contiguous(), *pools, *where),
+        query.contiguous(),
+        keys,
+        values,
+        plan.page_table[0],
+        params.sinks,
+        out,
+        score_scale(params),
+        rows,
+        plan.start,
         FIRST=plan.first_key,
         SLIDING=params.sliding,
         SOFTCAP=params.softcap,

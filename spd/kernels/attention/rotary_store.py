@@ -1,4 +1,4 @@
-"""What lies between the fused projection and attention: per-head norm, rotation, and the cache write."""
+"""The steps between the fused projection and attention: per-head norm, rotation and cache write."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from spd.kernels.linear.norm_gate import rms_norm
 
-Pools = tuple[Tensor, Tensor]  # keys and values of all pages [P, page, K, D]
+Pools = tuple[Tensor, Tensor]
+"""Keys and values of all pages, [P, page, K, D] each."""
 
 
 @dataclass(frozen=True)
 class RotatedRows:
-    """How T rows are rotated, and where in the pools their entries go."""
+    """Cosines and sines of T rows, and the cache slots of their keys and values."""
 
     cos: Tensor  # [M, D], whose halves repeat each other, in the rows' dtype or float32
     sin: Tensor  # as cos, but for the sign of its first half; see `apply_rotary`
-    positions: (
-        Tensor | None
-    )  # int64 [T] below M; None (torch form only): cos and sin are the rows' own
+    positions: Tensor | None
+    """int64 [T] below M; None (torch form only): cos and sin have one row for each of the T rows."""
     kv_slots: Tensor  # int64 [T] as in `store_kv`
 
     def select_cos_sin(self) -> tuple[Tensor, Tensor]:
-        """The rows' own cosines and sines, for all heads: [T, 1, D]."""
+        """Return the cosines and sines of each row, for all heads: [T, 1, D]."""
         cos = self.cos
         sin = self.sin
         if self.positions is not None:
@@ -35,7 +35,7 @@ class RotatedRows:
 
 
 def count_pairs(size: int) -> int:
-    """How many pairs `size` values of a head are rotated in. Raises ValueError where they are odd."""
+    """Return size / 2, the pairs that a head is rotated in. Raises ValueError where size is odd."""
     if size % 2:
         raise ValueError(f"{size} values of a head cannot be rotated in pairs")
     return size // 2
@@ -53,27 +53,27 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def is_known_finite(x: Tensor) -> bool:
-    """Whether all of x is finite, where the host can look: on a GPU it does not wait to see."""
+    """True if the host knows that all of x is finite; always False on a GPU, without synchronizing."""
     return x.device.type == "cpu" and math.isfinite(x.sum())
 
 
 def replace_non_finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [..., D] as they are kept: with no value that is not finite, but a key of NaN there.
+    """Return keys and values [..., D] as they are stored: non-finite values as 0, and their keys as NaN.
 
-    A row that does not see a position weighs its value by zero, and zero times infinity is NaN. A key of NaN
-    does the same to those that see it, and to no others.
+    A row that does not attend to a position weighs its value by zero, and zero times infinity is NaN.
+    A key of NaN makes the rows that attend to it NaN, and no others.
     """
     if is_known_finite(key) and is_known_finite(value):
         return key, value
-    wild = ~(key.isfinite().all(-1, keepdim=True) & value.isfinite().all(-1, keepdim=True))
-    return key.masked_fill(wild, math.nan), value.nan_to_num(0.0, 0.0, 0.0)
+    is_faulty = ~(key.isfinite().all(-1, keepdim=True) & value.isfinite().all(-1, keepdim=True))
+    return key.masked_fill(is_faulty, math.nan), value.nan_to_num(0.0, 0.0, 0.0)
 
 
 def store_kv(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
     """Write key and value [T, K, D] to positions slots [T] of the pools, in place.
 
-    A slot is page * page_size + offset. Rows that must not be kept
-    point into the trash page. Of rows that share a slot, one wins, whichever. See `replace_non_finite`.
+    A slot is page * page_size + offset. Rows that must not be stored have a slot of the trash page. Of
+    rows that share a slot any one is stored. See `replace_non_finite`.
     """
     for pool, rows in zip(pools, replace_non_finite(key, value), strict=True):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
@@ -95,6 +95,7 @@ def rotary_store(
     value = fused[:, rotated_heads:]
     if qk_weight is not None:
         rotated = rms_norm(rotated, qk_weight, epsilon)
-    rotated = apply_rotary(rotated, *rows.select_cos_sin()).to(qkv.dtype)
+    cos, sin = rows.select_cos_sin()
+    rotated = apply_rotary(rotated, cos, sin).to(qkv.dtype)
     store_kv(rotated[:, num_heads:], value, pools, rows.kv_slots)
     return rotated[:, :num_heads]

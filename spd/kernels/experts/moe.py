@@ -1,6 +1,7 @@
-"""Mixture of experts: which experts a row goes through, and what they make of it.
+"""Mixture of experts: routing of rows, and the experts' products.
 
-A row's result does not depend on the other rows or on where they go. Rows that are not read go somewhere too.
+A row's result does not depend on the other rows or on their experts. Rows whose results are not read are
+routed, too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import plain_weight
 from spd.kernels.native.packed import PackedWeight
 
-FEW_ROWS = 4
-"""Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
-last one is repeated, so that the number of an expert's rows chooses no arithmetic."""
-MANY_ROWS = 16  # the same in a prompt chunk
+WINDOW_TILE_ROWS = 4
+"""Rows of one expert that the torch form computes at a time in a window.
+
+The last tile is filled up with copies of its last row, so that arithmetic does not depend on the number
+of an expert's rows.
+"""
+CHUNK_TILE_ROWS = 16
+"""Rows of one expert that the torch form computes at a time in a prompt chunk."""
 
 
 class RoutingRule(Protocol):
-    """How the experts of a row are chosen and weighed; see `Kernels.route`."""
+    """The routing parameters of a layer; see `Kernels.route`."""
 
     @property
     def per_token(self) -> int: ...
@@ -45,8 +50,8 @@ class RoutingRule(Protocol):
     def scale(self) -> float: ...
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the largest `count` of the last dimension, largest first, ties to the lowest index."""
+def _best_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest `count` in the last dimension, ties to the lowest index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -62,11 +67,13 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     choice = scores if correction is None else scores + correction
     if rule.top_groups < rule.groups:
         grouped = choice.view(choice.shape[0], rule.groups, -1)
-        leaders = grouped.gather(-1, _best(grouped, rule.experts_per_group_score)).sum(dim=-1)
-        best = _best(leaders, rule.top_groups)
-        kept = torch.zeros_like(leaders, dtype=torch.bool).scatter_(-1, best, True)
-        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-    ids = _best(choice, rule.per_token)
+        group_scores = grouped.gather(-1, _best_indices(grouped, rule.experts_per_group_score)).sum(
+            dim=-1
+        )
+        best = _best_indices(group_scores, rule.top_groups)
+        is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
+        choice = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = _best_indices(choice, rule.per_token)
     weights = scores.gather(-1, ids)
     if rule.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.weight_epsilon)
@@ -74,17 +81,17 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 
 
 ExpertMatrices = Tensor | TiledWeight | GroupedWeight | PackedWeight
-"""A matrix for each of E experts: Triton's codes are tiled, torch's grouped, the C kernels' packed."""
+"""Matrices of E experts: tiled codes for Triton, grouped ones for torch, packed for the C kernels."""
 
 
-def unpacked(weights: ExpertMatrices, dtype: torch.dtype) -> Tensor:
+def dequantize_matrices(weights: ExpertMatrices, dtype: torch.dtype) -> Tensor:
     """Return the matrices [E, N, K] as one tensor of a dtype."""
     assert isinstance(weights, Tensor | TiledWeight)
     return plain_weight(weights, dtype)
 
 
 class ExpertWeights(NamedTuple):
-    """All experts of a layer: one is down(act(gate_up(x) + its bias)) + its bias.
+    """All experts of a layer: each computes down(act(gate_up(x) + gate_up_bias)) + down_bias.
 
     gate_up is [E, 2 * I, K] with the gates first, or [E, I, K] where the activation has none; down [E, K, I].
     """
@@ -92,11 +99,11 @@ class ExpertWeights(NamedTuple):
     gate_up: ExpertMatrices
     down: ExpertMatrices
     act: Activation = SILU
-    gate_up_bias: Tensor | None = None  # float32 [E, 2 * I]; both are given or neither
+    gate_up_bias: Tensor | None = None  # float32 [E, 2 * I]; None if down_bias is None
     down_bias: Tensor | None = None  # float32 [E, K]
 
     def apply_expert(self, rows: Tensor, expert: int) -> Tensor:
-        """What one expert makes of rows [T, K], by torch's operations."""
+        """Return one expert's results of rows [T, K], by torch."""
         inner = activate(_linear(rows, self.gate_up, self.gate_up_bias, expert), self.act)
         return _linear(inner, self.down, self.down_bias, expert)
 
@@ -104,10 +111,10 @@ class ExpertWeights(NamedTuple):
 def _linear(x: Tensor, weights: ExpertMatrices, bias: Tensor | None, expert: int) -> Tensor:
     """Return x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
     if isinstance(weights, GroupedWeight):
-        made = grouped_linear(x, weights.select(expert))
+        product = grouped_linear(x, weights.select(expert))
     else:
-        made = F.linear(x, unpacked(weights, x.dtype)[expert])
-    return made if bias is None else made + bias[expert].to(made.dtype)
+        product = F.linear(x, dequantize_matrices(weights, x.dtype)[expert])
+    return product if bias is None else product + bias[expert].to(product.dtype)
 
 
 def experts(
@@ -119,36 +126,40 @@ def experts(
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `Kernels.experts` by torch: each chosen expert for its own rows, a fixed number at a time.
+    """Compute `Kernels.experts` by torch: each chosen expert's rows, a fixed number at a time.
 
-    Waits for the device, which alone knows the ids.
+    Waits for the device to read the ids.
     """
     if stream is None:
-        return _by_expert(x, ids, weights, expert_weights, MANY_ROWS if chunk else FEW_ROWS), None
-    gate_up = unpacked(expert_weights.gate_up, torch.float32).float()
-    down = unpacked(expert_weights.down, torch.float32).float()
-    wide = expert_weights._replace(gate_up=gate_up, down=down)
-    y = (stream.float() + _by_expert(x.float(), ids, weights, wide, FEW_ROWS)).to(stream.dtype)
+        tile = CHUNK_TILE_ROWS if chunk else WINDOW_TILE_ROWS
+        return _by_expert(x, ids, weights, expert_weights, tile), None
+    gate_up = dequantize_matrices(expert_weights.gate_up, torch.float32).float()
+    down = dequantize_matrices(expert_weights.down, torch.float32).float()
+    widened = expert_weights._replace(gate_up=gate_up, down=down)
+    y = (stream.float() + _by_expert(x.float(), ids, weights, widened, WINDOW_TILE_ROWS)).to(
+        stream.dtype
+    )
     return y, sum_of_squares(y)
 
 
 def _by_expert(
     x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, tile: int
 ) -> Tensor:
-    """Sum, weighted, what every row [T, K] becomes by its experts, `tile` rows of one at a time."""
+    """Return the weighted sum of every row's experts [T, K]; an expert computes `tile` rows at a time."""
     pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
     order: list[int] = []
     tiles: list[int] = []
-    for expert, chosen in pairs.items():
-        chosen += chosen[-1:] * (-len(chosen) % tile)
-        order += chosen
-        tiles += [expert] * (len(chosen) // tile)
-    where = torch.tensor(order, device=x.device)
-    rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
-    made = [
-        expert_weights.apply_expert(some, expert) for some, expert in zip(rows, tiles, strict=True)
+    for expert, expert_pairs in pairs.items():
+        expert_pairs += expert_pairs[-1:] * (-len(expert_pairs) % tile)
+        order += expert_pairs
+        tiles += [expert] * (len(expert_pairs) // tile)
+    pair_order = torch.tensor(order, device=x.device)
+    rows = torch.split(x.index_select(0, pair_order // ids.shape[1]), tile)
+    expert_outputs = [
+        expert_weights.apply_expert(tile_rows, expert)
+        for tile_rows, expert in zip(rows, tiles, strict=True)
     ]
-    out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
+    out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, pair_order, torch.cat(expert_outputs))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)

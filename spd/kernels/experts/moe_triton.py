@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton twin of `moe`: no sorting, no look by the host, every launch of a shape that the plan knows.
+"""Triton form of `moe`: without sorting or synchronizing, by launches of shapes that the plan knows.
 
-A program of the products belongs to one expert and one tile of its weight's rows, and takes the rows that
-chose the expert, BLOCK_T at a time; without any it ends. So nothing is sorted, weights of an expert are read
-once however many rows chose it, and what a row gets follows from itself and the weights alone.
+A program of the products belongs to one expert and one tile of its weight's rows, and multiplies the
+rows that chose the expert, BLOCK_T at a time; without any it ends. So nothing is sorted, the weights of
+an expert are read once however many rows chose it, and a row's result depends on itself and the weights
+alone.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from spd.kernels.linear.skinny_product_triton import (
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
-TALL = 128
+TALL_BLOCK_N = 128
 """Rows of a 16-bit weight that a program multiplies."""
 LIST_BLOCK = 256
+"""Pairs of a row and an expert that the kernel of lists reads at a time."""
 SUM_BLOCK = 1024
+"""Elements of a row that a program of the last sum computes."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,7 +51,7 @@ def router_kernel(
     w, x, parts, rows, n, k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened first."""
+    """Store float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened first."""
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -68,10 +71,10 @@ def router_kernel(
 
 
 @triton.jit
-def first_best(scores, free, index):
-    """The largest free score's index, the lowest of equal ones; always a free index if there is one."""
-    top = tl.max(tl.where(free, scores, float("-inf")), 0)
-    return tl.min(tl.where(free & (scores == top), index, 1 << 30), 0)
+def best_index(scores, is_free, index):
+    """Return the index of the largest score among is_free, the lowest of equal ones, NaN or not."""
+    best = tl.max(tl.where(is_free, scores, float("-inf")), 0)
+    return tl.min(tl.where(is_free & (scores == best), index, 1 << 30), 0)
 
 
 @triton.jit
@@ -81,7 +84,7 @@ def choose_experts_kernel(
     BLOCK_S: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BEST: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: its experts, best first, and their weights."""
+    """Store one token's experts, best first, and their weights; one program a token."""
     wait_and_release(PDL)
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
@@ -93,23 +96,25 @@ def choose_experts_kernel(
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         logits = tl.where(inside, logits, float("-inf"))
-        raised = tl.exp(logits - tl.max(logits, 0))
-        scores = raised / tl.sum(raised, 0)
+        exponentials = tl.exp(logits - tl.max(logits, 0))
+        scores = exponentials / tl.sum(exponentials, 0)
     choice = scores
     if correction is not None:
         choice += tl.load(correction + index, mask=inside, other=0.0)
     choice = tl.where(choice != choice, float("inf"), choice)
-    free = inside
+    is_free = inside
     if GROUPS_KEPT < GROUPS:
-        free = free & kept_groups(choice, index, E // GROUPS, GROUPS, GROUPS_KEPT, GROUP_BEST)
+        is_free = is_free & is_in_kept_group(
+            choice, index, E // GROUPS, GROUPS, GROUPS_KEPT, GROUP_BEST
+        )
     slot = tl.arange(0, BLOCK_S)
     chosen = tl.zeros((BLOCK_S,), tl.int32)
     weight = tl.zeros((BLOCK_S,), tl.float32)
-    for place in tl.static_range(PER_TOKEN):
-        best = tl.minimum(first_best(choice, free, index), E - 1)
-        free = free & (index != best)
-        chosen = tl.where(slot == place, best, chosen)
-        weight = tl.where(slot == place, tl.sum(tl.where(index == best, scores, 0.0), 0), weight)
+    for rank in tl.static_range(PER_TOKEN):
+        best = tl.minimum(best_index(choice, is_free, index), E - 1)
+        is_free = is_free & (index != best)
+        chosen = tl.where(slot == rank, best, chosen)
+        weight = tl.where(slot == rank, tl.sum(tl.where(index == best, scores, 0.0), 0), weight)
     if NORMALISED:
         weight = weight / (tl.sum(weight, 0) + added)
     tl.store(ids + row * PER_TOKEN + slot, chosen.to(tl.int64), mask=slot < PER_TOKEN)
@@ -117,50 +122,50 @@ def choose_experts_kernel(
 
 
 @triton.jit
-def kept_groups(
+def is_in_kept_group(
     choice, index, SIZE, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, BEST: tl.constexpr
 ):
-    """Whether each expert's group is among the GROUPS_KEPT whose BEST best experts have the largest sum."""
+    """True for experts of the GROUPS_KEPT groups whose BEST best experts have the largest sum."""
     group = index // SIZE
-    places = tl.arange(0, triton.next_power_of_2(GROUPS))
-    leaders = tl.full((triton.next_power_of_2(GROUPS),), float("-inf"), tl.float32)
+    group_ids = tl.arange(0, triton.next_power_of_2(GROUPS))
+    group_scores = tl.full((triton.next_power_of_2(GROUPS),), float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
-        free = group == g
+        is_free = group == g
         total = tl.zeros((), tl.float32)
         for _ in tl.static_range(BEST):
-            best = first_best(choice, free, index)
+            best = best_index(choice, is_free, index)
             total += tl.sum(tl.where(index == best, choice, 0.0), 0)
-            free = free & (index != best)
-        leaders = tl.where(places == g, total, leaders)
-    open_groups = places < GROUPS
-    kept = index < 0
+            is_free = is_free & (index != best)
+        group_scores = tl.where(group_ids == g, total, group_scores)
+    open_groups = group_ids < GROUPS
+    is_kept = index < 0
     for _ in tl.static_range(GROUPS_KEPT):
-        best = first_best(leaders, open_groups, places)
-        open_groups = open_groups & (places != best)
-        kept = kept | (group == best)
-    return kept
+        best = best_index(group_scores, open_groups, group_ids)
+        open_groups = open_groups & (group_ids != best)
+        is_kept = is_kept | (group == best)
+    return is_kept
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One expert a program: the pairs (row * k + place) that chose it, ascending, and how many."""
+    """List the pairs (row * k + place) that chose one expert, ascending, and count them."""
     wait_and_release(PDL)
     expert = tl.program_id(0)
-    found = 0
+    count = 0
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        mine = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
-        place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(lists + expert.to(tl.int64) * pairs + place, pair, mask=mine)
-        found += tl.sum(mine.to(tl.int32), 0)
-    tl.store(counts + expert, found)
+        is_chosen = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
+        place = count + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+        tl.store(lists + expert.to(tl.int64) * pairs + place, pair, mask=is_chosen)
+        count += tl.sum(is_chosen.to(tl.int32), 0)
+    tl.store(counts + expert, count)
 
 
 @triton.jit
-def of_expert(kept, expert, stride):
-    """Where an expert's scales, or zeros, begin; None where there are none."""
-    if kept is not None:
-        return kept + expert * stride
+def expert_row(parameters, expert, stride):
+    """Return the pointer to an expert's scales or zeros; None where there are none."""
+    if parameters is not None:
+        return parameters + expert * stride
 
 
 @triton.jit(do_not_specialize=["pairs", "per_token"])
@@ -170,7 +175,7 @@ def experts_gate_up_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ACT: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [pairs, n] = an `Activation` of each pair's row of x by its expert's w [2 * n, k], plus bias.
+    """Store inner [pairs, n]: an `Activation` of each pair's row of x by its expert's w [2 * n, k] + bias.
 
     Without gates w is [n, k], and has no bias.
     """
@@ -178,9 +183,9 @@ def experts_gate_up_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
-    own = w + expert * (n if ACT == "relu2" else 2 * n) * width
-    scales = of_expert(scale, expert, scale_stride)
-    zeros = of_expert(zero, expert, scale_stride)
+    expert_codes = w + expert * (n if ACT == "relu2" else 2 * n) * width
+    scales = expert_row(scale, expert, scale_stride)
+    zeros = expert_row(zero, expert, scale_stride)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -188,7 +193,7 @@ def experts_gate_up_kernel(
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         row_t = tl.where(place < count, pair // per_token, pairs)
         if ACT == "relu2":
-            rows = rows_of_weight(own, first, n, width, BLOCK_N)
+            rows = rows_of_weight(expert_codes, first, n, width, BLOCK_N)
             value = product(
                 rows, scales, zeros, None, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
@@ -197,7 +202,7 @@ def experts_gate_up_kernel(
             value *= value
         else:
             gate, up = gate_and_up(
-                own, scales, zeros, None, x, first, row_t, pairs, n, k,
+                expert_codes, scales, zeros, None, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
             )  # fmt: skip
             if bias is not None:
@@ -213,18 +218,18 @@ def experts_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
-    w, scale, zero, scale_stride, bias, inner, lists, counts, made, pairs, n, k,
+    w, scale, zero, scale_stride, bias, inner, lists, counts, outputs, pairs, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k], plus bias [n]."""
+    """Store outputs float32 [pairs, n]: inner [pairs, k] by each pair's expert's w [n, k], plus bias [n]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
     weight_rows = rows_of_weight(w + expert * n * width, first, n, width, BLOCK_N)
-    scales = of_expert(scale, expert, scale_stride)
-    zeros = of_expert(zero, expert, scale_stride)
+    scales = expert_row(scale, expert, scale_stride)
+    zeros = expert_row(zero, expert, scale_stride)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -237,22 +242,22 @@ def experts_down_kernel(
         if bias is not None:
             total += tl.load(bias + expert * n + row_n, mask=row_n < n, other=0.0)[:, None]
         mask = (place[None, :] < count) & (row_n[:, None] < n)
-        tl.store(made + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)
+        tl.store(outputs + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)
     release(PDL)
 
 
 @triton.jit
 def sum_experts_kernel(
-    made, weights, stream, y, squares, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    outputs, weights, stream, y, squares, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and part of it a program: the weighted sum, best expert first, onto the stream if given."""
+    """Store the weighted sum of a part of one row, best expert first, plus the stream if not None."""
     wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(PER_TOKEN):
         pair = row * PER_TOKEN + place
-        value = tl.load(made + pair * n + column, mask=column < n, other=0.0)
+        value = tl.load(outputs + pair * n + column, mask=column < n, other=0.0)
         total += tl.load(weights + pair) * value
     if stream is not None:
         total += tl.load(stream + row * n + column, mask=column < n, other=0.0).to(tl.float32)
@@ -264,20 +269,20 @@ def sum_experts_kernel(
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """The parts of K are always the same ones."""
+    """Launch `Kernels.router_logits`; K is always cut into the same parts."""
     rows, k = x.shape
     experts = weight.shape[0]
     parts = torch.empty(rows, ROUTER.split_k, experts, dtype=torch.float32, device=x.device)
     sizes = {"BLOCK_N": ROUTER.block_n, "BLOCK_T": TOKEN_TILE, "BLOCK_K": ROUTER.block_k}
     options = {"SPLIT_K": ROUTER.split_k, "num_warps": ROUTER.warps, "num_stages": ROUTER.stages}
     router_kernel[(ceil_div(rows, TOKEN_TILE), ceil_div(experts, ROUTER.block_n), ROUTER.split_k)](
-        *(weight, x, parts, rows, experts, k), **sizes, **options, **pdl_options(x.device)
+        weight, x, parts, rows, experts, k, **sizes, **options, **pdl_options(x.device)
     )
     return parts
 
 
 def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """Parts are added in their order."""
+    """Launch `Kernels.route`; parts are added in their order."""
     rows, count, experts = parts.shape
     ids = parts.new_empty(rows, rule.per_token, dtype=torch.int64)
     weights = parts.new_empty(rows, rule.per_token)
@@ -290,7 +295,12 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     sizes |= {"GROUPS_KEPT": rule.top_groups, "GROUP_BEST": rule.experts_per_group_score}
     options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(parts.device)}
     choose_experts_kernel[(rows,)](
-        *(parts, correction, ids, weights, rule.weight_epsilon, rule.scale),
+        parts,
+        correction,
+        ids,
+        weights,
+        rule.weight_epsilon,
+        rule.scale,
         SIGMOID=rule.sigmoid,
         NORMALISED=rule.normalised,
         **sizes,
@@ -300,18 +310,23 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 
 
 def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
-    """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
+    """Return the config of a dense weight of this shape, but with K unsplit and tall tiles.
+
+    Many experts fill a device anyway.
+    """
     values = operands_of(weight)[0]
-    facts = device_properties(values.device)
+    device = device_properties(values.device)
     size = values.element_size()
-    config = replace(config_for(n, k, size, facts, step_of(weight)), split_k=1)
+    config = replace(config_for(n, k, size, device, step_of(weight)), split_k=1)
     if size > 1:
-        config = with_tile(replace(config, block_n=TALL, stages=3), TOKEN_TILE, size, facts)
+        config = with_tile(
+            replace(config, block_n=TALL_BLOCK_N, stages=3), TOKEN_TILE, size, device
+        )
     return gate_up_config(config, n) if pair else config
 
 
-def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """Values, scales, zeros, and how far the scales of two experts lie apart."""
+def _expert_operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """Return values, scales, zeros, and the stride between the scales of two experts."""
     values, scales, zeros, _ = operands_of(weight)
     return values, scales, zeros, 0 if scales is None else scales.stride(0)
 
@@ -325,55 +340,117 @@ def experts(
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A prompt chunk runs the same programs."""
+    """Launch `Kernels.experts`; a prompt chunk runs the same programs."""
     gate_up = expert_weights.gate_up
     down = expert_weights.down
-    act = expert_weights.act
     assert isinstance(gate_up, Tensor | TiledWeight) and isinstance(down, Tensor | TiledWeight)
-    count, k, n = down.shape
+    lists, counts = _list_rows(ids, down.shape[0])
+    inner = _multiply_gate_up(x, lists, counts, ids.shape[1], gate_up, expert_weights)
+    outputs = _multiply_down(inner, lists, counts, down, expert_weights.down_bias)
+    return _sum_outputs(x, outputs, weights, stream)
+
+
+def _list_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs of ids [T, k] that chose each expert, int32 [E, T * k], and their counts [E]."""
     pairs = ids.numel()
-    device = x.device
-    lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
-    counts = torch.empty(count, dtype=torch.int32, device=device)
-    list_rows_kernel[(count,)](
+    lists = torch.empty(num_experts, pairs, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    list_rows_kernel[(num_experts,)](
         ids,
         lists,
         counts,
         pairs,
         BLOCK=min(power_of_two(pairs), LIST_BLOCK),
-        **pdl_options(device),
+        **pdl_options(ids.device),
         num_warps=1,
     )
-    inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
-    made = torch.empty(pairs, k, dtype=torch.float32, device=device)
-    config = _product_config(gate_up.shape[1], k, gate_up, pair=act.gated)
-    experts_gate_up_kernel[(ceil_div(gate_up.shape[1], config.block_n), count)](
-        *(
-            *_operands(gate_up),
-            expert_weights.gate_up_bias,
-            x,
-            lists,
-            counts,
-            inner,
-            pairs,
-            ids.shape[1],
-            n,
-            k,
-        ),
+    return lists, counts
+
+
+def _multiply_gate_up(
+    x: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    per_token: int,
+    gate_up: Tensor | TiledWeight,
+    expert_weights: ExpertWeights,
+) -> Tensor:
+    """Return the activations [T * per_token, I] of x [T, K] for all pairs of a row and its expert."""
+    act = expert_weights.act
+    count, rows, k = gate_up.shape
+    pairs = lists.shape[1]
+    n = rows // 2 if act.gated else rows
+    inner = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
+    values, scales, zeros, scale_stride = _expert_operands(gate_up)
+    config = _product_config(rows, k, gate_up, pair=act.gated)
+    experts_gate_up_kernel[(ceil_div(rows, config.block_n), count)](
+        values,
+        scales,
+        zeros,
+        scale_stride,
+        expert_weights.gate_up_bias,
+        x,
+        lists,
+        counts,
+        inner,
+        pairs,
+        per_token,
+        n,
+        k,
         **launch_of(config, gate_up, x, act),
     )
+    return inner
+
+
+def _multiply_down(
+    inner: Tensor, lists: Tensor, counts: Tensor, down: Tensor | TiledWeight, bias: Tensor | None
+) -> Tensor:
+    """Return inner [pairs, I] by each pair's expert's matrix of down [E, K, I]: float32 [pairs, K]."""
+    count, k, n = down.shape
+    pairs = lists.shape[1]
+    outputs = torch.empty(pairs, k, dtype=torch.float32, device=inner.device)
+    values, scales, zeros, scale_stride = _expert_operands(down)
     config = _product_config(k, n, down, pair=False)
     experts_down_kernel[(ceil_div(k, config.block_n), count)](
-        *(*_operands(down), expert_weights.down_bias, inner, lists, counts, made, pairs, k, n),
-        **launch_of(config, down, x),
+        values,
+        scales,
+        zeros,
+        scale_stride,
+        bias,
+        inner,
+        lists,
+        counts,
+        outputs,
+        pairs,
+        k,
+        n,
+        **launch_of(config, down, inner),
     )
+    return outputs
+
+
+def _sum_outputs(
+    x: Tensor, outputs: Tensor, weights: Tensor, stream: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums of each row's outputs by weights [T, k], plus the stream, and their squares."""
+    rows, k = x.shape
     block = min(power_of_two(k), SUM_BLOCK)
-    y = torch.empty(x.shape[0], k, dtype=x.dtype, device=device)
+    parts = ceil_div(k, block)
+    y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     squares = None
     if stream is not None:
-        squares = torch.empty(x.shape[0], ceil_div(k, block), dtype=torch.float32, device=device)
-    options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(device)}
-    sum_experts_kernel[(x.shape[0], ceil_div(k, block))](
-        *(made, weights, stream, y, squares, k), PER_TOKEN=ids.shape[1], BLOCK=block, **options
+        squares = torch.empty(rows, parts, dtype=torch.float32, device=x.device)
+    sum_experts_kernel[(rows, parts)](
+        outputs,
+        weights,
+        stream,
+        y,
+        squares,
+        k,
+        PER_TOKEN=weights.shape[1],
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **pdl_options(x.device),
     )
     return y, squares

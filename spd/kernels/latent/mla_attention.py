@@ -1,8 +1,8 @@
-"""Latent attention over pages, absorbed: every head attends the same small vectors.
+"""Latent attention over pages, absorbed: every head attends to the same small vectors.
 
-What is kept of a position is one row of a pool [P, page, L + R]: L latent values, normed, and R values of a
-key that all heads share, rotated. A query head comes in the same L + R dimensions: its own key matrix has
-been absorbed by it. What comes out are L values a head, of which its value matrix makes the result.
+A position is stored as one row of a pool [P, page, L + R]: L latent values, normed, and R values of a
+key that all heads share, rotated. A query head has the same L + R dimensions, for its key matrix has
+been absorbed into it. The result is L values a head, which its value matrix multiplies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native.packed import PackedWeight
 
 HeadMatrices = Tensor | PackedWeight
-"""A matrix for each of H heads: [H, A, B], or what the C kernels have packed of it."""
+"""A matrix for each of H heads: [H, A, B], or packed for the C kernels."""
 
 
 def latent_store(
@@ -24,12 +24,13 @@ def latent_store(
 ) -> Tensor:
     """Compute `Kernels.latent_store` by torch."""
     rank = norm.shape[0]
-    both = torch.cat((query, latent[:, None, rank:]), dim=1)
-    turned = apply_rotary(both, *rows.select_cos_sin()).to(query.dtype)
-    key, value = replace_non_finite(turned[:, -1], rms_norm(latent[:, :rank], norm, epsilon))
-    kept = torch.cat((value, key), dim=-1)
-    pages.flatten(0, 1).index_copy_(0, rows.kv_slots, kept)
-    return turned[:, :-1]
+    query_and_key = torch.cat((query, latent[:, None, rank:]), dim=1)
+    cos, sin = rows.select_cos_sin()
+    rotated = apply_rotary(query_and_key, cos, sin).to(query.dtype)
+    key, value = replace_non_finite(rotated[:, -1], rms_norm(latent[:, :rank], norm, epsilon))
+    entries = torch.cat((value, key), dim=-1)
+    pages.flatten(0, 1).index_copy_(0, rows.kv_slots, entries)
+    return rotated[:, :-1]
 
 
 def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
@@ -42,5 +43,5 @@ def mla_attention(
     query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
 ) -> Tensor:
     """Compute `Kernels.mla_attention` by torch."""
-    pool = pages.unsqueeze(2)  # its rows are keys and, with R columns that are not read, values
+    pool = pages.unsqueeze(2)  # rows are both keys and values; R columns of the values are unused
     return paged_attention(query, (pool, pool), plan, AttentionParams(scale))[..., :rank]

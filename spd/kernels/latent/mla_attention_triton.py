@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton twin of `mla_attention`: attention over latents, split into the chunks of `paged_attention`.
+"""Triton form of `mla_attention`: attention over latents, split into the chunks of `paged_attention`.
 
-A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of one or of
-several queries, reads L + R values a position where the heads' own keys and values would be hundreds of times
-as many. Latents go in halves, and rows are loaded and stored in pieces of their columns, so that a thread has
-few rows: their addresses, kept over the loop, would not fit beside a tile's sums.
+A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of one or
+of several queries, reads L + R values a position where keys and values of each head would be hundreds of
+times as many. Latents are multiplied in halves, and rows are loaded and stored in pieces of their
+columns, so that a thread has few rows: their addresses, live over the loop, would not fit in registers
+together with a tile's sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.attention.attention_kernels_triton import LOG2_E, UNSEEN, not_finite
+from spd.kernels.attention.attention_kernels_triton import EMPTY_MAXIMUM, LOG2_E, is_not_finite
 from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan
 from spd.kernels.attention.paged_attention_triton import (
     RESERVED_BYTES,
@@ -30,23 +31,29 @@ from spd.kernels.linear.skinny_config import TENSOR_MEMORY_ARCHITECTURES, TOKEN_
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 HEADS_A_PROGRAM = 8
+"""Query heads that a program rotates."""
 ROW_TILE = 64
+"""Rows of a tile: all heads of a query or half of them, so that latents are read once or twice.
+
+128 sums a thread leave few registers: the module's docstring says what keeps them out of local memory.
+"""
 KEY_BLOCK = 32
-"""Rows and positions a tile: all heads of a query or half of them, so that latents are read once or twice.
-128 sums a thread leave room for little else: see above how it is kept out of local memory."""
+"""Positions that a tile attends to at a time."""
 WARPS = 8
 BLOCK_A = 64
+"""Input columns of a head's matrix that a program multiplies at a time."""
 BLOCK_B = 64
+"""Output columns of a head's matrix that a program computes."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots", "query", "latent"])
 def latent_store_kernel(
-    query, latent, cos, sin, positions, kv_slots, norm, pages, turned, epsilon, query_row, query_head,
+    query, latent, cos, sin, positions, kv_slots, norm, pages, rotated_query, epsilon, query_row, query_head,
     latent_row,
     H: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and HEADS of its H rotated query heads; the first of a row's programs also keeps the row."""
+    """Rotate HEADS of one row's H query heads; the first of a row's programs also stores its latent."""
     wait_and_release(PDL)
     R: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
@@ -54,32 +61,45 @@ def latent_store_kernel(
     column = tl.arange(0, BLOCK)
     within = column < HALF
     position = tl.load(positions + row)
-    turn = tl.load(cos + position * R + column, mask=within, other=0.0).to(tl.float32)
-    lift = tl.load(sin + position * R + HALF + column, mask=within, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + position * R + column, mask=within, other=0.0).to(tl.float32)
+    sine = tl.load(sin + position * R + HALF + column, mask=within, other=0.0).to(tl.float32)
     source = query + row * query_row + head[:, None] * query_head + column[None, :]
     mask = (head < H)[:, None] & within[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    to = turned + row * (H * R) + head[:, None] * R + column[None, :]
-    kind = turned.dtype.element_ty
-    tl.store(to, (x * turn[None, :] - y * lift[None, :]).to(kind), mask=mask)
-    tl.store(to + HALF, (y * turn[None, :] + x * lift[None, :]).to(kind), mask=mask)
+    to = rotated_query + row * (H * R) + head[:, None] * R + column[None, :]
+    dtype = rotated_query.dtype.element_ty
+    tl.store(to, (x * cosine[None, :] - y * sine[None, :]).to(dtype), mask=mask)
+    tl.store(to + HALF, (y * cosine[None, :] + x * sine[None, :]).to(dtype), mask=mask)
     if tl.program_id(1) == 0:
-        kept = pages + tl.load(kv_slots + row) * (L + R)
-        wide = tl.arange(0, BLOCK_L)
-        value = tl.load(latent + row * latent_row + wide, mask=wide < L, other=0.0).to(tl.float32)
-        scale = tl.load(norm + wide, mask=wide < L, other=0.0).to(tl.float32)
-        value = (value * tl.rsqrt(tl.sum(value * value, 0) / L + epsilon) * scale).to(kind)
+        entry = pages + tl.load(kv_slots + row) * (L + R)
+        latent_column = tl.arange(0, BLOCK_L)
+        value = tl.load(
+            latent + row * latent_row + latent_column, mask=latent_column < L, other=0.0
+        ).to(tl.float32)
+        scale = tl.load(norm + latent_column, mask=latent_column < L, other=0.0).to(tl.float32)
+        value = (value * tl.rsqrt(tl.sum(value * value, 0) / L + epsilon) * scale).to(dtype)
         key = latent + row * latent_row + L + column
         first = tl.load(key, mask=within, other=0.0).to(tl.float32)
         second = tl.load(key + HALF, mask=within, other=0.0).to(tl.float32)
-        left = (first * turn - second * lift).to(kind)
-        right = (second * turn + first * lift).to(kind)
-        wild = tl.max(not_finite(value).to(tl.int32), 0)
-        wild = (wild | tl.max((not_finite(left) | not_finite(right)).to(tl.int32), 0)) > 0
-        tl.store(kept + wide, tl.where(not_finite(value), 0.0, value), mask=wide < L)
-        tl.store(kept + L + column, tl.where(wild, float("nan"), left), mask=within)
-        tl.store(kept + L + HALF + column, tl.where(wild, float("nan"), right), mask=within)
+        rotated_first = (first * cosine - second * sine).to(dtype)
+        rotated_second = (second * cosine + first * sine).to(dtype)
+        is_faulty = tl.max(is_not_finite(value).to(tl.int32), 0)
+        is_faulty = (
+            is_faulty
+            | tl.max((is_not_finite(rotated_first) | is_not_finite(rotated_second)).to(tl.int32), 0)
+        ) > 0
+        tl.store(
+            entry + latent_column,
+            tl.where(is_not_finite(value), 0.0, value),
+            mask=latent_column < L,
+        )
+        tl.store(entry + L + column, tl.where(is_faulty, float("nan"), rotated_first), mask=within)
+        tl.store(
+            entry + L + HALF + column,
+            tl.where(is_faulty, float("nan"), rotated_second),
+            mask=within,
+        )
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["x", "y"])
@@ -87,7 +107,7 @@ def head_linear_kernel(
     w, x, y, rows, x_row, x_head, y_row, y_head, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T rows of one head and BLOCK_B of its B columns: x [T, A] by w [A, B]."""
+    """Multiply BLOCK_T rows of one head by BLOCK_B of its B columns: x [T, A] by w [A, B]."""
     head = tl.program_id(1).to(tl.int64)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -111,7 +131,7 @@ def head_linear_kernel(
 
 @triton.jit
 def load_half(source, inside, FROM, L, R, TILE, HALF):
-    """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
+    """Load columns [FROM, FROM + HALF) of TILE rows of L + R values: [TILE, HALF], zeros beyond L."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     column = (
         FROM
@@ -125,7 +145,7 @@ def load_half(source, inside, FROM, L, R, TILE, HALF):
 
 @triton.jit
 def store_half(to, values, inside, FROM, L, TILE, HALF):
-    """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
+    """Store values [TILE, HALF] to the columns from FROM on of rows of L values each."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
     column = (
@@ -139,45 +159,47 @@ def store_half(to, values, inside, FROM, L, TILE, HALF):
 
 @triton.jit
 def attend_latents(
-    maximum, total, sums_a, sums_b, query_a, query_b, turned, pool, page_row, position, begin, end, scale,
+    maximum, total, sums_a, sums_b, query_a, query_b, query_rope, pool, page_row, position, begin, end, scale,
     L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
 ):  # fmt: skip
-    """Take positions [begin, end) into a tile's online softmax, masked by each row's position.
+    """Add positions [begin, end) to a tile's online softmax, masked by each row's position.
 
-    query_a, query_b [rows, HALF] and turned [rows, BLOCK_R]: the halves of the queries' latent side, and the
-    rotated one. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e), for weights are
-    powers of two.
+    query_a, query_b [rows, HALF] and query_rope [rows, BLOCK_R]: the halves of the queries' latent
+    part, and the rotated part. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e),
+    for weights are computed by exp2.
     """
-    left = tl.arange(0, HALF)
-    right = HALF + tl.arange(0, HALF)
-    narrow = tl.arange(0, BLOCK_R)
+    column_a = tl.arange(0, HALF)
+    column_b = HALF + tl.arange(0, HALF)
+    rope_column = tl.arange(0, BLOCK_R)
     page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        # Beyond `end` the pool may hold anything, NaN too, and zero times NaN is NaN.
-        live = (key < end)[:, None]
+        # From `end` on the pool may hold anything, NaN too, and zero times NaN is NaN.
+        in_range = (key < end)[:, None]
         first = (page * PAGE + start % PAGE) * (L + R)
         rows = pool + first + tl.arange(0, BLOCK)[:, None] * (L + R)
-        # One block ahead: latents that wait for their page's number could not be fetched early.
-        following = start + BLOCK
-        page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
-        a = tl.load(rows + left[None, :], mask=live & (left < L)[None, :], other=0.0)
-        b = tl.load(rows + right[None, :], mask=live & (right < L)[None, :], other=0.0)
-        r = tl.load(rows + L + narrow[None, :], mask=live & (narrow < R)[None, :], other=0.0)
+        # One block ahead: latents whose address depends on a load could not be prefetched.
+        next_start = start + BLOCK
+        page = tl.load(page_row + next_start // PAGE, mask=next_start < end, other=0)
+        a = tl.load(rows + column_a[None, :], mask=in_range & (column_a < L)[None, :], other=0.0)
+        b = tl.load(rows + column_b[None, :], mask=in_range & (column_b < L)[None, :], other=0.0)
+        r = tl.load(
+            rows + L + rope_column[None, :], mask=in_range & (rope_column < R)[None, :], other=0.0
+        )
         scores = tl.dot(query_a, tl.trans(a), input_precision="ieee")
         scores = tl.dot(query_b, tl.trans(b), scores, input_precision="ieee")
-        scores = tl.dot(turned, tl.trans(r), scores, input_precision="ieee") * scale
-        seen = key[None, :] <= position[:, None]
+        scores = tl.dot(query_rope, tl.trans(r), scores, input_precision="ieee") * scale
+        visible = key[None, :] <= position[:, None]
         if FIRST > 0:
-            seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        raised = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - raised[:, None])
-        shrink = tl.exp2(maximum - raised)
-        total = total * shrink + tl.sum(weights, 1)
-        sums_a = tl.dot(weights.to(a.dtype), a, sums_a * shrink[:, None], input_precision="ieee")
-        sums_b = tl.dot(weights.to(b.dtype), b, sums_b * shrink[:, None], input_precision="ieee")
-        maximum = raised
+            visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 1)
+        sums_a = tl.dot(weights.to(a.dtype), a, sums_a * rescale[:, None], input_precision="ieee")
+        sums_b = tl.dot(weights.to(b.dtype), b, sums_b * rescale[:, None], input_precision="ieee")
+        maximum = new_maximum
     return maximum, total, sums_a, sums_b
 
 
@@ -192,16 +214,16 @@ def attend_latent_chunk_kernel(
     BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
     LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows (a slot's queries by heads) against one chunk, item by item; see `attend_chunk_kernel`."""
+    """Attend TILE rows (a slot's queries by heads) to one chunk, item by item; see `attend_chunk_kernel`."""
     wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     HALF: tl.constexpr = BLOCK_L // 2
     rows = queries * H
     tiles = tl.cdiv(rows, TILE)
-    narrow = tl.arange(0, BLOCK_R)
-    most = slots * max_chunks
+    rope_column = tl.arange(0, BLOCK_R)
+    max_items = slots * max_chunks
     first = tl.program_id(0) // tiles
-    item = tl.load(items + first, mask=first < most, other=0)
+    item = tl.load(items + first, mask=first < max_items, other=0)
     for work in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
         slot = (item >> 16).to(tl.int64)
         chunk = item & 0xFFFF
@@ -209,27 +231,28 @@ def attend_latent_chunk_kernel(
         row = first_row + tl.arange(0, TILE)
         inside = row < rows
         token = slot * queries + row // H
-        seen = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+        row_position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
         source = query + (slot * rows + first_row) * (L + R)
         query_a = load_half(source, inside, 0, L, R, TILE, HALF)
         query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
-        at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
-        turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
+        at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + rope_column[None, :])
+        query_rope = tl.load(at, mask=inside[:, None] & (rope_column < R)[None, :], other=0.0)
         begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
-        following = (work + tl.num_programs(0)) // tiles
-        item = tl.load(items + following, mask=following < most, other=0)
+        next_index = (work + tl.num_programs(0)) // tiles
+        item = tl.load(items + next_index, mask=next_index < max_items, other=0)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
         maximum, total, sums_a, sums_b = attend_latents(
-            tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
-            pool, page_table + slot * pages, seen, begin, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
+            tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
+            tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b,
+            query_rope, pool, page_table + slot * pages, row_position, begin, end, scale, L, R, PAGE, BLOCK,
+            HALF, BLOCK_R, FIRST,
         )  # fmt: skip
         to = (slot * max_chunks + chunk) * rows + first_row
         store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
         store_half(partial + to * L, sums_b, inside, HALF, L, TILE, HALF)
-        side = stats + to * 2 + tl.arange(0, TILE) * 2
-        tl.store(side, maximum, mask=inside)
-        tl.store(side + 1, total, mask=inside)
+        row_stats = stats + to * 2 + tl.arange(0, TILE) * 2
+        tl.store(row_stats, maximum, mask=inside)
+        tl.store(row_stats + 1, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
@@ -238,21 +261,21 @@ def prefill_latent_kernel(
     PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows (positions by heads) of a prompt chunk against all before them; the last go first."""
+    """Attend TILE rows (positions by heads) of a prompt chunk to all before them; the last go first."""
     HALF: tl.constexpr = BLOCK_L // 2
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
     row = first_row + tl.arange(0, TILE)
     inside = row < rows
-    narrow = tl.arange(0, BLOCK_R)
+    rope_column = tl.arange(0, BLOCK_R)
     source = query + first_row.to(tl.int64) * (L + R)
     query_a = load_half(source, inside, 0, L, R, TILE, HALF)
     query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
-    at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
-    turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
+    at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + rope_column[None, :])
+    query_rope = tl.load(at, mask=inside[:, None] & (rope_column < R)[None, :], other=0.0)
     end = start + tl.minimum(rows - 1, first_row + TILE - 1) // H + 1
     _, total, sums_a, sums_b = attend_latents(
-        tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-        tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
+        tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
+        tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, query_rope,
         pool, page_row, start + row // H, 0, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, 0,
     )  # fmt: skip
     to = out + first_row.to(tl.int64) * L
@@ -261,7 +284,7 @@ def prefill_latent_kernel(
 
 
 def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, int, int]:
-    """Rows and positions a tile and pipeline stages, by model and device alone; latent counts L + R."""
+    """Return rows and positions a tile, and pipeline stages, by model and device; latent counts L + R."""
     size = dtype.itemsize
     if size == 4:
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
@@ -282,37 +305,37 @@ def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, in
 def latent_store(
     query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
 ) -> Tensor:
-    """Query and latent may be strided but for their last dimension; positions are given."""
+    """Launch `Kernels.latent_store`; query and latent have a last stride of 1, positions are not None."""
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
     rank = norm.shape[0]
     pairs = count_pairs(size)
-    turned = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
-    several = min(HEADS_A_PROGRAM, power_of_two(heads))
-    sizes = {"H": heads, "HEADS": several, "HALF": pairs, "BLOCK": power_of_two(pairs)}
+    rotated_query = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
+    heads_a_program = min(HEADS_A_PROGRAM, power_of_two(heads))
+    sizes = {"H": heads, "HEADS": heads_a_program, "HALF": pairs, "BLOCK": power_of_two(pairs)}
     sizes |= {"L": rank, "BLOCK_L": power_of_two(rank), "num_warps": 4}
-    latent_store_kernel[(count, ceil_div(heads, several))](
-        *(
-            query,
-            latent,
-            rows.cos,
-            rows.sin,
-            rows.positions,
-            rows.kv_slots,
-            norm,
-            pages,
-            turned,
-            epsilon,
-        ),
-        *(query.stride(0), query.stride(1), latent.stride(0)),
+    latent_store_kernel[(count, ceil_div(heads, heads_a_program))](
+        query,
+        latent,
+        rows.cos,
+        rows.sin,
+        rows.positions,
+        rows.kv_slots,
+        norm,
+        pages,
+        rotated_query,
+        epsilon,
+        query.stride(0),
+        query.stride(1),
+        latent.stride(0),
         **sizes,
         **pdl_options(query.device),
     )
-    return turned
+    return rotated_query
 
 
 def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
-    """Launch `Kernels.head_linear`; x may be strided but for its last dimension."""
+    """Launch `Kernels.head_linear`; x has a last stride of 1."""
     assert isinstance(weight, Tensor)
     heads, a, b = weight.shape
     rows = x.shape[0]
@@ -320,18 +343,25 @@ def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
     y = torch.empty(rows, heads, b, dtype=x.dtype, device=x.device)
     sizes = {"A": a, "BLOCK_A": min(BLOCK_A, max(16, power_of_two(a))), "B": b, "BLOCK_B": BLOCK_B}
     head_linear_kernel[(ceil_div(rows, TOKEN_TILE), heads, ceil_div(b, BLOCK_B))](
-        *(weight, x, y, rows, x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
+        weight,
+        x,
+        y,
+        rows,
+        x.stride(0),
+        x.stride(1),
+        y.stride(0),
+        y.stride(1),
         BLOCK_T=TOKEN_TILE,
         num_warps=4,
-        num_stages=min(3, ceil_div(a, BLOCK_A)),  # more than there are steps cost registers
+        num_stages=min(3, ceil_div(a, BLOCK_A)),  # stages beyond the steps cost registers
         **sizes,
         **pdl_options(x.device),
     )
     return y
 
 
-def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
-    """Constants and launch options that both programs share."""
+def _shape_constants(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
+    """Return constants and launch options of both attention kernels."""
     heads, size = query.shape[-2:]
     tile, keys, stages = tile_shape(query.dtype, size, device_properties(query.device))
     keys = min(keys, page_size)
@@ -344,12 +374,12 @@ def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
 def mla_attention(
     query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
 ) -> Tensor:
-    """With a plan of `paged_attention_triton`."""
+    """Launch `Kernels.mla_attention`, with a plan of `paged_attention_triton`."""
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pages, plan, rank, scale)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, heads, _ = query.shape
-    shape = _shape(query, pages.shape[1], rank)
+    shape = _shape_constants(query, pages.shape[1], rank)
     attend_chunks(
         attend_latent_chunk_kernel, query, (pages,), plan, AttentionParams(scale), **shape
     )
@@ -361,20 +391,18 @@ def mla_attention(
 def _attend_prompt(
     query: Tensor, pages: Tensor, plan: ChunkPlan, rank: int, scale: float
 ) -> Tensor:
-    """Attend query [Q, H, L + R] at the positions from the plan's start on; returns [Q, H, L]."""
+    """Attend query [Q, H, L + R] at the positions from the plan's start on: [Q, H, L]."""
     rows, heads, _ = query.shape
-    shape = _shape(query, pages.shape[1], rank)
+    shape = _shape_constants(query, pages.shape[1], rank)
     out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
     prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
-        *(
-            query.contiguous(),
-            pages,
-            plan.page_table[0],
-            out,
-            scale * LOG2_E,
-            rows * heads,
-            plan.start,
-        ),
+        query.contiguous(),
+        pages,
+        plan.page_table[0],
+        out,
+        scale * LOG2_E,
+        rows * heads,
+        plan.start,
         PAGE=pages.shape[1],
         **shape,
     )

@@ -1,4 +1,4 @@
-"""What an MLP, or an expert, applies between its two products. No torch here."""
+"""The activations of MLPs and experts. No torch here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Literal, NamedTuple
 
 
 class Activation(NamedTuple):
-    """What the second product reads of the first one's rows: gates g [I], then inputs u [I].
+    """An activation of a first product's rows: gates g [I], then inputs u [I].
 
     silu    silu(g) * u; with a limit min(silu(g), limit) * clip(u)
     gelu    gelu(g) * u, gelu in its form with tanh
     swiglu  (clip(u) + 1) * h * sigmoid(alpha * h) of h = min(g, limit)
     relu2   relu(u) ** 2 of rows without gates
 
-    clip is to -limit and limit. Sources: Shazeer 2020 (GLU variants); So et al. 2021 (Primer); gpt-oss and
-    Step-3.5 of Hugging Face transformers 5 for limits.
+    clip is to -limit and limit. Sources: Shazeer 2020 (GLU variants); So et al. 2021 (Primer); gpt-oss
+    and Step-3.5 of Hugging Face transformers 5 for limits.
     """
 
     kind: Literal["silu", "gelu", "swiglu", "relu2"]
@@ -23,7 +23,7 @@ class Activation(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether the first half of the rows are gates."""
+        """True if the first half of the rows are gates."""
         return self.kind != "relu2"
 
 

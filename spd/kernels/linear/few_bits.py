@@ -1,6 +1,7 @@
-"""Weights in four to eight bits with a scale a group of columns: kept packed, multiplied by wider rows.
+"""Weights in four to eight bits with a scale a group of columns: stored packed, multiplied by wider rows.
 
-Every layout that checkpoints have comes to this form. Activations are not rounded: W4A16 and W8A16.
+All quantized layouts of checkpoints are converted to this form. Activations are not rounded: W4A16 and
+W8A16.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ from torch import Tensor
 from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, CodeKind
 
 FOUR_BIT_KINDS = tuple(kind for kind, bits in CODE_BITS.items() if bits == 4)
-"""Kinds of which two codes stand in a byte; others have a byte each until they are packed."""
+"""Kinds of which a byte holds two codes; codes of others have a byte each until they are packed."""
 DEFAULT_ZERO_POINTS = {"int4": 8, "int5": 16, "int6": 32, "int8": 128}
-"""The zero point of integers where none is kept."""
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Numbers by code of ggml's IQ4_NL and IQ4_XS."""
-BYTE_MIDDLE = 128
-"""The byte that stands for 0 among factored scales and minima, and for 1 among exponents."""
+"""The zero point of integer codes where a weight stores none."""
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Values by code of ggml's IQ4_NL and IQ4_XS."""
+BYTE_OFFSET = 128
+"""The byte of a factored scale or minimum of 0, and of a scale of 1 among exponents."""
 QUANT_PARAMETERS = ("scales", "zeros", "minima", "factors", "minimum_factors")
-"""What may stand beside codes, as kernels take it."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits of a code; the fourth is the sign."""
+"""The optional tensors of a weight in codes, in the order of kernels' arguments."""
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes by the lower three bits of a code; the fourth bit is the sign."""
 INT8_MAX = 127
 INT4_SCALE_FACTORS = (1.0, 0.93, 0.87, 0.81, 8 / 7)
-"""Of the scale that reaches a group's furthest value with -8: smaller ones cut that off and err less
-elsewhere, the last reaches it with 7."""
-STRIP_VALUES = 2**24  # values that are made at a time, in float32
+"""Candidate scales, as factors of the scale that maps a group's value of largest magnitude to -8.
+
+Smaller scales clip that value and have smaller errors elsewhere; the last maps it to 7.
+"""
+STRIP_VALUES = 2**24
+"""Values that are computed at a time, in float32."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What stands for a weight [N, K], or for one an expert, [E, N, K].
+    """A quantized weight [N, K], or one for each expert, [E, N, K].
 
-    scales: float32, bfloat16 or float16 [..., N, K / group], the last group of FP8 blocks partial. zeros:
-    uint8, the integer code that stands for 0; None: `MIDDLE`. columns [K]: factors of the columns, such as
-    the weight of the norm before.
+    scales: float32, bfloat16 or float16 [..., N, K / group], the last group of FP8 blocks partial.
+    zeros: uint8, the integer code of 0; None: `DEFAULT_ZERO_POINTS`. columns [K]: factors of the
+    columns, such as the weight of the norm before.
 
     Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16
     [..., N, K / `SUPER_BLOCK`], (byte - 128) * factor. minima, of the type of scales, are subtracted
@@ -56,13 +60,13 @@ class Codes:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Return the device of the codes."""
         return self.codes.device
 
 
 @dataclass(frozen=True)
 class GroupedWeight(Codes):
-    """codes: uint8 [..., N, K], or [..., N, K / 2] of two, that of the even column in the low half."""
+    """A weight of codes uint8 [..., N, K], or [..., N, K / 2] with the even column in the low half."""
 
     minima: Tensor | None = None
     factors: Tensor | None = None
@@ -70,49 +74,49 @@ class GroupedWeight(Codes):
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K), behind the number of experts if there are any."""
-        each = 2 if self.kind in FOUR_BIT_KINDS else 1
-        return torch.Size((*self.codes.shape[:-1], each * self.codes.shape[-1]))
+        """Return (N, K), or (E, N, K) of experts."""
+        codes_per_byte = 2 if self.kind in FOUR_BIT_KINDS else 1
+        return torch.Size((*self.codes.shape[:-1], codes_per_byte * self.codes.shape[-1]))
 
     @property
     def quant_parameters(self) -> dict[str, Tensor]:
-        """What stands beside the codes of its rows, by `QUANT_PARAMETERS`."""
-        found = {name: getattr(self, name) for name in QUANT_PARAMETERS}
-        return {name: part for name, part in found.items() if part is not None}
+        """Return the tensors of `QUANT_PARAMETERS` that are not None, by name."""
+        stored = {name: getattr(self, name) for name in QUANT_PARAMETERS}
+        return {name: part for name, part in stored.items() if part is not None}
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What belongs to its rows."""
+        """Return all tensors that have a row for each row of the weight."""
         return (self.codes, *self.quant_parameters.values())
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """Its parts changed alike."""
+        """Return the weight with `change` applied to each of its tensors with rows."""
         changed: dict[str, Any] = {
             name: change(part) for name, part in self.quant_parameters.items()
         }
         return replace(self, codes=change(self.codes), **changed)
 
     def select(self, number: int | slice) -> GroupedWeight:
-        """One of several weights, or some rows of one."""
+        """Return one of several weights, or some rows of one."""
         return self.map_tensors(lambda part: part[number])
 
     def as_experts(self, count: int) -> GroupedWeight:
-        """Rows [E * N, K] as so many weights."""
+        """Return rows [E * N, K] as `count` weights, [E, N, K]."""
         return self.map_tensors(lambda part: part.view(count, -1, part.shape[-1]))
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The weight [..., N, K] in a dtype, each value rounded once."""
+        """Return the weight [..., N, K] in a dtype, each value rounded once."""
         rows = self.map_tensors(lambda part: part.flatten(0, -2))
         width = self.shape[-1]
-        whole = torch.empty(rows.shape[0], width, dtype=dtype, device=self.device)
+        values = torch.empty(rows.shape[0], width, dtype=dtype, device=self.device)
         step = max(1, STRIP_VALUES // width)
         for first in range(0, rows.shape[0], step):
-            own = rows.select(slice(first, first + step))
-            made = own._values()
-            whole[first : first + step] = (
-                made if self.columns is None else made * self.columns.float()
+            strip = rows.select(slice(first, first + step))
+            strip_values = strip._values()
+            values[first : first + step] = (
+                strip_values if self.columns is None else strip_values * self.columns.float()
             )
-        return whole.view(self.shape)
+        return values.view(self.shape)
 
     def _values(self) -> Tensor:
         """Return rows [N, K] in float32, as ggml's reference computes them where scales have factors."""
@@ -120,20 +124,20 @@ class GroupedWeight(Codes):
         scales = decode_scales(self.scales, self.factors)
         if self.minima is None:
             return dequantize(self.kind, codes, scales, self.zeros, self.group)
-        made = decode_codes(self.kind, codes) * scales.repeat_interleave(self.group, -1)
+        values = decode_codes(self.kind, codes) * scales.repeat_interleave(self.group, -1)
         minima = decode_scales(self.minima, self.minimum_factors)
-        return made.sub_(minima.repeat_interleave(self.group, -1))
+        return values.sub_(minima.repeat_interleave(self.group, -1))
 
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Weights [N, K] of different forms below each other."""
+    """Weights [N, K] of different forms, concatenated by rows."""
 
     pieces: tuple[GroupedWeight, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
+        """Return (N, K)."""
         rows = sum(piece.shape[0] for piece in self.pieces)
         return torch.Size((rows, self.pieces[0].shape[1]))
 
@@ -155,30 +159,30 @@ class TiledWeight(Codes):
 
     @property
     def step(self) -> int | None:
-        """Columns that a tile takes at a time; None where any number will do."""
+        """Return the columns that a tile multiplies at a time; None if any number is possible."""
         return tile_step(self.kind, self.group) if self.group else None
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The weight [..., N, K] in a dtype, each value rounded once."""
+        """Return the weight [..., N, K] in a dtype, each value rounded once."""
         codes = self.codes
         width = self.shape[-1]
         if not self.group:
-            made = codes.float() * self.scales.float()
+            values = codes.float() * self.scales.float()
         else:
             if self.kind in ("int4", "e2m1"):
                 steps = codes.view(*codes.shape[:-1], -1, tile_step(self.kind, self.group) // 2)
                 codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
-            made = dequantize(self.kind, codes, self.scales, self.zeros, self.group)
-        return (made if self.columns is None else made * self.columns.float()).to(dtype)
+            values = dequantize(self.kind, codes, self.scales, self.zeros, self.group)
+        return (values if self.columns is None else values * self.columns.float()).to(dtype)
 
 
 def tile_step(kind: CodeKind, group: int) -> int:
-    """Columns of a step: two halves of at most a group each, or a group of at most 128."""
+    """Return the columns of a step: two halves of at most a group each, or a group of at most 128."""
     return 2 * min(64, group) if kind in ("int4", "e2m1") else min(128, group)
 
 
 def tile_weight(weight: GroupedWeight) -> TiledWeight:
-    """A weight laid out for tiles. Groups are of 16, 32, 64, a multiple of 128, or all columns."""
+    """Return a weight in tiles. Groups have 16, 32, 64, a multiple of 128, or all columns."""
     width = weight.shape[-1]
     codes = weight.codes
     group = weight.group if weight.group < width else -(-width // 128) * 128
@@ -201,7 +205,7 @@ def tile_weight(weight: GroupedWeight) -> TiledWeight:
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
-    """Codes uint8 [..., K] of two in a byte [..., K / 2]."""
+    """Return codes uint8 [..., K] of bytes [..., K / 2] that hold two each."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
@@ -214,22 +218,23 @@ def decode_scales(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
     """Return scales or minima [N, G] in float32; factors: float16 [N, K / `SUPER_BLOCK`]. See `Codes`."""
     if numbers.dtype != torch.uint8:
         return numbers.float()
-    whole = numbers.float() - BYTE_MIDDLE
+    offsets = numbers.float() - BYTE_OFFSET
     if factors is None:
-        return torch.exp2(whole)
-    return factors.float().repeat_interleave(numbers.shape[-1] // factors.shape[-1], -1) * whole
+        return torch.exp2(offsets)
+    return factors.float().repeat_interleave(numbers.shape[-1] // factors.shape[-1], -1) * offsets
 
 
 def decode_codes(kind: CodeKind, codes: Tensor) -> Tensor:
-    """What codes uint8 stand for in float32, but for zero points: exact, in bfloat16 too."""
+    """Return the values of codes uint8 in float32, before zero points: exact, in bfloat16 too."""
     if kind == "iq4":
-        return torch.tensor(IQ4, dtype=torch.float32, device=codes.device)[codes.long()]
+        return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=codes.device)[codes.long()]
     if kind == "mx4":
         return 2 * decode_codes("e2m1", codes)
     if kind == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if kind == "e2m1":
-        table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
+        negative = tuple(-value for value in E2M1_MAGNITUDES)
+        table = torch.tensor(E2M1_MAGNITUDES + negative, device=codes.device)
         return table[codes.long()]
     return codes.float()
 
@@ -237,50 +242,50 @@ def decode_codes(kind: CodeKind, codes: Tensor) -> Tensor:
 def dequantize(
     kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int
 ) -> Tensor:
-    """The weight float32 [N, K] of unpaired codes [N, K] with scales and zeros [N, K / group]."""
-    made = decode_codes(kind, codes)
+    """Return the weight float32 [N, K] of codes [N, K], one a byte, with scales and zeros [N, K / group]."""
+    values = decode_codes(kind, codes)
     width = codes.shape[-1]
     if zeros is not None:
-        made -= zeros.float().repeat_interleave(group, -1)[..., :width]
+        values -= zeros.float().repeat_interleave(group, -1)[..., :width]
     elif kind in DEFAULT_ZERO_POINTS:
-        made -= DEFAULT_ZERO_POINTS[kind]
-    return made.mul_(scales.float().repeat_interleave(group, -1)[..., :width])
+        values -= DEFAULT_ZERO_POINTS[kind]
+    return values.mul_(scales.float().repeat_interleave(group, -1)[..., :width])
 
 
 def row_magnitudes(weight: Tensor) -> Tensor:
-    """The largest magnitude of each row of weight [..., N, K]: float32 [..., N]."""
+    """Return the largest magnitude of each row of weight [..., N, K]: float32 [..., N]."""
     rows = weight.flatten(0, -2)
     strips = torch.split(rows, max(1, STRIP_VALUES // rows.shape[1]))
     return torch.cat([strip.float().abs().amax(dim=1) for strip in strips]).view(weight.shape[:-1])
 
 
-def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
-    """weight [..., N, K] as int8 with one scale a row: its largest magnitude over 127; ties go to even.
+def quantize_int8(weight: Tensor, row_max: Tensor | None = None) -> GroupedWeight:
+    """Quantize weight [..., N, K] to int8 with one scale a row: its largest magnitude / 127, ties to even.
 
-    largest: float32 [..., N], the `magnitudes` of whole rows, where these are parts of rows. A scale is a
-    bfloat16 number, so that products of any type have it exactly; each value is off by at most half its row's
-    scale. A row of zeros keeps the scale 1. Equal weights give equal bits everywhere: nothing is summed.
+    row_max: float32 [..., N], the `row_magnitudes` of full rows, where weight holds parts of rows. A scale
+    is a bfloat16 number, so that it is exact in products of any type; each value's error is at most half
+    its row's scale. A row of zeros has the scale 1. Equal weights give equal bits everywhere: nothing is
+    summed.
     """
-    whole = row_magnitudes(weight) if largest is None else largest
-    scales = (whole.flatten() / INT8_MAX).to(torch.bfloat16).float()
+    max_magnitudes = row_magnitudes(weight) if row_max is None else row_max
+    scales = (max_magnitudes.flatten() / INT8_MAX).to(torch.bfloat16).float()
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # NaN stays
     rows = weight.flatten(0, -2)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=weight.device)
     step = max(1, STRIP_VALUES // rows.shape[1])
-    for strip, to, scale in zip(
-        *(torch.split(each, step) for each in (rows, codes, scales)), strict=True
-    ):
-        rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_MAX, INT8_MAX)
-        to.copy_(rounded.add_(DEFAULT_ZERO_POINTS["int8"]))
+    for first in range(0, rows.shape[0], step):
+        strip = slice(first, first + step)
+        rounded = torch.round(rows[strip].float() / scales[strip, None]).clamp_(-INT8_MAX, INT8_MAX)
+        codes[strip].copy_(rounded.add_(DEFAULT_ZERO_POINTS["int8"]))
     scales = scales.view(*weight.shape[:-1], 1)
     return GroupedWeight("int8", codes.view(weight.shape), scales, None, weight.shape[-1])
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """weight [..., N, K] as symmetric codes of four bits, a bfloat16 scale for each `INT4_GROUP` columns.
+    """Quantize weight [..., N, K] to symmetric four-bit codes, a bfloat16 scale an `INT4_GROUP` of columns.
 
-    Of several scales that is taken whose rounding errs least, by squares; where a value is not finite it is
-    NaN. Equal groups give equal bits: their squares are added in pairs, whatever stands beside them.
+    Of several scales the one with the least sum of squared errors is chosen; it is NaN in a group with a
+    value that is not finite. Equal groups give equal bits: squares are added pairwise within a group.
     """
     *_, columns = weight.shape
     rows = weight.flatten(0, -2)
@@ -292,32 +297,33 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)
         groups = rows[part].float().view(-1, INT4_GROUP).t().contiguous()
-        most = groups.amax(0)
-        least = groups.amin(0)
-        # -8 lies furthest from the middle: a negative scale gives it to the larger side.
-        reach = torch.where(most > -least, most, least) / -8
-        best = reach - reach + 1
-        error = torch.full_like(reach, float("inf"))
-        for share in INT4_SCALE_FACTORS:
-            scale = (reach * share).bfloat16().float()
+        group_max = groups.amax(0)
+        group_min = groups.amin(0)
+        # -8 is the code of largest magnitude: a negative scale uses it for the larger side.
+        full_scale = torch.where(group_max > -group_min, group_max, group_min) / -8
+        best = full_scale - full_scale + 1
+        error = torch.full_like(full_scale, float("inf"))
+        for factor in INT4_SCALE_FACTORS:
+            scale = (full_scale * factor).bfloat16().float()
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-            rest = (groups / scale).round_().clamp_(-8, 7).mul_(scale).sub_(groups).square_()
-            while rest.shape[0] > 1:
-                rest = rest[: rest.shape[0] // 2] + rest[rest.shape[0] // 2 :]
-            better = rest[0] < error
+            errors = (groups / scale).round_().clamp_(-8, 7).mul_(scale).sub_(groups).square_()
+            while errors.shape[0] > 1:
+                errors = errors[: errors.shape[0] // 2] + errors[errors.shape[0] // 2 :]
+            better = errors[0] < error
             best = torch.where(better, scale, best)
-            error = torch.where(better, rest[0], error)
-        whole = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-        codes[part] = pack_nibbles(whole.t().reshape(-1, columns))
+            error = torch.where(better, errors[0], error)
+        best_codes = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        codes[part] = pack_nibbles(best_codes.t().reshape(-1, columns))
         scales[part] = best.view(-1, columns // INT4_GROUP)
     shape = weight.shape[:-1]
     return GroupedWeight("int4", codes.view(*shape, -1), scales.view(*shape, -1), None, INT4_GROUP)
 
 
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times a weight [N, K] plus bias [N]: [T, N] in x's type, summed in float32.
+    """Return x [T, K] times a weight [N, K] plus bias [N]: [T, N] in x's dtype, summed in float32.
 
-    Torch form: by the plain weight, in float32. Kernels scale each group's sum, in ascending order of groups.
+    Torch form: by the dequantized weight, in float32. Kernels scale each group's sum, in ascending order
+    of groups.
     """
-    wide = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.plain(torch.float32), wide).to(x.dtype)
+    bias32 = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.plain(torch.float32), bias32).to(x.dtype)

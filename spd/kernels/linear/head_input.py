@@ -1,8 +1,8 @@
-"""What a head that drafts reads and keeps: pairs of a token and the state before it, and rings of states.
+"""Inputs of a head that drafts: pairs of a token and the state before it, and rings of states.
 
-The states of S slots stand in rings [S, >= depth, H]: the one at position p has place p mod depth. A ring
-that is written has one place more, which takes what must not be kept. A page's last state is kept beside
-its keys and values, so that a request that finds the page by its hash can go on from there.
+The states of S slots are stored in rings [S, >= depth, H]: the one at position p at index p mod depth. A
+ring that is written has one more entry, for rows that must not be stored. A page's last state is stored
+with its keys and values, so that a request that finds the page by its hash can continue from there.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from spd.kernels.round.window import Rows
 
 @dataclass(frozen=True)
 class HeadStates:
-    """Rings [S, >= depth, H] of the states of S slots, which a head reads beside tokens."""
+    """Rings [S, >= depth, H] of the states of S slots, which a head reads together with tokens."""
 
     rings: Tensor
     depth: int
 
 
 class HeadRows(Protocol):
-    """T rows, `width` for each of S slots, then rows of no slot, whose results are any finite numbers."""
+    """T rows, `width` for each of S slots, then padding rows, whose results are any finite numbers."""
 
     @property
     def positions(self) -> Tensor:
-        """Return int64 [T]; those of rows that matter are at least 1."""
+        """Return positions int64 [T], at least 1 in rows that are read."""
         ...
 
     @property
@@ -42,10 +42,10 @@ class HeadRows(Protocol):
 
 @dataclass(frozen=True)
 class PairNorms:
-    """How a head reads pairs."""
+    """The norms of a head's input pairs."""
 
     token: Tensor  # [H] scales of the embedding's norm
-    hidden: Tensor  # [H] of the state's
+    hidden: Tensor  # [H] scales of the state's norm
     epsilon: float
     masked: int = -1  # the position whose embedding is zero; -1: none
     hidden_first: bool = False

@@ -9,12 +9,12 @@ from spd.kernels.linear.activation import Activation
 
 GELU_SCALE = 0.7978845608028654
 """The square root of 2 / pi."""
-GELU_CUBE = 0.044715
-"""The factor of the cube in the form of gelu with tanh."""
+GELU_CUBE_FACTOR = 0.044715
+"""The factor of the cube in gelu's tanh approximation."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x**2) + epsilon) * weight, each row by itself.
+    """Return x / sqrt(mean(x**2) + epsilon) * weight, row by row.
 
     x [..., D]; weight [D] or, with a scale for each head, [heads, D] against x [..., heads, D].
     Computed in float32, returned in x's dtype; float32 weights are multiplied before x is rounded.
@@ -28,10 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def activate(x: Tensor, act: Activation) -> Tensor:
-    """What an activation makes of rows [T, 2 * I], gates first, or [T, I] without: [T, I] in x's dtype.
+    """Apply an activation to rows [T, 2 * I], gates first, or [T, I] without: [T, I] in x's dtype.
 
-    gelu is computed in float32 and rounded once (source: Hendrycks & Gimpel 2016), and written out, for
-    torch's own rounds otherwise in vector bodies than in scalar tails.
+    gelu is computed in float32 and rounded once (source: Hendrycks & Gimpel 2016). It is spelled out here
+    because torch's gelu rounds vector bodies and scalar tails differently.
     """
     if not act.gated:
         return x.relu().square()
@@ -39,8 +39,8 @@ def activate(x: Tensor, act: Activation) -> Tensor:
     if act.kind == "gelu":
         gate = gate.float()
         up = up.float()
-        inner = (gate + gate * gate * gate * GELU_CUBE) * GELU_SCALE
-        return (gate * 0.5 * (inner.tanh() + 1) * up).to(x.dtype)
+        tanh_input = (gate + gate * gate * gate * GELU_CUBE_FACTOR) * GELU_SCALE
+        return (gate * 0.5 * (tanh_input.tanh() + 1) * up).to(x.dtype)
     if (limit := act.limit) is None:
         return F.silu(gate) * up
     up = up.clamp(-limit, limit)

@@ -1,6 +1,6 @@
-"""What is done to rows of the residual stream between products: embedding, last norm, norm behind a block.
+"""Operations on rows of the residual stream between products: embedding, last norm, norm after a block.
 
-Each returns what travels with the stream, see `skinny_linear`: `squares` float32 [T, P].
+Each returns the stream's `squares` float32 [T, P], see `skinny_linear`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spd.kernels.linear.norm_gate import rms_norm
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """float32 [T, 1]."""
+    """Return the sum of each row's squares, float32 [T, 1]."""
     return x.float().square().sum(dim=-1, keepdim=True)
 
 

@@ -13,16 +13,16 @@ from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.overlap_triton import wait_and_release
 
 COPY_BLOCK = 2048
-"""Values that a program of a part of a row moves."""
+"""Values of a program that computes a part of a row."""
 WARPS = 8
-"""Of a program that holds a whole row of the stream."""
+"""Warps of a program that holds a full row of the stream."""
 
 
 @triton.jit
 def embed_kernel(
     token_ids, table, x, squares, h, SCALE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program a row and part of it: table[id], times SCALE if there is one, and the part's squares."""
+    """Store a part of one row: table[id], times SCALE if not None, and the part's sum of squares."""
     wait_and_release(PDL)
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -32,8 +32,8 @@ def embed_kernel(
     if SCALE is not None:
         value = (value.to(tl.float32) * SCALE).to(value.dtype)
     tl.store(x + row * h + column, value, mask=column < h)
-    wide = value.to(tl.float32)
-    tl.store(squares + row * tl.num_programs(1) + part, tl.sum(wide * wide, 0))
+    value32 = value.to(tl.float32)
+    tl.store(squares + row * tl.num_programs(1) + part, tl.sum(value32 * value32, 0))
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def rms_norm_rows_kernel(
     x, squares, weight, y, k, epsilon, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and part of it."""
+    """Norm a part of one row."""
     wait_and_release(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -57,7 +57,7 @@ def rms_norm_rows_kernel(
 def norm_residual_kernel(
     y, weight, residual, x, squares, epsilon, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which it holds whole."""
+    """Add the norm of one full row of y to the stream."""
     wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -68,11 +68,12 @@ def norm_residual_kernel(
     stream += value * tl.rsqrt(tl.sum(value * value, 0) / N + epsilon) * factor
     rounded = stream.to(x.dtype.element_ty)
     tl.store(x + row * N + column, rounded, mask=inside)
-    wide = rounded.to(tl.float32)
-    tl.store(squares + row, tl.sum(wide * wide, 0))
+    value32 = rounded.to(tl.float32)
+    tl.store(squares + row, tl.sum(value32 * value32, 0))
 
 
 def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Launch `Kernels.embed`; the table is contiguous."""
     rows = token_ids.shape[0]
     h = table.shape[1]
     block = min(power_of_two(h), COPY_BLOCK)
@@ -94,7 +95,7 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
 
 
 def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Launch `Kernels.rms_norm_rows`; rows of a prompt chunk carry no squares and are torch's."""
+    """Launch `Kernels.rms_norm_rows`; rows of a prompt chunk have no squares and are normed by torch."""
     if squares is None:
         return rms_norm(x, weight, epsilon)
     rows, k = x.shape
@@ -111,6 +112,7 @@ def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: fl
 def norm_residual(
     y: Tensor, weight: Tensor, epsilon: float, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Launch `Kernels.norm_residual`; y and residual are contiguous."""
     rows, n = y.shape
     x = torch.empty_like(residual)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=y.device)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `skinny_linear`: weights on the matrix unit's long side, tokens on its short one.
 
-A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The tokens of one weight tile are neighbours
-in the grid, (token tiles, weight tiles, parts of K), so that the second finds the weights in cache. Rows
-beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Nothing
-but the masks, the grid's first axis and BLOCK_T knows the number of rows. BLOCK_T lays a tile out over
-threads otherwise, so nothing may be summed in an order that a layout chooses: see `pairwise_sum`.
+A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The token tiles of one weight tile are adjacent
+in the grid, (token tiles, weight tiles, parts of K), so that the second reads the weights from cache. Rows
+beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Only the
+masks, the grid's first axis and BLOCK_T depend on the number of rows. BLOCK_T changes the layout of a tile
+over threads, so nothing may be summed in an order that depends on the layout: see `pairwise_sum`.
 
 With PDL a launch may begin before the previous kernel has ended, and waits for it before its first read.
 """
@@ -21,7 +21,7 @@ from spd.kernels.linear.skinny_product_triton import (
     part_of_k,
     per_byte,
     product,
-    row_begins,
+    row_pointers,
     row_width,
     rows_of_weight,
 )
@@ -42,7 +42,7 @@ STREAM = tl.constexpr(STREAM_TARGET)
 
 @triton.jit
 def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
-    """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
+    """Prefetch this part's first columns into L2 while the previous kernel ends; no kernel writes weights."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (4 * BLOCK_K // per_byte(CODE) + LINE - 1) // LINE
@@ -53,7 +53,7 @@ def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
 
 @triton.jit
 def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """[BLOCK_T, BLOCK_P]: a row's partial sums, added up where they are more than BLOCK_P."""
+    """Load the partial sums of rows [BLOCK_T, BLOCK_P], added up where they are more than BLOCK_P."""
     part = tl.arange(0, BLOCK_P)
     at = squares + row_t[:, None] * PARTS + part[None, :]
     inside = (row_t[:, None] < rows) & (part[None, :] < PARTS)
@@ -66,10 +66,10 @@ def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexp
 
 @triton.jit
 def pairwise_sum(x):
-    """Sums [T] along the last axis of x [T, P], P a power of two up to 1024: neighbours, then their sums.
+    """Return the sums [T] along the last axis of x [T, P], P a power of two up to 1024, pairwise.
 
-    The order is written out, for that of `tl.sum` follows from how x lies over threads. Of two summands
-    there is but one order; it takes a launch without fused multiply-add to keep products apart as well.
+    The order is explicit, for that of `tl.sum` depends on the layout of x over threads. Two summands have
+    only one order. For products, the launch must disable fused multiply-add as well.
     """
     for _ in tl.static_range(10):
         if x.shape[1] > 1:
@@ -79,12 +79,12 @@ def pairwise_sum(x):
 
 @triton.jit
 def norm_scale(partial_squares, k, epsilon):
-    """1 / root mean square of every row [T] from its partial sums [T, P]."""
+    """Return 1 / root mean square of every row [T] from its partial sums [T, P]."""
     return tl.rsqrt(pairwise_sum(partial_squares) / k + epsilon)
 
 
 @triton.jit
-def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK_N, BLOCK_T):
+def store_partials(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK_N, BLOCK_T):
     """Write this part's sums to slot SLOT of the tile's SLOTS in the workspace, token by token."""
     token = tl.arange(0, BLOCK_T)
     at = (
@@ -96,10 +96,10 @@ def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK
 
 
 @triton.jit
-def add_up(
+def sum_partials(
     partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T
 ):
-    """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
+    """Return the sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
     token = tl.arange(0, BLOCK_T)
     at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
     at += tl.arange(0, BLOCK_N)[:, None] + token[None, :] * BLOCK_N
@@ -112,7 +112,7 @@ def add_up(
 
 @triton.jit
 def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
-    """Whether all other parts of the tile are in the workspace; their sums are visible then."""
+    """True if all other parts of the tile are in the workspace; their sums are visible then."""
     tl.debug_barrier()
     last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
     tl.store(counters + tile, 0, mask=last)
@@ -127,7 +127,7 @@ def linear_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
+    """Store y = x Wᵀ, scaled by the norm if squares is not None, plus bias, plus residual; squares of y."""
     first = tl.program_id(1) * BLOCK_N
     weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL)
@@ -135,13 +135,13 @@ def linear_kernel(
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
     mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
-    # Loaded ahead of the product, so that nothing but the weights is waited for.
+    # Loaded before the product, so that only the weights have to be waited for.
     if squares is not None:
         partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     if bias is not None:
         shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
     if residual is not None:
-        stream = tl.load(row_begins(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
+        stream = tl.load(row_pointers(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
     total = product(
         weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
@@ -149,10 +149,12 @@ def linear_kernel(
     release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
+        store_partials(
+            total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T
+        )
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        total = add_up(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
+        total = sum_partials(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
     if squares is not None:
         total *= norm_scale(partial_squares, k, epsilon)[None, :]
     if bias is not None:
@@ -160,7 +162,7 @@ def linear_kernel(
     if residual is not None:
         total += stream.to(tl.float32)
     rounded = total.to(y.dtype.element_ty)
-    tl.store(row_begins(y, row_t, n) + row_n[:, None], rounded, mask=mask)
+    tl.store(row_pointers(y, row_t, n) + row_n[:, None], rounded, mask=mask)
     if squares_out is not None:
         value = tl.where(mask, rounded.to(tl.float32), 0.0)
         at_squares = squares_out + row_t * tl.num_programs(1) + tl.program_id(1)
@@ -175,7 +177,7 @@ def gate_up_kernel(
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, n] = `activated` of the normed x; weight rows 0..n are the gate's, n..2n the other's."""
+    """Store y [T, n] = `activated` of the normed x; weight rows 0..n are gates, n..2n inputs."""
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -197,12 +199,12 @@ def gate_up_kernel(
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         slot = tl.program_id(2) * 2
-        hand_in(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
-        hand_in(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
+        store_partials(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
+        store_partials(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        gate = add_up(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
-        up = add_up(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        gate = sum_partials(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        up = sum_partials(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
     scale = norm_scale(partial_squares, k, epsilon)[None, :]
     gate *= scale
     up *= scale
@@ -211,7 +213,7 @@ def gate_up_kernel(
         up += up_shift.to(tl.float32)[:, None]
     value = activated(gate, up, ACT, LIMIT, ALPHA)
     mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
-    tl.store(row_begins(y, row_t, n) + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
+    tl.store(row_pointers(y, row_t, n) + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "step", "window"])
@@ -221,11 +223,11 @@ def head_kernel(
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
+    """Store logits [T, n], or if logits is None the rank of each tile's draw [T, tiles].
 
-    Weight row n stands for token n, or ids[n] below `usable` where there are ids. Row t belongs to slot
-    t // window, and draws at position[slot] + step + t % window. The draw is to be compiled as written:
-    launch without fused multiply-add.
+    Weight row n is that of token n, or of ids[n] below `usable` if ids is not None. Row t belongs to slot
+    t // window, and draws at position[slot] + step + t % window. The launch must disable fused
+    multiply-add, so that the draw is compiled as written.
     """
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -237,10 +239,10 @@ def head_kernel(
         slot = row_t // window
         heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
         token = row_n
-        known = row_n < n
+        is_drawable = row_n < n
         if ids is not None:
-            token = tl.load(ids + row_n, mask=known, other=0).to(tl.int32)
-            known = known & (token < usable)
+            token = tl.load(ids + row_n, mask=is_drawable, other=0).to(tl.int32)
+            is_drawable = is_drawable & (token < usable)
     score = product(
         weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
@@ -248,19 +250,19 @@ def head_kernel(
     release(PDL)
     if logits is not None:
         mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
-        tl.store(row_begins(logits, row_t, n) + row_n[:, None], score, mask=mask)
+        tl.store(row_pointers(logits, row_t, n) + row_n[:, None], score, mask=mask)
     else:
         if tl.max(heat, 0) > 0:
             key = tl.load(seed + slot, mask=row_t < rows, other=0)[None, :]
-            place = tl.load(position + slot, mask=row_t < rows, other=0)
-            place = (place + step + row_t % window)[None, :]
+            row_position = tl.load(position + slot, mask=row_t < rows, other=0)
+            row_position = (row_position + step + row_t % window)[None, :]
             if ids is not None:
-                noise = gumbel_at(key, place, STREAM, token[:, None])
+                noise = gumbel_at(key, row_position, STREAM, token[:, None])
             else:
                 groups = first // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
-                noise0, noise1, noise2, noise3 = gumbel4(key, place, STREAM, groups)
+                noise0, noise1, noise2, noise3 = gumbel4(key, row_position, STREAM, groups)
                 noise = interleave4(noise0, noise1, noise2, noise3)
             score = noisy_logit(scaled_logit(score, heat[None, :]), noise, heat[None, :])
-        rank = tl.where(known[:, None], draw_rank(score, token[:, None]), NO_RANK)
+        rank = tl.where(is_drawable[:, None], draw_rank(score, token[:, None]), NO_RANK)
         at = row_t * tl.num_programs(1) + tl.program_id(1)
         tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)

@@ -1,11 +1,11 @@
-"""Linear layers for a few rows, with the norm's statistics carried beside the residual stream.
+"""Linear layers for a few rows, with the norm's statistics passed along with the residual stream.
 
-The residual stream x [T, K] travels with `squares` float32 [T, P]: partial sums of the squares of each
-row of x as stored, however many. Their sum over P, divided by K, is the mean square, so that a norm costs
-its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
-are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
+The residual stream x [T, K] has `squares` float32 [T, P]: P partial sums of the squares of each row of x
+as stored, for any P. Their sum over P, divided by K, is the mean square, so that a norm costs its reader
+one factor a row. The norm's scales are folded into the matrix that follows it when weights are loaded:
+W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
-Where a contract says weight, a `TiledWeight` will do: codes of four or eight bits, with scales.
+A weight may also be a `TiledWeight`: codes of four or eight bits, with scales.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 @dataclass(frozen=True)
 class LinearWorkspace:
-    """What products that are cut along K share: float32 partial sums, and int32 counters that are zero
-    between calls. One serves all products that run one after another."""
+    """The buffers of products that are split along K: float32 partial sums and int32 counters.
+
+    Counters are zero between calls. Products that run one after another share one workspace.
+    """
 
     partials: Tensor
     counters: Tensor
@@ -37,7 +39,7 @@ AnyWeight = Tensor | TiledWeight
 
 
 def step_of(weight: AnyWeight) -> int | None:
-    """Columns that a product must take at a time; None where any number will do."""
+    """Return the columns that a product must multiply at a time; None if any number is possible."""
     return weight.step if isinstance(weight, TiledWeight) else None
 
 
@@ -49,17 +51,17 @@ class Norm(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What tokens of S slots' windows are drawn with: row r of slot s at position first[s] + step + r."""
+    """The sampling parameters of S slots' windows: row r of slot s is at position first[s] + step + r."""
 
     seed: Tensor  # int64 [S]
     first: Tensor  # int64 [S]
     step: int
-    temperature: Tensor  # float32 [S]; at 0 the likeliest token is taken
+    temperature: Tensor  # float32 [S]; at 0 the likeliest token is drawn
     usable_vocab: int  # ids below it may be drawn
 
 
 def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
-    """The weight as a tensor."""
+    """Return the weight as a tensor."""
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)
 
 
@@ -109,17 +111,19 @@ def head_sample(
     seed, first, step, temperature, usable_vocab = draw
     slots = seed.shape[0]
     rows = x.shape[0] // seed.shape[0]
-    heat = temperature.repeat_interleave(rows).unsqueeze(-1)
+    row_temperature = temperature.repeat_interleave(rows).unsqueeze(-1)
     positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)
     logits = head_logits(x, weight)
     if ids is not None:
-        every = logits.new_full((x.shape[0], max(usable_vocab, int(ids[-1]) + 1)), float("-inf"))
-        logits = every.index_copy_(1, ids, logits)
+        full_logits = logits.new_full(
+            (x.shape[0], max(usable_vocab, int(ids[-1]) + 1)), float("-inf")
+        )
+        logits = full_logits.index_copy_(1, ids, logits)
     logits = logits[:, :usable_vocab]
-    processed = torch.where(heat > 0, logits / heat, logits)
+    processed = torch.where(row_temperature > 0, logits / row_temperature, logits)
     noise = gumbel(seed.unsqueeze(-1).expand(slots, rows), positions, STREAM_TARGET, usable_vocab)
-    token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(
-        dim=-1
-    )
+    token = torch.where(
+        row_temperature > 0, processed + noise.view(slots * rows, -1), processed
+    ).argmax(dim=-1)
     chosen = processed.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     return token, chosen.isfinite() & ~processed.isnan().any(dim=-1)

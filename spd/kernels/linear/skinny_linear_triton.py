@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors contiguous.
 
-`tile_limits` says how wide tiles of tokens may be on the device.
+`tile_limits` are the widest token tiles of the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import (
     NARROW_TILES,
     REGISTER_BOUND_TILE,
-    TILES,
+    TOKEN_TILES,
     LinearConfig,
     TokenTileLimits,
     chunk_config,
@@ -33,9 +33,9 @@ from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, N
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
-"""Partial sums of squares a program holds for every row."""
+"""Partial sums of squares that a program loads at a time for every row."""
 CHOICE_BLOCK = 2048
-"""Tiles that the last step of the draw compares at once."""
+"""Tiles that the last step of the draw compares at a time."""
 
 
 def _config(
@@ -44,21 +44,21 @@ def _config(
     tile_limits: TokenTileLimits,
     *,
     pair: bool = False,
-    most: int = TILES[-1],
+    max_tile: int = TOKEN_TILES[-1],
 ) -> LinearConfig:
-    """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
+    """Return the config for a weight, with gate and up rows together if `pair`, and x's token tile."""
     values = operands_of(weight)[0]
     n, k = weight.shape
-    facts = device_properties(weight.device)
+    device = device_properties(weight.device)
     size = values.element_size()
-    most = min(most, REGISTER_BOUND_TILE if size == 1 else most)
-    tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, tile_limits))
-    config = config_for(n, k, size, facts, step_of(weight))
-    return with_tile(gate_up_config(config, n) if pair else config, tile, size, facts)
+    max_tile = min(max_tile, REGISTER_BOUND_TILE if size == 1 else max_tile)
+    tile = min(max_tile, token_tile(x.shape[0], x.dtype, values.dtype, tile_limits))
+    config = config_for(n, k, size, device, step_of(weight))
+    return with_tile(gate_up_config(config, n) if pair else config, tile, size, device)
 
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The first arguments of every product's kernel: values or codes, scales, zeros, columns' factors."""
+    """Return the first arguments of a product's kernel: values or codes, scales, zeros, column factors."""
     if isinstance(weight, TiledWeight):
         return weight.codes, weight.scales, weight.zeros, weight.columns
     return weight, None, None, None
@@ -67,10 +67,10 @@ def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None
 def launch_of(
     config: LinearConfig, weight: AnyWeight, x: Tensor, act: Activation | None = None
 ) -> dict[str, Any]:
-    """Constants and options of a product's kernel; before a gated `act` a tile has rows of both halves.
+    """Return constants and options of a product's kernel; with a gated `act` a tile has rows of both halves.
 
-    Multiply-adds may be fused where tiles have one size, and float32 products consist of them. Else which
-    pairs meet in a thread, and so are fused, would follow from the tile.
+    Multiply-adds may be fused for float32, which has one tile size and whose products consist of them.
+    Otherwise the tile would decide which pairs meet in a thread, and so are fused.
     """
     columns = weight.group if isinstance(weight, TiledWeight) else 0
     code = weight.kind if isinstance(weight, TiledWeight) and columns else None
@@ -89,8 +89,8 @@ def launch_of(
     }
 
 
-def _sums_of(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
-    """Constants of a product that may be cut along K, of rows with partial sums of squares."""
+def _split_constants(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
+    """Return constants of a product that may be split along K, of rows with partial sums of squares."""
     parts = 1 if squares is None else squares.shape[1]
     return {
         "SPLIT_K": config.split_k,
@@ -100,19 +100,19 @@ def _sums_of(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
 
 
 def _workspace(
-    given: LinearWorkspace | None, n: int, rows: int, config: LinearConfig, device: torch.device
+    workspace: LinearWorkspace | None, n: int, rows: int, config: LinearConfig, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Partials and counters for a product: those given, fresh ones, or none where K is not split."""
+    """Return partials and counters of a product: the workspace's, new ones, or None where K is unsplit."""
     if config.split_k == 1:
         return None, None
     partials, counters = workspace_sizes(n, rows, config)
-    if given is None:
+    if workspace is None:
         empty = torch.empty(partials, dtype=torch.float32, device=device)
         return empty, torch.zeros(counters, dtype=torch.int32, device=device)
-    assert given.partials.numel() >= partials and given.counters.numel() >= counters, (
+    assert workspace.partials.numel() >= partials and workspace.counters.numel() >= counters, (
         "workspace too small"
     )
-    return given.partials, given.counters
+    return workspace.partials, workspace.counters
 
 
 def linear(
@@ -126,7 +126,7 @@ def linear(
     chunk: bool = False,
     tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm's factor meets the float32 sums; squares have a part for each tile of the weight's rows."""
+    """Launch `Kernels.linear`; squares have a part for each tile of the weight's rows."""
     rows, k = x.shape
     n = weight.shape[0]
     config = (
@@ -139,10 +139,25 @@ def linear(
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     squares, epsilon = (None, 0.0) if norm is None else norm
     partials, counters = _workspace(workspace, n, rows, config, x.device)
-    outputs = (y, bias, squares, residual, squares_out, partials, counters)
+    values, scales, zeros, columns = operands_of(weight)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
-        *(*operands_of(weight), x, *outputs, rows, n, k, epsilon),
-        **_sums_of(config, squares),
+        values,
+        scales,
+        zeros,
+        columns,
+        x,
+        y,
+        bias,
+        squares,
+        residual,
+        squares_out,
+        partials,
+        counters,
+        rows,
+        n,
+        k,
+        epsilon,
+        **_split_constants(config, squares),
         **launch_of(config, weight, x),
     )
     return y, squares_out
@@ -158,29 +173,30 @@ def norm_gate_up(
     *,
     tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> Tensor:
-    """A program holds gate rows and the up rows that belong to them."""
+    """Launch `Kernels.norm_gate_up`; a program holds gate rows and the up rows that belong to them."""
     rows, k = x.shape
     n = weight.shape[0] // 2
     config = _config(weight, x, tile_limits, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
-    gate_up_kernel[
-        (ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)
-    ](
-        *(
-            *operands_of(weight),
-            x,
-            y,
-            bias,
-            norm.squares,
-            partials,
-            counters,
-            rows,
-            n,
-            k,
-            norm.epsilon,
-        ),
-        **_sums_of(config, norm.squares),
+    values, scales, zeros, columns = operands_of(weight)
+    tiles = ceil_div(2 * n, config.block_n)
+    gate_up_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
+        values,
+        scales,
+        zeros,
+        columns,
+        x,
+        y,
+        bias,
+        norm.squares,
+        partials,
+        counters,
+        rows,
+        n,
+        k,
+        norm.epsilon,
+        **_split_constants(config, norm.squares),
         **launch_of(config, weight, x, act),
     )
     return y
@@ -194,10 +210,16 @@ def _head(
     draw: tuple[Any, ...],
     config: LinearConfig,
 ) -> None:
-    """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
+    """Launch the head's kernel, for logits or a draw, over the first n rows of weight."""
     rows, k = x.shape
     head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
-        *(*operands_of(weight), x, logits, *draw, rows, n, k),
+        *operands_of(weight),
+        x,
+        logits,
+        *draw,
+        rows,
+        n,
+        k,
         **{**launch_of(config, weight, x), "enable_fp_fusion": False},
     )
 
@@ -205,6 +227,7 @@ def _head(
 def head_logits(
     x: Tensor, weight: AnyWeight, *, tile_limits: TokenTileLimits = NARROW_TILES
 ) -> Tensor:
+    """Launch `Kernels.head_logits`; x and weight are contiguous."""
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
     config = replace(_config(weight, x, tile_limits), split_k=1)
@@ -220,10 +243,12 @@ def head_sample(
     *,
     tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> tuple[Tensor, Tensor]:
-    """The logits are the very bits that `head_logits` stores."""
+    """Launch `Kernels.head_sample`; logits have the bits that `head_logits` stores."""
     rows = x.shape[0]
     device = x.device
-    config = _config(weight, x, tile_limits, most=TILES[-1] if ids is None else REGISTER_BOUND_TILE)
+    config = _config(
+        weight, x, tile_limits, max_tile=TOKEN_TILES[-1] if ids is None else REGISTER_BOUND_TILE
+    )
     config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)

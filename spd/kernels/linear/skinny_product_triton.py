@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The loops of the skinny kernels: a tile of weight rows times a tile of tokens, along K.
 
-Weights in int8 become the tokens' type on their way to the matrix unit, which is exact, and the scales of
-their rows meet the float32 sums after the loop.
+Weights in int8 are converted to the tokens' type before the matrix unit, which is exact, and the scales of
+their rows multiply the float32 sums after the loop.
 
-CODE says what the bytes of a `TiledWeight` stand for; None: the weights are numbers. Byte j of a step of
-four-bit codes holds columns j and j + BLOCK_K / 2: each half is a tile of its own, so nothing is shuffled.
-GROUP_K is such a half, or a multiple of the step.
+CODE is the kind of a `TiledWeight`'s bytes; None: the weights are numbers. Byte j of a step of four-bit
+codes holds columns j and j + BLOCK_K / 2: each half is a separate tile, so nothing is shuffled. GROUP_K is
+such a half, or a multiple of the step.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.linear.norm_gate import GELU_CUBE, GELU_SCALE
-from spd.kernels.linear.unpack_triton import packs, unpacked
+from spd.kernels.linear.norm_gate import GELU_CUBE_FACTOR, GELU_SCALE
+from spd.kernels.linear.unpack_triton import unpack_codes, uses_packed_instructions
 
-_GELU_CUBE = tl.constexpr(GELU_CUBE)
-_GELU_TURN = tl.constexpr(2 * GELU_SCALE)
-"""tanh(x) is 2 * sigmoid(2 * x) - 1."""
+_GELU_CUBE_FACTOR = tl.constexpr(GELU_CUBE_FACTOR)
+_TANH_SCALE = tl.constexpr(2 * GELU_SCALE)
+"""The scale of gelu's tanh as a sigmoid: tanh(x) is 2 * sigmoid(2 * x) - 1."""
 
 
 @triton.constexpr_function
 def per_byte(code):
-    """Codes in a byte."""
+    """Return the number of codes in a byte."""
     return 2 if code in ("int4", "e2m1") else 1
 
 
 @triton.jit
 def load_weights(weight_rows, column, k, EVEN_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K]; every weight is read once, so it should leave the cache first."""
+    """Load weights [BLOCK_N, BLOCK_K], each read once and so the first to be evicted from the cache."""
     at = weight_rows + column[None, :]
     if EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
@@ -38,15 +38,15 @@ def load_weights(weight_rows, column, k, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def row_begins(x, row, k):
-    """Where rows of k values each begin [1, T]; all of them together may be more than 2**31 values."""
+def row_pointers(x, row, k):
+    """Return pointers to rows of k values each [1, T]; all rows may have more than 2**31 values."""
     return x + row[None, :].to(tl.int64) * k
 
 
 @triton.jit
 def load_tokens(x, columns, row_t, rows, column, k, EVEN_K: tl.constexpr):
-    """[BLOCK_K, BLOCK_T], times the columns' own scales where there are any."""
-    at = row_begins(x, row_t, k) + column[:, None]
+    """Load tokens [BLOCK_K, BLOCK_T], multiplied by the columns' factors if not None."""
+    at = row_pointers(x, row_t, k) + column[:, None]
     if EVEN_K:
         tokens = tl.load(at, mask=row_t[None, :] < rows, other=0.0)
     else:
@@ -59,14 +59,14 @@ def load_tokens(x, columns, row_t, rows, column, k, EVEN_K: tl.constexpr):
 
 @triton.jit
 def rows_of_weight(w, first, n, k, BLOCK_N: tl.constexpr):
-    """Where each of a tile's weight rows begins [BLOCK_N, 1], from row `first` to the last of n."""
+    """Return pointers to a tile's weight rows [BLOCK_N, 1], from row `first` on, at most the last of n."""
     row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
     return w + first.to(tl.int64) * k + row[:, None] * k
 
 
 @triton.jit
 def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
-    """First and last column, exclusive, of this program's part: whole blocks but for the very last."""
+    """Return the columns [begin, end) of this program's part: full blocks except for the last."""
     if SPLIT_K == 1:
         return 0, k
     size = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
@@ -75,15 +75,15 @@ def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def rows_scales(kept, row, k, GROUP_K: tl.constexpr):
-    """Where the scales, or zeros, of weight rows begin; None where there are none."""
-    if kept is not None:
-        return kept + row if GROUP_K == 0 else kept + row * tl.cdiv(k, GROUP_K)
+def row_parameters(parameters, row, k, GROUP_K: tl.constexpr):
+    """Return pointers to the scales or zeros of weight rows; None where there are none."""
+    if parameters is not None:
+        return parameters + row if GROUP_K == 0 else parameters + row * tl.cdiv(k, GROUP_K)
 
 
 @triton.jit
 def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
-    """Elements from a weight row to the next: codes of four bits are two a byte, in whole steps."""
+    """Return the stride of weight rows: codes of four bits are two a byte, in full steps."""
     if per_byte(CODE) == 2:
         width = tl.cdiv(k, BLOCK_K) * (BLOCK_K // 2)
     else:
@@ -92,15 +92,15 @@ def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes in uint8 [N, K] stand for, exact in a type; zeros uint8 [N, 1], or None for the middle.
+def code_values(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the values of codes uint8 [N, K], exact in a type; zeros uint8 [N, 1], or None for 8 or 128.
 
-    HIGH: of the upper half of each byte, else the lower one, where there are two codes in a byte.
+    HIGH: codes are the upper half of each byte, else the lower one, where a byte holds two.
     """
-    if CODE != "int8" and packs(DTYPE):
+    if CODE != "int8" and uses_packed_instructions(DTYPE):
         if zeros is None:
             zeros = tl.full((1, 1), 8, tl.uint8)
-        number = unpacked(codes, zeros, CODE, HIGH, DTYPE)
+        number = unpack_codes(codes, zeros, CODE, HIGH, DTYPE)
     elif CODE == "int4" or CODE == "int8":
         if CODE == "int4":
             codes = codes >> 4 if HIGH else codes & 15
@@ -127,15 +127,15 @@ def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def of_group(kept, group, k, GROUP_K: tl.constexpr):
-    """A group's scales or zeros [BLOCK_N, 1]; zeros beyond the last group, which has no columns."""
-    if kept is not None:
+def load_group(parameters, group, k, GROUP_K: tl.constexpr):
+    """Load a group's scales or zeros [BLOCK_N, 1]; 0 beyond the last group, where there are no columns."""
+    if parameters is not None:
         inside = tl.full((1,), group, tl.int32) < tl.cdiv(k, GROUP_K)
-        return tl.load(kept + group, mask=inside, other=0)[:, None]
+        return tl.load(parameters + group, mask=inside, other=0)[:, None]
 
 
 @triton.jit
-def take_codes(
+def add_code_product(
     total,
     weight_rows,
     scales,
@@ -151,41 +151,46 @@ def take_codes(
     BLOCK_K,
     EVEN_K,
 ):
-    """total [BLOCK_N, BLOCK_T] plus a step of codes times tokens: each group's sum is scaled, in order."""
+    """Return total [BLOCK_N, BLOCK_T] plus a step of codes by tokens; each group's sum is scaled in order."""
     HALF: tl.constexpr = BLOCK_K // per_byte(CODE)
     DTYPE: tl.constexpr = x.dtype.element_ty
     column = start + tl.arange(0, HALF)
     tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
     if per_byte(CODE) == 2:
-        others = load_tokens(x, columns, row_t, rows, column + HALF, k, EVEN_K)
+        high_tokens = load_tokens(x, columns, row_t, rows, column + HALF, k, EVEN_K)
     group = start // GROUP_K
-    zero = of_group(zeros, group, k, GROUP_K)
-    scale = of_group(scales, group, k, GROUP_K).to(tl.float32)
+    zero = load_group(zeros, group, k, GROUP_K)
+    scale = load_group(scales, group, k, GROUP_K).to(tl.float32)
     if per_byte(CODE) == 2:
         byte = start // 2 + tl.arange(0, HALF)
         codes = tl.load(weight_rows + byte[None, :], eviction_policy="evict_first")
-        part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
+        part = tl.dot(code_values(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
         if GROUP_K < BLOCK_K:
             total += part * scale
-            zero = of_group(zeros, group + 1, k, GROUP_K)
-            scale = of_group(scales, group + 1, k, GROUP_K).to(tl.float32)
-            part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, input_precision="ieee")
+            zero = load_group(zeros, group + 1, k, GROUP_K)
+            scale = load_group(scales, group + 1, k, GROUP_K).to(tl.float32)
+            part = tl.dot(
+                code_values(codes, zero, True, CODE, DTYPE), high_tokens, input_precision="ieee"
+            )
         else:
             part = tl.dot(
-                numbers(codes, zero, True, CODE, DTYPE), others, part, input_precision="ieee"
+                code_values(codes, zero, True, CODE, DTYPE),
+                high_tokens,
+                part,
+                input_precision="ieee",
             )
     else:
         codes = load_weights(weight_rows, column, k, EVEN_K)
-        part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
+        part = tl.dot(code_values(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
     return total + part * scale
 
 
 @triton.jit
-def walk(
+def multiply_rows(
     weight_rows, scales, zeros, columns, x, row_t, rows, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
+    """Return float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -195,7 +200,7 @@ def walk(
             tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
             total = tl.dot(weights.to(tokens.dtype), tokens, total, input_precision="ieee")
         else:
-            total = take_codes(
+            total = add_code_product(
                 total, weight_rows, scales, zeros, columns, x, row_t, rows, start, k,
                 GROUP_K, CODE, BLOCK_K, EVEN_K,
             )  # fmt: skip
@@ -209,11 +214,11 @@ def product(
     weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
-    """`walk` over a tile's weight rows, from `first` on."""
+    """Return `multiply_rows` of a tile's weight rows, from `first` on."""
     row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
-    scales = rows_scales(scale, row, k, GROUP_K)
-    zeros = rows_scales(zero, row, k, GROUP_K)
-    return walk(
+    scales = row_parameters(scale, row, k, GROUP_K)
+    zeros = row_parameters(zero, row, k, GROUP_K)
+    return multiply_rows(
         weight_rows, scales, zeros, columns, x, row_t, rows, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
@@ -224,9 +229,9 @@ def gate_and_up(
     w, scale, zero, columns, x, first, row_t, rows, n, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
+    """Return the products of gate rows from `first` on and of the up rows n below: [BLOCK_N, BLOCK_T] each.
 
-    Tiles too short for the matrix unit alone are multiplied as one. Tall ones are of 16 bits or more.
+    Two tiles too short for the matrix unit are multiplied as one. Weights of tall ones have 16 bits or more.
     """
     width = row_width(k, BLOCK_K, CODE)
     if BLOCK_N >= 64:
@@ -248,9 +253,9 @@ def gate_and_up(
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
         both_rows = w + row[:, None].to(tl.int64) * width
-        scales = rows_scales(scale, row, k, GROUP_K)
-        zeros = rows_scales(zero, row, k, GROUP_K)
-        both = walk(
+        scales = row_parameters(scale, row, k, GROUP_K)
+        zeros = row_parameters(zero, row, k, GROUP_K)
+        both = multiply_rows(
             both_rows, scales, zeros, columns, x, row_t, rows, k,
             GROUP_K, CODE, 2 * BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
         )  # fmt: skip
@@ -260,18 +265,18 @@ def gate_and_up(
 
 @triton.jit
 def activated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """A gated `Activation` in float32; what is not a number stays so."""
+    """Return a gated `Activation` in float32; NaN stays NaN."""
     if ACT == "swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
     if ACT == "gelu":
-        turn = (gate + gate * gate * gate * _GELU_CUBE) * _GELU_TURN
+        exponent = (gate + gate * gate * gate * _GELU_CUBE_FACTOR) * _TANH_SCALE
     else:
-        turn = gate * ALPHA if ALPHA != 1.0 else gate
-    opened = gate / (1.0 + tl.exp(-turn))
+        exponent = gate * ALPHA if ALPHA != 1.0 else gate
+    activated_gate = gate / (1.0 + tl.exp(-exponent))
     if LIMIT is not None:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         if ACT == "swiglu":
             up += 1.0
         else:
-            opened = tl.where(opened > LIMIT, LIMIT, opened)
-    return opened * up
+            activated_gate = tl.where(activated_gate > LIMIT, LIMIT, activated_gate)
+    return activated_gate * up

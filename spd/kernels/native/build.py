@@ -1,7 +1,7 @@
-"""Compiles the C kernels beside this file for this processor, once, with the machine's compiler. No torch.
+"""Compile this folder's C kernels for this processor, once, with the machine's compiler. No torch.
 
-The library is kept in a folder of the user's, by the sources, the compiler and the processor it was made for,
-with its hash at its end. What is loaded is a copy in memory of the bytes that were checked.
+The library is cached in a folder of the user, keyed by the sources, the compiler and the processor, with its
+hash at its end. A copy in memory of the verified bytes is loaded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SOURCES = (
     "pool.c",
     "init.c",
 )
-COMPILERS = ("gcc", "cc")  # the first that is found; else the one that the package ziglang holds
-LARGEST_HEAD = (
-    576  # elements of a head that attention has room for: a latent of 512 with 64 rotated
-)
+COMPILERS = ("gcc", "cc")
+"""Commands of C compilers, the first of which is used; without any, zig of the package ziglang."""
+LARGEST_HEAD = 576
+"""The largest head of attention in elements: a latent of 512 with 64 rotated."""
 FLAGS = (
     "-O3",
     "-march=native",
@@ -54,7 +54,7 @@ FEATURES = {
     "AVX2": frozenset({"avx2", "fma"}),
     "NEON": frozenset({"asimd"}),
 }
-"""What /proc/cpuinfo says of a processor that has the instructions: those are taken that come first."""
+"""The features in /proc/cpuinfo that each set of instructions needs, the best set first."""
 INSTRUCTION_FLAGS: dict[str, tuple[str, ...]] = {
     "AMX": (),
     "AVX512-BF16": ("-DSPD_NO_AMX",),
@@ -62,10 +62,11 @@ INSTRUCTION_FLAGS: dict[str, tuple[str, ...]] = {
     "AVX2": ("-DSPD_AVX2", "-mno-avx512f"),
     "NEON": (),
 }
-"""They leave the better instructions alone."""
+"""Flags that keep the compiler from using better instructions."""
 DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FLOAT32",)}
-"""By what a library's elements are: weights, the cache, and what goes from layer to layer."""
-COMPILE_TIMEOUT = 300  # seconds that the compiler is given
+"""Flags by the dtype of a library's elements: weights, the cache, and the residual stream."""
+COMPILE_TIMEOUT = 300
+"""Seconds until the compiler is ended."""
 HASH_BYTES = hashlib.sha256().digest_size
 MAX_FILE_BYTES = (
     16 << 20
@@ -73,15 +74,15 @@ MAX_FILE_BYTES = (
 
 
 UNCACHED_LIBRARIES: dict[str, bytes] = {}
-"""Libraries that this process compiled and could not keep, by file name: they are not made twice."""
+"""Libraries that this process compiled and could not cache, by file name; they are not compiled again."""
 
 
 class NativeUnavailable(Exception):
-    """Why the kernels cannot run here, in words."""
+    """The kernels cannot run here; the message says why."""
 
 
 def processor_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The processor's features by Linux's names; empty where it does not say."""
+    """Return the processor's features by Linux's names; empty where Linux does not list them."""
     try:
         with source.open() as lines:
             line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -91,21 +92,21 @@ def processor_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of a C compiler; empty without one."""
-    if found := next(filter(None, map(shutil.which, COMPILERS)), None):
-        return (found,)
+    """Return the command of a C compiler; empty without one."""
+    if compiler := next(filter(None, map(shutil.which, COMPILERS)), None):
+        return (compiler,)
     package = find_spec("ziglang")
     return (str(Path(package.origin).parent / "zig"), "cc") if package and package.origin else ()
 
 
 def instructions(dtype: str = "bfloat16") -> str | None:
-    """The instructions that the kernels are made of on this processor."""
-    having = processor_features()
-    return next((name for name in usable_instructions(dtype) if having >= FEATURES[name]), None)
+    """Return the best instructions of this processor that there are kernels for, or None."""
+    features = processor_features()
+    return next((name for name in usable_instructions(dtype) if features >= FEATURES[name]), None)
 
 
 def usable_instructions(dtype: str) -> list[str]:
-    """The instructions that there are libraries of a dtype for, the best first."""
+    """Return the instructions that there are libraries of a dtype for, the best first."""
     return [
         name
         for name, needed in FEATURES.items()
@@ -114,7 +115,7 @@ def usable_instructions(dtype: str) -> list[str]:
 
 
 def unavailable_reason() -> str | None:
-    """What keeps this machine from having the kernels, as far as that shows before they are built."""
+    """Return the reason why this machine cannot compile the kernels, or None; nothing is compiled."""
     if instructions() is None:
         return "this processor has neither AVX2 with FMA nor NEON"
     return (
@@ -125,19 +126,22 @@ def unavailable_reason() -> str | None:
 
 
 def library_path(
-    folder: Callable[[], Path], chosen: str | None = None, *, dtype: str = "bfloat16"
+    folder: Callable[[], Path], chosen_instructions: str | None = None, *, dtype: str = "bfloat16"
 ) -> Path:
-    """The compiled library as a file to load: kept in the folder that `folder` names, or made now.
+    """Return the path of the compiled library: cached in the folder that `folder` returns, or compiled now.
 
-    It is made now too where the kept one is broken or others could have written it. A warning says
-    so, and also where it cannot be kept.
-    chosen: the instructions, where they are not the best that there are; dtype: one of `DTYPE_FLAGS`.
-    Raises NativeUnavailable.
+    It is compiled now, too, with a warning, where the cached one is broken or other users could have written
+    it. Another warning is logged where it cannot be cached. chosen_instructions: None for the best; dtype:
+    one of `DTYPE_FLAGS`. Raises NativeUnavailable.
     """
-    if (why := unavailable_reason()) is not None:
-        raise NativeUnavailable(why)
+    if (reason := unavailable_reason()) is not None:
+        raise NativeUnavailable(reason)
     compiler = find_compiler()
-    flags = (*FLAGS, *INSTRUCTION_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
+    flags = (
+        *FLAGS,
+        *INSTRUCTION_FLAGS[chosen_instructions or instructions(dtype) or ""],
+        *DTYPE_FLAGS[dtype],
+    )
     try:
         name = f"native-{_key(compiler, flags)}.so"
         if name in UNCACHED_LIBRARIES:
@@ -153,104 +157,104 @@ def library_path(
             ValueError,
         ) as error:  # RuntimeError: no home folder is known
             fault = error
-        made = _compile(compiler, flags)
+        library = _compile(compiler, flags)
         try:
-            _keep(folder() / name, made)
+            _store(folder() / name, library)
         except (OSError, RuntimeError, ValueError) as error:
-            UNCACHED_LIBRARIES[name] = made
+            UNCACHED_LIBRARIES[name] = library
             cause = fault or error
             logger.warning("the C kernels are compiled anew at every start: %s", cause)
         else:
             if fault is not None:
                 logger.warning("the C kernels were compiled anew: %s", fault)
-        return _in_memory(made)
+        return _in_memory(library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"they cannot be compiled: {error}") from error
 
 
 def read_cached(place: Path) -> bytes:
-    """Read a kept file; empty if there is none. Raises OSError, and ValueError if others may write it."""
+    """Read a cached file; empty if it is no file. Raises OSError, and ValueError if others may write it."""
     with open(
         place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)
     ) as file:
-        found = os.fstat(file.fileno())
-        for path, status in ((place, found), (place.parent, place.parent.stat())):
+        file_status = os.fstat(file.fileno())
+        for path, status in ((place, file_status), (place.parent, place.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError(f"{path} belongs to others, or they may write to it")
-        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
+        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(file_status.st_mode) else b""
 
 
-def _read(place: Path) -> bytes:
-    """A kept library. Raises as `read_cached` does; ValueError where it is not whole."""
-    made = read_cached(place)
-    if hashlib.sha256(made[:-HASH_BYTES]).digest() != made[-HASH_BYTES:]:
-        raise ValueError(f"{place} is broken")
-    return made[:-HASH_BYTES]
+def _read(path: Path) -> bytes:
+    """Read a cached library. Raises as `read_cached` does, and ValueError if its hash is wrong."""
+    content = read_cached(path)
+    if hashlib.sha256(content[:-HASH_BYTES]).digest() != content[-HASH_BYTES:]:
+        raise ValueError(f"{path} is broken")
+    return content[:-HASH_BYTES]
 
 
-def _keep(place: Path, made: bytes) -> None:
+def _store(path: Path, library: bytes) -> None:
     """Write a library and its hash, and read it back as the next process will.
 
-    A process that reads meanwhile finds it broken and makes its own. Raises as `_read` does; nothing
-    incomplete is left then.
+    A process that reads an incomplete file finds it broken and compiles the library itself. Raises as
+    `_read` does, after removing the file.
     """
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place.unlink(missing_ok=True)
-    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(made + hashlib.sha256(made).digest())
-        _read(place)
+            file.write(library + hashlib.sha256(library).digest())
+        _read(path)
     except BaseException:
         with suppress(OSError):
-            place.unlink()
+            path.unlink()
         raise
 
 
 @cache
-def _warn_once(words: str) -> None:
-    """Warn of something that several libraries meet, once in a process."""
-    logger.warning(words)
+def _warn_once(message: str) -> None:
+    """Log a warning once in a process, though several libraries may cause it."""
+    logger.warning(message)
 
 
 @cache
-def _in_memory(made: bytes) -> Path:
-    """A file to load that nothing else can change. It stays open: a loader knows a library by its path."""
+def _in_memory(library: bytes) -> Path:
+    """Return a path to load that nothing else can write. It stays open: loaders key libraries by path."""
     descriptor = os.memfd_create("spd-kernels")
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(made)
+        file.write(library)
     return Path(f"/proc/self/fd/{descriptor}")
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
-    """Names what a library is made of."""
-    found = os.stat(compiler[0])
-    made_of = hashlib.sha256(f"{compiler} {found.st_mtime_ns} {found.st_size} {flags} ".encode())
-    made_of.update(" ".join(sorted(processor_features())).encode())
+    """Return a key of all that a library is compiled from."""
+    status = os.stat(compiler[0])
+    digest = hashlib.sha256(f"{compiler} {status.st_mtime_ns} {status.st_size} {flags} ".encode())
+    digest.update(" ".join(sorted(processor_features())).encode())
     for path in sorted(Path(__file__).parent.glob("*.[ch]")):
-        made_of.update(path.read_bytes())
-    return made_of.hexdigest()[:20]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """Make the library in a folder of its own, where relative paths in the environment lead to nothing."""
+    """Compile the library in a new folder, where relative paths in the environment resolve to nothing."""
     from tempfile import TemporaryDirectory
 
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
     with TemporaryDirectory(prefix="spd-kernels-") as folder:
-        made = Path(folder, "native.so")
-        places = (
+        output = Path(folder, "native.so")
+        directories = (
             f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
         )
-        command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
+        command = ["env", *directories, *compiler, *flags, *sources, "-o", str(output), *LIBRARIES]
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT
         )
         if done.returncode:
-            said = next(
+            error_line = next(
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
             )
-            why = f"{compiler[0]} does not compile them: {said.strip()}"
-            _warn_once(f"no C kernels, so this is slower: {why}")
-            raise NativeUnavailable(why)
-        return made.read_bytes()
+            reason = f"{compiler[0]} does not compile them: {error_line.strip()}"
+            _warn_once(f"no C kernels, so this is slower: {reason}")
+            raise NativeUnavailable(reason)
+        return output.read_bytes()

@@ -1,14 +1,15 @@
-"""Weights as the C kernels read them, and the structures that C functions take as arguments."""
+"""Weights in the layout of the C kernels, and structures as arguments of C functions."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,42 +17,45 @@ from torch import Tensor
 
 from spd.kernels.capabilities import CODE_BITS
 from spd.kernels.launch import ceil_div
+from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import QUANT_PARAMETERS, GroupedWeight, StackedWeight
 
-SIDE = 16
+TILE_SIDE = 16
 """Rows or columns of a tile."""
-DEPTH = 32
+TILE_DEPTH = 32
 """Depth of a tile."""
-TILE_BYTES = 2 * SIDE * DEPTH
-SUM_BYTES = 4 * SIDE
-"""Sums of the rows of a left-side tile."""
+TILE_BYTES = 2 * TILE_SIDE * TILE_DEPTH
+SUM_BYTES = 4 * TILE_SIDE
+"""Bytes of the row sums of a left-side tile."""
 LARGE_PAGE = 1 << 21
-"""Bytes."""
+"""Bytes of a large page."""
 WEIGHT_FORMAT = "6P3l2i"
 """`PackedWeight.fields` in the notation of the module struct."""
-CODES = tuple(CODE_BITS)
-"""Kinds of codes, numbered from 1 as in codes.h."""
+CODE_KINDS = tuple(CODE_BITS)
+"""The kinds of codes, numbered from 1 as in codes.h."""
 SCALE_KINDS = (torch.bfloat16, torch.float32, torch.float16)
-"""Types of scales that are numbers, numbered from 0; exponents and factored bytes follow."""
+"""The dtypes of scales that are numbers, numbered from 0; exponents and factored bytes follow."""
 EXPONENTS = 3
 FACTORED = 4
 
 
-def c_values(operands: Sequence[Any]) -> list[Any]:
-    """Values for C: of a tensor the place where it lies, 0 for None."""
-    return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in operands]
+Operand = Tensor | float | None
+"""A member of a C structure: a tensor's address, a number, or 0 for None."""
 
 
-def pack_structure(form: str, *operands: Any) -> bytes:
-    """A structure of C's; it does not keep the tensors."""
-    return struct.pack(form, *c_values(operands))
+def pack_structure(form: str, *operands: Operand) -> bytes:
+    """Return a C structure of operands; it holds no references to the tensors."""
+    values = [
+        operand.data_ptr() if isinstance(operand, Tensor) else operand or 0 for operand in operands
+    ]
+    return struct.pack(form, *values)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: its first half are gates.
+    """A weight [N, K], or one for each of several heads or experts, as tiles; gated: half of it are gates.
 
-    Of a weight in codes the tiles are codes, with scales of groups of columns and what else there is.
+    The tiles of a quantized weight are codes, with `quant_parameters` of groups of columns.
     """
 
     tiles: Tensor
@@ -63,18 +67,18 @@ class PackedWeight:
     group: int = 0
     groups: int = 0
     quant_parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    """What stands beside codes, by `QUANT_PARAMETERS`, each [count, blocks, groups, 32]."""
+    """Scales and the like of codes, by `QUANT_PARAMETERS`, each [count, blocks, groups, 32]."""
     further_pieces: tuple[PackedWeight, ...] = ()
-    """Weights of other forms whose rows follow."""
+    """Weights of other forms, whose rows follow."""
 
     @property
     def rows(self) -> int:
-        """Return the rows of this weight and of those below it."""
-        return self.width + sum(each.width for each in self.further_pieces)
+        """Return the rows of this weight and of its further pieces."""
+        return self.width + sum(piece.width for piece in self.further_pieces)
 
     @property
     def scale_kind(self) -> int:
-        """The number that codes.h gives the kind of the scales."""
+        """Return the number of the scales' kind in codes.h."""
         scales = self.quant_parameters.get("scales")
         if scales is None:
             return 0
@@ -83,23 +87,33 @@ class PackedWeight:
         return FACTORED if "factors" in self.quant_parameters else EXPONENTS
 
     @cached_property
-    def fields(self) -> tuple[Any, ...]:
-        """What is handed to C: see codes.h."""
-        beside = (self.quant_parameters.get(name) for name in QUANT_PARAMETERS)
-        steps = ceil_div(self.depth, DEPTH)
-        return (self.tiles, *beside, self.group, self.groups, steps, self.kind, self.scale_kind)
+    def fields(self) -> tuple[Operand, ...]:
+        """Return the members of the weight's C structure: see codes.h."""
+        parameters = (self.quant_parameters.get(name) for name in QUANT_PARAMETERS)
+        steps = ceil_div(self.depth, TILE_DEPTH)
+        return (self.tiles, *parameters, self.group, self.groups, steps, self.kind, self.scale_kind)
 
 
 AnyMatrix = Tensor | GroupedWeight | StackedWeight
 Epilogue = tuple[int, float, float]
-"""What becomes of a product's sums: a number that C knows, a limit and an alpha; see `epilogue_of`."""
+"""An epilogue of a product's sums: C's number of it, a limit and an alpha; see `epilogue_of`."""
+ROUNDED: Epilogue = (0, math.inf, 1.0)
+"""Sums are rounded to the library's dtype."""
+FLOAT32: Epilogue = (1, math.inf, 1.0)
+"""Sums stay float32."""
+
+
+def epilogue_of(act: Activation) -> Epilogue:
+    """Return an activation of a product's sums as an epilogue."""
+    number = ("relu2", "silu", "gelu", "swiglu").index(act.kind)
+    return 2 + number, math.inf if act.limit is None else act.limit, act.alpha
 
 
 class PackedProducts(Protocol):
-    """Products of packed weights, which the C kernels have beside the operations of all sets."""
+    """Products of packed weights, which only the C kernels have."""
 
     threads: int
-    """How many threads a C function shares its work among."""
+    """The number of threads of a C function."""
 
     def pack(self, weight: AnyMatrix, *, gated: bool = False) -> PackedWeight:
         """Return a weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
@@ -135,33 +149,35 @@ class PackedProducts(Protocol):
 
 
 def in_column_blocks(part: Tensor, gated: bool) -> Tensor:
-    """Return what stands beside codes [E, N, G] as [E, blocks, G, 32], columns of a block as tiles have them.
+    """Return quantization parameters [E, N, G] as [E, blocks, G, 32], in the order of a block's columns.
 
-    gated: the first half of the rows are gates, of which a block has 16 and the 16 rows that go with them.
-    Where there are no more rows, zeros stand.
+    gated: the first half of the rows are gates; a block has 16 of them and their 16 input rows. Rows are
+    padded with zeros.
     """
     count, rows, groups = part.shape
     if gated:
         halves = part.view(count, 2, rows // 2, groups)
-        padded = F.pad(halves, (0, 0, 0, -(rows // 2) % SIDE))
-        blocks = padded.view(count, 2, -1, SIDE, groups).transpose(1, 2)
+        padded = F.pad(halves, (0, 0, 0, -(rows // 2) % TILE_SIDE))
+        blocks = padded.view(count, 2, -1, TILE_SIDE, groups).transpose(1, 2)
     else:
-        padded = F.pad(part, (0, 0, 0, -rows % (2 * SIDE)))
-        blocks = padded.view(count, -1, 2, SIDE, groups)
+        padded = F.pad(part, (0, 0, 0, -rows % (2 * TILE_SIDE)))
+        blocks = padded.view(count, -1, 2, TILE_SIDE, groups)
     return blocks.flatten(2, 3).transpose(2, 3).contiguous()
 
 
-def in_large_pages(tensor: Tensor) -> Tensor:
-    """The tensor, for which large pages are asked of the system: reading it waits less for translations."""
+def advise_large_pages(tensor: Tensor) -> Tensor:
+    """Request large pages for a tensor, so that reads miss the TLB less often; return it."""
     skipped = -tensor.data_ptr() % mmap.PAGESIZE
     if tensor.nbytes > LARGE_PAGE:
-        place = tensor.data_ptr() + skipped
+        address = tensor.data_ptr() + skipped
         size = tensor.nbytes - skipped
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE
+        )
     return tensor
 
 
 def tile_steps(width: int, depth: int, gated: bool) -> int:
-    """How many steps of 32 columns, a gated weight's of 16 and their gates, a weight [width, depth] has."""
-    blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
-    return blocks * ceil_div(depth, DEPTH)
+    """Return the steps of 32 columns (16 and their gates if gated) of a weight [width, depth]."""
+    blocks = ceil_div(width // 2, TILE_SIDE) if gated else ceil_div(width, 2 * TILE_SIDE)
+    return blocks * ceil_div(depth, TILE_DEPTH)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A program on the CPU recorded once and run again without its Python: what a CUDA graph is to a GPU.
+"""Programs on the CPU, recorded once and replayed without their Python, as CUDA graphs are on a GPU.
 
-A program is a chain of C functions and of torch's operations on tensors that stay where they are. While it is
-recorded nothing is written to them: no C function runs, no operation in place, and what a step would make is
-zeros. The results of steps have places in one pool.
+A program is a sequence of C functions and of torch's operations on tensors at fixed addresses. Recording
+writes nothing to them: no C function and no in-place operation runs, and the results of steps are zeros. The
+results of steps are allocated in one pool.
 """
 
 from __future__ import annotations
@@ -17,114 +17,122 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spd.kernels.native.library import NativeKernels, Step
+from spd.kernels.native.calls import NativeCalls, Step
 
 Result = TypeVar("Result")
 
-POOL_BYTES = (
-    64 << 20
-)  # a program that makes more is not recorded: there, Python is not what takes the time
+POOL_BYTES = 64 << 20
+"""Bytes of a pool. Programs with larger results are not recorded: Python is a small part of their time."""
 ALIGNMENT = 64
-ASKING = frozenset({"nonzero", "masked_select", "lift_fresh"})
-"""Operations whose result has a size that values decide, or brings a value of the host's."""
-EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty"})
+SYNCHRONIZING = frozenset({"nonzero", "masked_select", "lift_fresh"})
+"""Operations whose result's size depends on values, or that copy a value of the host."""
+ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty"})
 COPIES = frozenset({"to", "_to_copy", "clone", "contiguous"})
 
 
 class NotRecordable(Exception):
-    """The program asks for a value, or makes more than the pool holds."""
+    """The program reads a value, or its results are larger than the pool."""
 
 
 class Recording(TorchDispatchMode):
-    """Notes what a program does. The steps are functions with their arguments, in order."""
+    """A mode that records a program's steps: functions with their arguments, in order."""
 
     def __init__(self, pool: Tensor) -> None:
         super().__init__()
         self.pool = pool
-        self.used = 0
+        self.used_bytes = 0
         self.steps: list[Step] = []
         self.constants: list[Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not: to say so to torch's compiler, which is not used, would import it for two seconds."""
+        """Return False: torch's default would import its compiler, which is not used, for two seconds."""
         return False
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         name = op.overloadpacket.__name__
         if op._schema.is_mutable:
-            self.steps.append((partial(op, **given), args))
-            return given.get("out", args[0])
-        made = op(*args, **given)
-        results = made if isinstance(made, (tuple, list)) else [made]
-        masked = name == "index" and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
+            self.steps.append((partial(op, **options), args))
+            return options.get("out", args[0])
+        result = op(*args, **options)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        has_mask = name == "index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
         )
-        if name in ASKING or masked or not all(isinstance(each, Tensor) for each in results):
+        if name in SYNCHRONIZING or has_mask:
             raise NotRecordable(name)
-        tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
-        known = {each.untyped_storage().data_ptr() for each in tensors}
-        if all(each.untyped_storage().data_ptr() in known for each in results):
-            return made  # a view
+        if not all(isinstance(output, Tensor) for output in results):
+            raise NotRecordable(name)
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if all(output.untyped_storage().data_ptr() in storages for output in results):
+            return result  # a view
         if name == "arange":
-            self.constants.append(made)
-            return made
-        places = [self._place(each) for each in results]
-        if name not in EMPTY:
-            self.steps.append(_into(op, name, args, given, places))
-        return places[0] if isinstance(made, Tensor) else type(made)(places)
+            self.constants.append(result)
+            return result
+        outputs = [self._allocate(output) for output in results]
+        if name not in ALLOCATIONS:
+            self.steps.append(_write_step(op, name, args, options, outputs))
+        return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
 
-    def _place(self, made: Tensor) -> Tensor:
-        """Room in the pool for a tensor, zeroed."""
-        begin = -(-self.used // ALIGNMENT) * ALIGNMENT
-        size = made.untyped_storage().nbytes()
-        self.used = begin + size
-        if self.used > self.pool.shape[0]:
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        """Return memory of the pool for a tensor, zeroed."""
+        begin = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
+        size = tensor.untyped_storage().nbytes()
+        self.used_bytes = begin + size
+        if self.used_bytes > self.pool.shape[0]:
             raise NotRecordable("pool")
-        room = self.pool[begin : self.used].zero_().view(made.dtype)
-        return room.as_strided(made.shape, made.stride())
+        memory = self.pool[begin : self.used_bytes].zero_().view(tensor.dtype)
+        return memory.as_strided(tensor.shape, tensor.stride())
 
 
 @cache
-def _out_form(op: Any) -> tuple[Any, tuple[str, ...]]:
-    """The overload of an operation that writes into given tensors, and their names; or nothing."""
-    wanted = [(each.name, str(each.type)) for each in op._schema.arguments]
+def _out_overload(op: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the overload of an operation with out arguments, and their names; or None and ()."""
+    arguments = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
     for name in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, name)
-        outs = tuple(each.name for each in other._schema.arguments if each.is_out)
-        plain = [(each.name, str(each.type)) for each in other._schema.arguments if not each.is_out]
-        if outs and plain == wanted:
-            return other, outs
+        outs = []
+        inputs = []
+        for argument in other._schema.arguments:
+            if argument.is_out:
+                outs.append(argument.name)
+            else:
+                inputs.append((argument.name, str(argument.type)))
+        if outs and inputs == arguments:
+            return other, tuple(outs)
     return None, ()
 
 
-def _into(
-    op: Any, name: str, args: tuple[Any, ...], given: dict[str, Any], places: list[Tensor]
+def _write_step(
+    op: Any, name: str, args: tuple[Any, ...], options: dict[str, Any], outputs: list[Tensor]
 ) -> Step:
-    """The step that makes an operation's results in their places."""
+    """Return the step that writes an operation's results to its outputs."""
     if name in COPIES:
-        return places[0].copy_, (args[0],)
-    written, names = _out_form(op)
-    if written is not None:
-        return partial(written, **given, **dict(zip(names, places, strict=True))), args
+        return outputs[0].copy_, (args[0],)
+    overload, names = _out_overload(op)
+    if overload is not None:
+        return partial(overload, **options, **dict(zip(names, outputs, strict=True))), args
 
-    def copied(*args: Any) -> None:
-        made = op(*args, **given)
-        for place, each in zip(places, [made] if isinstance(made, Tensor) else made, strict=True):
-            place.copy_(each)
+    def run_and_copy(*args: Any) -> None:
+        """Run the operation and copy its results to the outputs."""
+        result = op(*args, **options)
+        results = [result] if isinstance(result, Tensor) else result
+        for output, value in zip(outputs, results, strict=True):
+            output.copy_(value)
 
-    return copied, args
+    return run_and_copy, args
 
 
 def record(
-    program: Callable[[], Result], library: NativeKernels, pool: Tensor
+    program: Callable[[], Result], library: NativeCalls, pool: Tensor
 ) -> tuple[Callable[[], None], Result]:
-    """What runs a program again, and its result, whose tensors each run writes anew. Raises NotRecordable.
+    """Return a function that replays a program, and the result, which each replay overwrites.
 
-    pool: uint8 [N], which any number of recordings may share that run in turn.
+    pool: uint8 [N], which any number of recordings that run in turn may share. Raises NotRecordable.
     """
     recording = Recording(pool)
     with torch.inference_mode(), library.record_calls(recording.steps), recording:

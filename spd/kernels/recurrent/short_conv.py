@@ -1,8 +1,8 @@
-"""A causal convolution of a few positions, channel by channel, over rows and what came before them.
+"""A causal convolution over a few positions, channel by channel, over rows and earlier inputs.
 
-Recurrent layers keep, of each slot, rings by absolute position: row t stands at t % D. A pass writes the
-rows that it is given and reads those of the passes before it. A rejected draft needs no undoing: its row is
-written again by the token that takes its place, before anything reads it.
+Recurrent layers have, for each slot, rings by absolute position: position t is stored at t % D. A pass
+writes its rows and reads those of earlier passes. A rejected draft needs no rollback: its entry is
+overwritten by the token that replaces it before it is read.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class SegmentRow(NamedTuple):
     first: int
     """The run's first row of the pass's T rows."""
     rows: int
-    """How many rows; a run of none changes nothing."""
+    """The number of rows; a run of 0 rows changes nothing."""
     start: int
     """The position of the first row."""
     keep: int
-    """The position as of which the state is written, from applied to start + count."""
+    """The position up to which tokens are in the written state, from applied to start + rows."""
 
 
 class Segments(NamedTuple):
     """The rows of a pass that recurrent layers read: G runs, each of another slot.
 
-    A slot that no run names is not read.
+    Slots without a run are not read.
     """
 
     table: Tensor
     """int64 [5, G], ordered by first rows: the fields of `SegmentRow`."""
-    applied: Tensor  # int64 [S], the position that each slot's written state is of
+    applied: Tensor  # int64 [S], the position of each slot's written state
 
     @property
     def slots(self) -> Tensor:
@@ -49,13 +49,13 @@ class Segments(NamedTuple):
 
     @property
     def keeps(self) -> Tensor:
-        """Return the position as of which each run's state is written, int64 [G]."""
+        """Return the position of each run's state to write, int64 [G]."""
         return self.table[4]
 
     def runs(self) -> list[list[int]]:
-        """[slot, first, count, start, keep, applied] of the runs that have rows: waits for the device."""
-        whole = torch.cat((self.table, self.applied[self.table[0]][None]))
-        return [run for run in whole.T.tolist() if run[2]]
+        """Return [slot, first, count, start, keep, applied] of the runs with rows; waits for the device."""
+        run_table = torch.cat((self.table, self.applied[self.table[0]][None]))
+        return [run for run in run_table.T.tolist() if run[2]]
 
 
 def short_conv(
@@ -66,15 +66,15 @@ def short_conv(
     taps = weight.shape[0]
     depth = ring.shape[1]
     for slot, first, count, start, _, _ in rows.runs():
-        own = x[first : first + count]
+        new_inputs = x[first : first + count]
         before = torch.arange(start - taps + 1, start, device=x.device)
         earlier = ring[slot, before % depth].masked_fill((before < 0)[:, None], 0)
-        inputs = torch.cat((earlier, own)).float()
-        for row in range(count):  # one by one: vectors' bodies and tails round otherwise
+        inputs = torch.cat((earlier, new_inputs)).float()
+        for row in range(count):  # row by row: vector bodies and scalar tails round differently
             total = torch.zeros_like(inputs[0]) if bias is None else bias
             for tap in range(taps):
                 total = total + inputs[row + tap] * weight[tap]
             out[first + row] = total * total.sigmoid() if silu else total
-        kept = torch.arange(max(0, count - depth), count, device=x.device)
-        ring[slot, (start + kept) % depth] = own[kept]
+        stored_rows = torch.arange(max(0, count - depth), count, device=x.device)
+        ring[slot, (start + stored_rows) % depth] = new_inputs[stored_rows]
     return out

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton twin of `short_conv`: a program walks neighbouring rows of one run for a block of channels."""
+"""Triton form of `short_conv`: a program loops over consecutive rows of one run for a block of channels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.recurrent.short_conv import Segments
 
 CHANNELS = 128
-"""Of one program."""
-WALKED = 4
+"""Channels of one program."""
+ROWS_A_PROGRAM = 4
 """Rows of one program, where runs are equally long."""
 
 
 @triton.jit
-def run_of(table, applied, run, G):
-    """Slot, first row, rows, position of the first, position to keep, and applied position, of a run."""
+def load_run(table, applied, run, G):
+    """Load slot, first row, row count, first position, position to keep and applied position of a run."""
     slot = tl.load(table + run)
     first = tl.load(table + G + run)
     count = tl.load(table + 2 * G + run)
@@ -33,10 +33,10 @@ def run_of(table, applied, run, G):
 def clear_around(out, within, table, run, first, count, G, T, WIDTH: tl.constexpr):
     """Write zeros into the rows of out [T, WIDTH] between a run's end and the next run.
 
-    out points to columns of row 0. The first run's programs clear the rows before it, too.
+    out points to columns of row 0. Programs of the first run clear the rows before it, too.
     """
-    behind = tl.where(run + 1 < G, tl.load(table + G + run + 1, mask=run + 1 < G, other=0), T)
-    for row in range(tl.where((run == 0) & (first > 0), 0, first + count), behind):
+    next_first = tl.where(run + 1 < G, tl.load(table + G + run + 1, mask=run + 1 < G, other=0), T)
+    for row in range(tl.where((run == 0) & (first > 0), 0, first + count), next_first):
         if (row < first) | (row >= first + count):
             tl.store(out + row * WIDTH, 0.0, mask=within)
 
@@ -47,50 +47,62 @@ def short_conv_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of earlier passes come from the ring, those of this one from x.
+    """Convolve a run's rows; inputs of earlier passes come from the ring, those of this pass from x.
 
-    All rows that read the ring are the first program's, which then writes it.
+    All rows that read the ring belong to the first program, which then writes the ring.
     """
     wait_and_release(PDL)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channel < C
-    slot, first, count, start, _, _ = run_of(table, applied, tl.program_id(0), G)
+    slot, first, count, start, _, _ = load_run(table, applied, tl.program_id(0), G)
     if tl.program_id(2) == 0:
         clear_around(out + channel, within, table, tl.program_id(0), first, count, G, T, C)
     ring += slot * (DEPTH * C) + channel
-    walked = tl.maximum(tl.cdiv(count, tl.num_programs(2)), TAPS - 1)
-    begin = tl.program_id(2) * walked
-    for row in range(begin, tl.minimum(begin + walked, count)):
+    rows_a_program = tl.maximum(tl.cdiv(count, tl.num_programs(2)), TAPS - 1)
+    begin = tl.program_id(2) * rows_a_program
+    for row in range(begin, tl.minimum(begin + rows_a_program, count)):
         total = tl.zeros((BLOCK,), tl.float32)
         if bias is not None:
             total += tl.load(bias + channel, mask=within, other=0.0)
         for tap in tl.static_range(TAPS):
             position = start + row - (TAPS - 1 - tap)
-            given = channel < tl.where(position >= start, C, 0)
-            kept = channel < tl.where((position < start) & (position >= 0), C, 0)
-            own = tl.load(x + (first + position - start) * stride + channel, mask=given, other=0.0)
-            earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=kept, other=0.0)
-            value = tl.where(position >= start, own, earlier).to(tl.float32)
+            in_rows = channel < tl.where(position >= start, C, 0)
+            in_ring = channel < tl.where((position < start) & (position >= 0), C, 0)
+            new_input = tl.load(
+                x + (first + position - start) * stride + channel, mask=in_rows, other=0.0
+            )
+            earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=in_ring, other=0.0)
+            value = tl.where(position >= start, new_input, earlier).to(tl.float32)
             total = tl.fma(
                 value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total
             )
         total *= tl.sigmoid(total) if SILU else 1.0
         tl.store(out + (first + row) * C + channel, total, mask=within)
     for row in range(tl.maximum(0, count - DEPTH), tl.where(begin == 0, count, 0)):
-        own = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
-        tl.store(ring + (start + row) % DEPTH * C, own, mask=within)
+        new_input = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
+        tl.store(ring + (start + row) % DEPTH * C, new_input, mask=within)
 
 
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
 ) -> Tensor:
+    """Launch `Kernels.short_conv`; rows of x have stride 1."""
     assert x.stride(1) == 1
     count, channels = x.shape
     runs = rows.table.shape[1]
     out = torch.empty((count, channels), dtype=torch.float32, device=x.device)
     sizes = {"C": channels, "TAPS": weight.shape[0], "DEPTH": ring.shape[1], "BLOCK": CHANNELS}
-    short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * WALKED))](
-        *(x, weight, bias, ring, out, rows.table, rows.applied, runs, count, x.stride(0)),
+    short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * ROWS_A_PROGRAM))](
+        x,
+        weight,
+        bias,
+        ring,
+        out,
+        rows.table,
+        rows.applied,
+        runs,
+        count,
+        x.stride(0),
         SILU=silu,
         num_warps=1,
         enable_fp_fusion=False,

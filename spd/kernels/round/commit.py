@@ -1,4 +1,4 @@
-"""The end of a verification: which tokens are kept, why a slot ends, and what the host will read."""
+"""The end of a verification: the committed tokens, the reason why a slot ends, and the host's record."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ FULL = 2
 FAILED = 3
 
 EMISSION_HEAD = 7
-"""Columns before the k + 1 samples and the k drafts: those of `Emission` to its match, and k after reason."""
+"""Columns before the k + 1 samples and the k drafts: `Emission`'s up to match, with k after reason."""
 
 
 class Emission(NamedTuple):
-    """What one round did to one slot, in host values."""
+    """The result of one round for one slot, in host values."""
 
     length: int  # before the round
-    num_drafts: int  # how many drafts entered verification
+    num_drafts: int  # drafts that were verified
     accepted: int  # leading drafts that equal the samples
-    committed: int  # tokens appended; 0 for a silent slot
+    committed: int  # tokens appended; 0 for an inactive slot
     reason: int  # GOING_ON, STOPPED, FULL or FAILED
-    match: (
-        int  # tokens of the match that prompt lookup took the drafts from; 0 where a model drafted
-    )
-    draft: list[int]  # the k drafts that were fed
+    match: int  # tokens of prompt lookup's match before the drafts; 0 where a model drafted
+    draft: list[int]  # the k drafts of the window
     sampled: list[int]  # the target's token for each of k + 1 rows
 
 
 def emission_width(max_k: int) -> int:
-    """Columns of an emission that may hold max_k drafts."""
+    """Return the columns of an emission that can hold max_k drafts."""
     return EMISSION_HEAD + 2 * max_k + 1
 
 
@@ -55,15 +53,15 @@ def read_emission(row: list[int]) -> Emission:
 
 
 def coupled_verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    """How many leading drafts equal the target's own draws, and are so accepted: int64 [S].
+    """Return the number of leading drafts that equal the target's draws, and are accepted: int64 [S].
 
     draft [S, k]; sampled [S, k + 1], the target's token for each row of the window; num_drafts [S],
-    how many of the k are real. The token sampled[s, accepted[s]] is the recovered or bonus token.
+    how many of the k are valid. The token sampled[s, accepted[s]] is the recovered or bonus token.
     Source: Daliri, Musco & Suresh 2024 (drafter-invariant speculation).
     """
     k = draft.shape[1]
-    real = torch.arange(k, device=draft.device) < num_drafts.unsqueeze(-1)
-    return ((draft == sampled[:, :k]) & real).long().cumprod(dim=-1).sum(dim=-1)
+    is_valid = torch.arange(k, device=draft.device) < num_drafts.unsqueeze(-1)
+    return ((draft == sampled[:, :k]) & is_valid).long().cumprod(dim=-1).sum(dim=-1)
 
 
 def round_commit(
@@ -86,11 +84,13 @@ def round_commit(
     before = state.length.clone()
     count, reason = _decide(sampled, finite, accepted, state)
     rows = torch.arange(k + 1, device=sampled.device)
-    kept = rows < count.unsqueeze(-1)
-    where = (before.unsqueeze(-1) + rows).clamp(max=tokens.shape[1] - 1)
-    tokens.scatter_(1, where, torch.where(kept, sampled, tokens.gather(1, where)))
+    is_committed = rows < count.unsqueeze(-1)
+    token_columns = (before.unsqueeze(-1) + rows).clamp(max=tokens.shape[1] - 1)
+    tokens.scatter_(
+        1, token_columns, torch.where(is_committed, sampled, tokens.gather(1, token_columns))
+    )
     if generated is not None:
-        generated.scatter_add_(1, sampled.clamp(min=0), kept.to(generated.dtype))
+        generated.scatter_add_(1, sampled.clamp(min=0), is_committed.to(generated.dtype))
     state.length.add_(count)
     state.active.logical_and_(reason == GOING_ON)
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), state.match)
@@ -106,16 +106,16 @@ def round_commit(
 def _decide(
     sampled: Tensor, finite: Tensor, accepted: Tensor, state: RoundTensors
 ) -> tuple[Tensor, Tensor]:
-    """How many samples each slot keeps, and the reason why it ends: int64 [S] each."""
-    none = sampled.shape[1]
-    rows = torch.arange(none, device=sampled.device)
-    reached = rows <= accepted.unsqueeze(-1)
-    stops = (sampled.unsqueeze(-1) == state.stop_ids.unsqueeze(1)).any(dim=-1)
-    stop = torch.where(stops & reached, rows, none).amin(dim=-1)
-    bad = torch.where(~finite & reached, rows, none).amin(dim=-1)
-    count = torch.minimum(torch.minimum(accepted, stop) + 1, bad)
+    """Return the samples that each slot commits, and the reason why it ends: int64 [S] each."""
+    num_rows = sampled.shape[1]
+    rows = torch.arange(num_rows, device=sampled.device)
+    is_reached = rows <= accepted.unsqueeze(-1)
+    is_stop = (sampled.unsqueeze(-1) == state.stop_ids.unsqueeze(1)).any(dim=-1)
+    first_stop = torch.where(is_stop & is_reached, rows, num_rows).amin(dim=-1)
+    first_faulty = torch.where(~finite & is_reached, rows, num_rows).amin(dim=-1)
+    count = torch.minimum(torch.minimum(accepted, first_stop) + 1, first_faulty)
     count = torch.where(state.active, count, 0)
     reason = torch.where(state.length + count >= state.length_limit, FULL, GOING_ON)
-    reason = torch.where((stop <= accepted) & (stop < bad), STOPPED, reason)
-    reason = torch.where((bad <= accepted) & (bad <= stop), FAILED, reason)
+    reason = torch.where((first_stop <= accepted) & (first_stop < first_faulty), STOPPED, reason)
+    reason = torch.where((first_faulty <= accepted) & (first_faulty <= first_stop), FAILED, reason)
     return count, torch.where(state.active, reason, GOING_ON)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `ngram_lookup`: a few programs a slot walk its tokens, and one picks among their finds.
+"""Triton form of `ngram_lookup`: a few programs a slot scan its tokens, and one picks the best match.
 
-A find is one int64, the length of the match above the position of its end, so that the greatest is the
-longest and of equals the latest. Short rows are walked by one program, in one launch.
+A match is one int64, its length in the upper half and the position of its end in the lower, so that the
+greatest is the longest and of equals the latest. Short rows are scanned by one program, in one launch.
 """
 
 from __future__ import annotations
@@ -15,91 +15,119 @@ from spd.kernels.launch import power_of_two
 from spd.kernels.round.window import RoundTensors
 
 BLOCK = 1024
+"""Tokens that a program compares at a time."""
 PARTS = 16
+"""Programs of a slot with a long row."""
 ONE_PROGRAM = 5 * BLOCK
-"""Rows up to here are walked by one program: a second launch costs more than the walk."""
+"""Tokens up to which one program scans a row: a second launch would take longer than the scan."""
 
 
 @triton.jit
 def suffix_lengths(row, ends, last, ngram_max):
-    """How many tokens back from each end equal those back from `last`, at most ngram_max; int64."""
-    TOGETHER: tl.constexpr = 4
+    """Return how many tokens back from each end equal those back from `last`, at most ngram_max; int64."""
+    TOKENS_A_TURN: tl.constexpr = 4
     final = tl.load(row + last)
-    there = tl.load(row + ends, mask=ends < last, other=0)
-    matching = (ends < last) & (there == final)
+    end_tokens = tl.load(row + ends, mask=ends < last, other=0)
+    matching = (ends < last) & (end_tokens == final)
     suffix = matching.to(tl.int64)
     back = 1
-    # Several tokens a turn, so that their loads do not wait for each other's comparisons.
+    # Several tokens an iteration, so that their loads do not wait for each other's comparisons.
     while (back < ngram_max) & (tl.max(matching.to(tl.int32)) > 0):
-        alive = matching
-        for i in tl.static_range(TOGETHER):
+        was_matching = matching
+        for i in tl.static_range(TOKENS_A_TURN):
             current = tl.load(row + last - back - i, mask=last >= back + i, other=0)
-            shifted = tl.load(row + ends - back - i, mask=alive & (ends >= back + i), other=0)
+            shifted = tl.load(
+                row + ends - back - i, mask=was_matching & (ends >= back + i), other=0
+            )
             matching = matching & (shifted == current) & (ends >= back + i)
             suffix += matching.to(tl.int64)
-        back += TOGETHER
+        back += TOKENS_A_TURN
     return tl.minimum(suffix, ngram_max)
 
 
 @triton.jit
-def write_draft(row, best, last, live, ngram_min, k, draft, num_drafts, match, DRAFTS, OVER):
-    """Write what followed the best find, its period going on behind the last token, and its length."""
+def write_draft(
+    row, best, last, is_active, ngram_min, k, draft, num_drafts, match, DRAFTS, KEEP_DRAFTS
+):
+    """Write the tokens after the best match, repeated periodically beyond the last token, and its length."""
     end = best & 0xFFFFFFFF
-    found = (best >> 32) >= ngram_min
-    taken = (found & live) | (OVER == 0)
-    count = tl.where(found, k, 0)
+    has_match = (best >> 32) >= ngram_min
+    is_replaced = (has_match & is_active) | (KEEP_DRAFTS == 0)
+    count = tl.where(has_match, k, 0)
     lane = tl.arange(0, DRAFTS)
-    period = tl.where(found, last - end, 1)
+    period = tl.where(has_match, last - end, 1)
     ids = tl.load(row + end + 1 + lane % period, mask=lane < count, other=0)
-    tl.store(draft + lane, ids, mask=lane < tl.where(taken, k, 0))
-    tl.store(num_drafts, tl.where(taken, count, tl.load(num_drafts)))
-    tl.store(match, tl.where(live, tl.where(found, best >> 32, 0), tl.load(match)))
+    tl.store(draft + lane, ids, mask=lane < tl.where(is_replaced, k, 0))
+    tl.store(num_drafts, tl.where(is_replaced, count, tl.load(num_drafts)))
+    tl.store(match, tl.where(is_active, tl.where(has_match, best >> 32, 0), tl.load(match)))
 
 
-_VARYING = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
+_NOT_SPECIALIZED = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def walk_kernel(
-    tokens, length, active, finds, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
-    ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr, OVER: tl.constexpr,
+    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
+    ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks part, part + PARTS, ... of one slot; alone, it also writes the draft."""
+    """Find the best match in blocks part, part + PARTS, ... of one slot; a single part writes the draft."""
     s = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tokens + s * tokens_stride
-    # A silent slot has nothing before its last token.
-    live = tl.load(active + s) != 0
-    last = tl.where(live, tl.load(length + s) - 1, 0)
+    # An inactive slot is treated as one without tokens before its last.
+    is_active = tl.load(active + s) != 0
+    last = tl.where(is_active, tl.load(length + s) - 1, 0)
     best = tl.zeros((BLOCK,), dtype=tl.int64)
     start = (part * BLOCK).to(tl.int64)
     while start < last:
         ends = start + tl.arange(0, BLOCK)
         best = tl.maximum(best, (suffix_lengths(row, ends, last, ngram_max) << 32) | ends)
         start += PARTS * BLOCK
-    found = tl.max(best)
+    best_match = tl.max(best)
     if PARTS == 1:
         place = draft + s * draft_stride
         write_draft(
-            row, found, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER
+            row,
+            best_match,
+            last,
+            is_active,
+            ngram_min,
+            k,
+            place,
+            num_drafts + s,
+            match + s,
+            DRAFTS,
+            KEEP_DRAFTS,
         )
     else:
-        tl.store(finds + s * PARTS + part, found)
+        tl.store(matches + s * PARTS + part, best_match)
 
 
-@triton.jit(do_not_specialize=_VARYING[:-1])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED[:-1])
 def pick_kernel(
-    tokens, length, active, finds, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
-    PARTS: tl.constexpr, DRAFTS: tl.constexpr, OVER: tl.constexpr,
+    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
+    PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """The best of one slot's finds."""
+    """Write the draft of the best of one slot's matches."""
     s = tl.program_id(0).to(tl.int64)
-    best = tl.max(tl.load(finds + s * PARTS + tl.arange(0, PARTS)))
+    best = tl.max(tl.load(matches + s * PARTS + tl.arange(0, PARTS)))
     last = tl.load(length + s) - 1
     row = tokens + s * tokens_stride
-    live = tl.load(active + s) != 0
+    is_active = tl.load(active + s) != 0
     place = draft + s * draft_stride
-    write_draft(row, best, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER)
+    write_draft(
+        row,
+        best,
+        last,
+        is_active,
+        ngram_min,
+        k,
+        place,
+        num_drafts + s,
+        match + s,
+        DRAFTS,
+        KEEP_DRAFTS,
+    )
 
 
 def ngram_lookup(
@@ -110,12 +138,12 @@ def ngram_lookup(
     bound: int,
     keep_drafts: bool = False,
 ) -> None:
-    """Bound is not used."""
+    """Launch `Kernels.ngram_lookup`; bound is not used."""
     tokens = state.tokens
     num_drafts = state.num_drafts
     slots, width = tokens.shape
     parts = 1 if width <= ONE_PROGRAM else PARTS
-    finds = (
+    matches = (
         num_drafts
         if parts == 1
         else torch.empty(slots, PARTS, dtype=torch.int64, device=tokens.device)
@@ -124,7 +152,7 @@ def ngram_lookup(
         tokens,
         state.length,
         state.active,
-        finds,
+        matches,
         state.draft,
         num_drafts,
         state.match,
@@ -133,7 +161,7 @@ def ngram_lookup(
         k,
         ngram_min,
     )
-    constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "OVER": keep_drafts}
+    constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "KEEP_DRAFTS": keep_drafts}
     walk_kernel[(slots, parts)](*arguments, ngram_max, BLOCK=BLOCK, **constants, num_warps=4)
     if parts > 1:
         pick_kernel[(slots,)](*arguments, **constants, num_warps=1)

@@ -1,8 +1,8 @@
-"""What a round feeds: to the target the last committed token and the drafts, to a draft model what it lacks.
+"""The input rows of a round: the last committed token and drafts for the target, others for a draft model.
 
-A draft model is fed first the committed tokens that it has not seen, then its own drafts one by one. The
-device itself writes down when a round's parts began and ended: its row of `times` is counter % depth, and the
-last mark of a round moves the counter on.
+A draft model's rows are first the committed tokens that are not in its cache, then its drafts one by one.
+The device records when a round's parts began and ended: its row of `times` is counter % depth, and the last
+mark of a round increments the counter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 BEGAN = 0
+"""Column of `times`: before verification."""
 VERIFIED = 1
+"""Column of `times`: after verification."""
 COMMITTED = 2
+"""Column of `times`: at the commit."""
 ENDED = 3
-"""Columns of `times`: before verification, after it, at the commit, after drafting."""
+"""Column of `times`: after drafting."""
 NUM_TIMES = 4
+"""Columns of `times`."""
 
 
 class RoundTensors(Protocol):
@@ -30,9 +34,9 @@ class RoundTensors(Protocol):
     length_limit: Tensor  # int64 [S]
     draft: Tensor  # int64 [S, >= k]
     num_drafts: Tensor  # int64 [S]
-    match: Tensor  # int64 [S] tokens of the match that a lookup took the drafts from, else 0
-    draft_limit: Tensor  # int64 [S] positions that the drafter takes
-    draft_cap: Tensor  # int64 [S] how many drafts of a round are verified at most
+    match: Tensor  # int64 [S] tokens of prompt lookup's match before the drafts, else 0
+    draft_limit: Tensor  # int64 [S] positions that the draft model can process
+    draft_cap: Tensor  # int64 [S] the maximum of drafts that a round verifies
     page_table: Tensor  # int64 [S, P]
     stop_ids: Tensor  # int64 [S, N]
     active: Tensor  # bool [S]
@@ -42,11 +46,11 @@ class RoundTensors(Protocol):
 
 
 class Paging(NamedTuple):
-    """How positions become rows of the pools."""
+    """The mapping of positions to rows of the pools."""
 
     page_size: int
-    limit: int  # positions are cut to limit - 1
-    trash_slot: int  # takes what is not to be kept
+    limit: int  # positions are clamped to limit - 1
+    trash_slot: int  # where entries that must not be stored are written
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,20 @@ class Rows:
 
     token_ids: Tensor  # int64 [S, W]
     positions: Tensor  # int64 [S, W]
-    valid: Tensor  # bool [S, W] whether the row is fed and its KV kept
-    kv_slots: Tensor  # int64 [S, W] page * page_size + offset; the trash slot for rows that are not
+    valid: Tensor  # bool [S, W] True if the row is computed and its KV stored
+    kv_slots: Tensor  # int64 [S, W] page * page_size + offset; the trash slot of invalid rows
 
 
 @dataclass(frozen=True)
 class RoundWindow(Rows):
     """The rows of a verification; W = k + 1."""
 
-    draft: Tensor  # int64 [S, k] with unknown ids made safe to look up
-    num_drafts: Tensor  # int64 [S] how many of them lead without a flaw and fit
+    draft: Tensor  # int64 [S, k] with ids outside the vocabulary as 0
+    num_drafts: Tensor  # int64 [S] leading drafts inside the vocabulary and the limits
 
 
 def mark_time(times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
-    """Compute `Kernels.mark_time` with the host's time, 0 for tensors on a GPU."""
+    """Compute `Kernels.mark_time` with the host's time; 0 for tensors on a GPU."""
     now = 0 if times.is_cuda else time.perf_counter_ns()
     times[:, column].index_fill_(0, counter % times.shape[0], now)
     if advance:
@@ -78,7 +82,7 @@ def mark_time(times: Tensor, counter: Tensor, column: int, advance: bool) -> Non
 def kv_slots(
     page_table: Tensor, positions: Tensor, valid: Tensor, page_size: int, trash_slot: int
 ) -> Tensor:
-    """Where the KV of positions [S, R] lies in the pools: int64 [S, R]; the trash slot where not valid."""
+    """Return the pools' slots of positions [S, R]: int64 [S, R]; the trash slot where not valid."""
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     slots = page_table.gather(1, columns) * page_size + positions % page_size
     return torch.where(valid, slots, trash_slot)
@@ -89,12 +93,12 @@ def round_window(state: RoundTensors, k: int, paging: Paging, usable_vocab: int)
     mark_time(state.times, state.counter, BEGAN, False)
     draft = state.draft[:, :k]
     length = state.length
-    known = (draft >= 0) & (draft < usable_vocab)
-    leading = known.long().cumprod(dim=-1).sum(dim=-1)
+    is_usable = (draft >= 0) & (draft < usable_vocab)
+    leading = is_usable.long().cumprod(dim=-1).sum(dim=-1)
     room = (state.length_limit - length - 1).clamp(min=0)
     num_drafts = torch.minimum(state.num_drafts, state.draft_cap)
     usable = torch.minimum(torch.minimum(num_drafts.clamp(0, k), leading), room)
-    draft = torch.where(known, draft, 0)
+    draft = torch.where(is_usable, draft, 0)
     last = (length - 1).unsqueeze(-1)
     offsets = torch.arange(k + 1, device=length.device)
     positions = (last + offsets).clamp(max=paging.limit - 1)
@@ -138,7 +142,7 @@ def _rows(
     paging: Paging,
     first: Tensor | None,
 ) -> Rows:
-    """Rows at positions [S, W]; those outside the limits or of slots that are not chosen are not valid."""
+    """Return rows at positions [S, W]; those outside the limits or of slots not chosen are invalid."""
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
     if first is not None:
         valid &= positions >= first.unsqueeze(-1)

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Rejection and block verification on the GPU: one program a slot decides, blocks draw the last token.
 
-The block rule needs sums over the vocabulary first; each block's is stored and added up in a fixed order.
+The block rule needs sums over the vocabulary first; each block's sum is stored, and they are added in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.philox_triton import (
     NO_RANK,
     draw_rank,
-    gumbel_of,
+    gumbel_from_bits,
     interleave4,
     random_bits4,
     rank_is_finite,
@@ -43,7 +44,7 @@ MAX_ROWS = 64
 
 @triton.jit
 def draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT: tl.constexpr):
-    """How much likelier draft i of a slot is under the target than under its drafter."""
+    """Return p / q of a slot's draft i, target over draft model."""
     token = tl.load(draft + slot * drafts + i)
     p = tl.load(target + (slot * (drafts + 1) + i) * vocab_size + token)
     if ONE_HOT:
@@ -55,7 +56,7 @@ def draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT
 
 @triton.jit
 def excess_over_draft(p, scale, draft_probs, draft, slot, i, drafts, ids, vocab_size, ONE_HOT):
-    """What scale times the target's probabilities of a block exceeds the law of draft i by."""
+    """Return max(scale * p - q, 0) for a block of ids, with q the distribution of draft i."""
     if ONE_HOT:
         q = (ids == tl.load(draft + slot * drafts + i)).to(tl.float32)
     else:
@@ -70,7 +71,7 @@ def excess_kernel(
     target, draft_probs, draft, num_drafts, sums, drafts, vocab_size, ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block's share of the excess after i + 1 drafts: float32 [S, k, blocks], where another follows."""
+    """Store a block's part of the excess after i + 1 drafts, if another follows: float32 [S, k, blocks]."""
     slot = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1)
     block = tl.program_id(2)
@@ -93,14 +94,14 @@ def decide_kernel(
     target, draft_probs, draft, num_drafts, seed, positions, sums, accepted, scales, drafts, vocab_size,
     blocks, ONE_HOT: tl.constexpr, BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts of a slot pass, int64 [S], and what scales the last row's residual, float32 [S]."""
+    """Store a slot's accepted drafts, int64 [S], and the scale of the last row's residual, float32 [S]."""
     slot = tl.program_id(0).to(tl.int64)
-    real = tl.minimum(tl.load(num_drafts + slot), drafts)
+    valid_drafts = tl.minimum(tl.load(num_drafts + slot), drafts)
     index = tl.arange(0, BLOCKS)
     passed = tl.zeros((), dtype=tl.int64)
     joint = 1.0
     scale = 1.0
-    for i in range(real):
+    for i in range(valid_drafts):
         ratio = draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT)
         position = tl.load(positions + slot * (drafts + 1) + i)
         stream = (position * 0 + ACCEPTANCE + STREAMS * i).to(tl.uint32)
@@ -108,12 +109,12 @@ def decide_kernel(
         if BY_BLOCK:
             joint = tl.minimum(joint * ratio, 1.0)
             chance = joint
-            if i + 1 < real:
+            if i + 1 < valid_drafts:
                 parts = sums + (slot * drafts + i) * blocks
                 excess = tl.sum(tl.load(parts + index, mask=index < blocks, other=0.0))
-                whole = excess + 1.0 - joint
+                total = excess + 1.0 - joint
                 chance = tl.where(
-                    whole > 0, tl.div_rn(excess, tl.where(whole > 0, whole, 1.0)), 1.0
+                    total > 0, tl.div_rn(excess, tl.where(total > 0, total, 1.0)), 1.0
                 )
             passes = uniform(bits) < chance
             passed = tl.where(passes, i + 1, passed)
@@ -129,7 +130,7 @@ def last_token_kernel(
     target, draft_probs, draft, num_drafts, seed, positions, accepted, scales, ranks, drafts, vocab_size,
     ONE_HOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block's greatest ranks in the row after the accepted drafts, by residual and by the target itself.
+    """Store a block's greatest ranks in the row after the accepted drafts, by residual and by the target.
 
     int64 [S, blocks, 2], with the same noise; both are the target's where no draft was rejected.
     """
@@ -150,7 +151,7 @@ def last_token_kernel(
     bits0, bits1, bits2, bits3 = random_bits4(
         tl.load(seed + slot), tl.load(positions + row), stream, groups
     )
-    noise = gumbel_of(interleave4(bits0, bits1, bits2, bits3))
+    noise = gumbel_from_bits(interleave4(bits0, bits1, bits2, bits3))
     out = ranks + (slot * tl.num_programs(1) + block) * 2
     residual = tl.where(ids < vocab_size, draw_rank(tl.log(weights) + noise, ids), NO_RANK)
     plain = tl.where(ids < vocab_size, draw_rank(tl.log(p) + noise, ids), NO_RANK)
@@ -162,7 +163,7 @@ def last_token_kernel(
 def emit_kernel(
     draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A slot's tokens: accepted drafts, the last token, NONE beyond; int64 [S, k + 1]."""
+    """Store a slot's tokens: accepted drafts, the last token, NONE beyond; int64 [S, k + 1]."""
     slot = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
     rows = tl.arange(0, ROWS)
@@ -188,31 +189,98 @@ def verify_drafts(
     positions: Tensor,
     by_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities are float32."""
+    """Launch `Kernels.verify_drafts`; probabilities are float32."""
     slots, rows, vocab_size = target.shape
     device = target.device
     drafts = rows - 1
     blocks = ceil_div(vocab_size, BLOCK)
     assert rows <= MAX_ROWS
+    draft = draft.contiguous()
+    positions = positions.contiguous()
+    probs = target if draft_probs is None else draft_probs.contiguous()
+    one_hot = draft_probs is None
+    accepted, scales = _accept(target, probs, draft, num_drafts, seed, positions, by_block, one_hot)
+    ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
+    tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
+    last_token_kernel[slots, blocks](
+        target,
+        probs,
+        draft,
+        num_drafts,
+        seed,
+        positions,
+        accepted,
+        scales,
+        ranks,
+        drafts,
+        vocab_size,
+        ONE_HOT=one_hot,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+    emit_kernel[(slots,)](
+        draft,
+        accepted,
+        ranks,
+        tokens,
+        drafts,
+        blocks,
+        BLOCKS=power_of_two(blocks),
+        ROWS=MAX_ROWS,
+        num_warps=1,
+    )
+    return tokens, accepted
+
+
+def _accept(
+    target: Tensor,
+    probs: Tensor,
+    draft: Tensor,
+    num_drafts: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    by_block: bool,
+    one_hot: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the accepted drafts, int64 [S], and the scales of the last rows' residuals, float32 [S]."""
+    slots, rows, vocab_size = target.shape
+    drafts = rows - 1
+    blocks = ceil_div(vocab_size, BLOCK)
+    options = {"ONE_HOT": one_hot, "enable_fp_fusion": False}
+    device = target.device
     sums = torch.empty(slots, max(drafts, 1), blocks, dtype=torch.float32, device=device)
     accepted = torch.empty_like(num_drafts)
     scales = torch.empty(slots, dtype=torch.float32, device=device)
-    ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
-    tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
-    draft = draft.contiguous()
-    positions = positions.contiguous()
-    one_hot = draft_probs is None
-    laws = (target, target if draft_probs is None else draft_probs.contiguous(), draft, num_drafts)
-    sizes = (drafts, vocab_size)
-    row = {"BLOCKS": power_of_two(blocks), "num_warps": 1}
-    options = {"ONE_HOT": one_hot, "enable_fp_fusion": False}
-    wide = {"BLOCK": BLOCK, "num_warps": WARPS, **options}
     if by_block and drafts > 1:
-        excess_kernel[slots, drafts - 1, blocks](*laws, sums, *sizes, **wide)
-    decided = (seed, positions, sums, accepted, scales)
-    decide_kernel[(slots,)](*laws, *decided, *sizes, blocks, BY_BLOCK=by_block, **row, **options)
-    last_token_kernel[slots, blocks](
-        *laws, seed, positions, accepted, scales, ranks, *sizes, **wide
+        excess_kernel[slots, drafts - 1, blocks](
+            target,
+            probs,
+            draft,
+            num_drafts,
+            sums,
+            drafts,
+            vocab_size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **options,
+        )
+    decide_kernel[(slots,)](
+        target,
+        probs,
+        draft,
+        num_drafts,
+        seed,
+        positions,
+        sums,
+        accepted,
+        scales,
+        drafts,
+        vocab_size,
+        blocks,
+        BY_BLOCK=by_block,
+        BLOCKS=power_of_two(blocks),
+        num_warps=1,
+        **options,
     )
-    emit_kernel[(slots,)](draft, accepted, ranks, tokens, drafts, blocks, ROWS=MAX_ROWS, **row)
-    return tokens, accepted
+    return accepted, scales

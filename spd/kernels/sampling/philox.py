@@ -1,7 +1,7 @@
 """Counter-based noise: Philox4x32-10 as torch integers, uniforms and Gumbel noise from it.
 
-The integers are the same in every lane of the program (torch, interpreter, GPU), so a draw depends
-on its seed, position, stream and token id only. Source: Salmon et al., "Parallel random numbers: as
+The integers are the same in every form (torch, interpreter, GPU), so a draw depends on its seed,
+position, stream and token id only. Source: Salmon et al., "Parallel random numbers: as
 easy as 1, 2, 3" (SC 2011), constants of Random123.
 """
 
@@ -15,11 +15,11 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 
-STREAM_TARGET = 0  # the stream of the draw that is emitted; coupled drafters share it
+STREAM_TARGET = 0  # the stream of emitted draws; coupled draft models use it, too
 
 
 def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of value x multiplier, both below 2**32: int64 wraps, and keeps all 64 bits."""
+    """Return high and low 32 bits of value * multiplier, both below 2**32; int64 wraps, and loses no bit."""
     product = value * multiplier
     return (product >> 32) & MASK, product & MASK
 
@@ -27,7 +27,7 @@ def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Encrypt four 32-bit counters under two 32-bit keys; every word is held in an int64 tensor.
+    """Encrypt four 32-bit counters under two 32-bit keys; every word is an int64 tensor.
 
     All arguments broadcast against each other. Returns the four output words, each in [0, 2**32).
     """
@@ -46,10 +46,10 @@ def philox(
 
 
 def random_bits(seed: Tensor, position: Tensor, stream: int | Tensor, vocab_size: int) -> Tensor:
-    """32 random bits for every token id: int64 [..., V] from seed [...] and position [...].
+    """Return 32 random bits for every token id: int64 [..., V] from seed [...] and position [...].
 
-    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3. A stream
-    may be one for each position [...].
+    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3. stream: one
+    number, or one for each position [...].
     """
     groups = torch.arange((vocab_size + 3) // 4, device=seed.device)
     where = position.unsqueeze(-1)
@@ -62,15 +62,15 @@ def random_bits(seed: Tensor, position: Tensor, stream: int | Tensor, vocab_size
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """Float32 uniforms in [2**-33, 1 - 2**-24] from 32-bit integers."""
+    """Return float32 uniforms in [2**-33, 1 - 2**-24] from 32-bit integers."""
     return (bits.to(torch.float32) * 2.0**-32).clamp(2.0**-33, 1.0 - 2.0**-24)
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...]."""
+    """Return standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...]."""
     uniforms = uniform(random_bits(seed, position, stream, vocab_size))
     if uniforms.device.type != "cpu":
         return -torch.log(-torch.log(uniforms))
-    # A row at a time: on CPU a logarithm's last bit may depend on where in a tensor its element lies.
+    # A row at a time: on CPU a logarithm's last bit may depend on its element's index in a tensor.
     rows = [-torch.log(-torch.log(row.clone())) for row in uniforms.reshape(-1, vocab_size)]
     return torch.stack(rows).view(uniforms.shape)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions every drawing kernel shares.
+"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions that all sampling kernels share.
 
-The integers equal the torch form's bit for bit. A token drawn by one kernel must be drawn by all: the
-sampling kernels (`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`)
-divide by the temperature, add the noise and compare through the functions of this file and no others.
+The integers equal the torch form's bit for bit. All kernels must draw the same token: the sampling kernels
+(`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`) divide by the
+temperature, add the noise and compare by the functions of this file only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def philox_words(c0, c1, c2, c3, k0, k1):
-    """Four words from four counters and two keys, uint32 blocks that broadcast against each other."""
+    """Return four words from four counters and two keys, uint32 blocks that broadcast against each other."""
     for _ in tl.static_range(10):
         product0 = c0.to(tl.uint64) * MULTIPLIER_0
         product1 = c2.to(tl.uint64) * MULTIPLIER_1
@@ -38,7 +38,7 @@ def philox_words(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def random_bits4(seed, position, stream, groups):
-    """32 random bits for the token ids 4 * groups + lane: four uint32 blocks, one a lane.
+    """Return 32 random bits for the token ids 4 * groups + lane: four uint32 blocks, one a lane.
 
     seed, position int64, scalars or blocks that broadcast against groups; stream a small integer.
     """
@@ -52,39 +52,44 @@ def random_bits4(seed, position, stream, groups):
 
 @triton.jit
 def uniform(bits):
-    """Float32 uniforms in [2**-33, 1 - 2**-24] from uint32 blocks."""
+    """Return float32 uniforms in [2**-33, 1 - 2**-24] from uint32 blocks."""
     return tl.minimum(tl.maximum(bits.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
 
 
 @triton.jit
-def gumbel_of(bits):
-    """Standard Gumbel noise, float32, from uint32 blocks."""
+def gumbel_from_bits(bits):
+    """Return standard Gumbel noise, float32, from uint32 blocks."""
     return -tl.log(-tl.log(uniform(bits)))
 
 
 @triton.jit
 def gumbel4(seed, position, stream, groups):
-    """Gumbel noise for the token ids 4 * groups + lane: four float32 blocks, one a lane.
+    """Return Gumbel noise for the token ids 4 * groups + lane: four float32 blocks, one a lane.
 
     groups [G] with scalar seed and position, or [G, 1] with seed and position [1, T].
     """
     bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, groups)
-    return gumbel_of(bits0), gumbel_of(bits1), gumbel_of(bits2), gumbel_of(bits3)
+    return (
+        gumbel_from_bits(bits0),
+        gumbel_from_bits(bits1),
+        gumbel_from_bits(bits2),
+        gumbel_from_bits(bits3),
+    )
 
 
 @triton.jit
 def gumbel_at(seed, position, stream, ids):
-    """Gumbel noise for token ids [G, 1] that need not lie beside each other, at seed and position [1, T]."""
+    """Return Gumbel noise for any token ids [G, 1] at seed and position [1, T]."""
     bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, ids >> 2)
     lane = ids & 3
-    return gumbel_of(
+    return gumbel_from_bits(
         tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3))
     )
 
 
 @triton.jit
 def interleave4(lane0, lane1, lane2, lane3):
-    """Blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
+    """Interleave blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
     lanes = tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3))  # [..., lane // 2, lane % 2]
     if len(lanes.shape) == 3:
         return tl.reshape(lanes, (lanes.shape[0] * 4,))
@@ -97,59 +102,59 @@ def interleave4(lane0, lane1, lane2, lane3):
 
 @triton.jit
 def scaled_logit(logit, temperature):
-    """Float32 logits divided by the temperature as IEEE division does it; unchanged at temperatures <= 0."""
+    """Divide float32 logits by the temperature, with IEEE rounding; unchanged at temperatures <= 0."""
     return tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
 
 
 @triton.jit
 def noisy_logit(scaled, noise, temperature):
-    """Scaled logits with their noise; without it at temperatures <= 0."""
+    """Return scaled logits plus noise; without it at temperatures <= 0."""
     return tl.where(temperature > 0, scaled + noise, scaled)
 
 
 @triton.jit
 def order_key(value):
-    """Int32 keys in the order of float32 values: -0 equals 0, and NaN stands above infinity."""
+    """Return int32 keys in the order of float32 values: -0 equals 0, and NaN is above infinity."""
     bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
     return tl.where(value == 0, 0, tl.where(value == value, key, MAGNITUDE))
 
 
 @triton.jit
-def key_value(key):
-    """The float32 value of an order key."""
+def value_of_key(key):
+    """Return the float32 value of an order key."""
     return tl.where(key < 0, key ^ MAGNITUDE, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def draw_rank(score, ids):
-    """Int64 ranks of (score, token id): the greatest is what is drawn, ties to the lowest id, NaN first.
+    """Return int64 ranks of (score, token id): the greatest is drawn, ties to the lowest id, NaN first.
 
-    Ranks of parts of a vocabulary are combined with `max` in any order.
+    Ranks of parts of a vocabulary can be combined by `max` in any order.
     """
     return (order_key(score).to(tl.int64) << 32) | (ids ^ MAGNITUDE).to(tl.int64)
 
 
 @triton.jit
 def rank_token(rank):
-    """The token id of a rank, int64."""
+    """Return the token id of a rank, int64."""
     return (rank & MAGNITUDE) ^ MAGNITUDE
 
 
 @triton.jit
 def rank_is_finite(rank):
-    """Whether a rank's score is finite; noise is, so a scored logit is if and only if its score is."""
+    """True if a rank's score is finite; noise is, so its logit is finite if and only if the score is."""
     key = rank >> 32
     return (key > KEY_OF_MINUS_INFINITY) & (key < KEY_OF_INFINITY)
 
 
 NO_RANK = tl.constexpr(-(2**63))
-"""Below every rank: for ids beyond the vocabulary."""
+"""A rank below all others, for ids beyond the vocabulary."""
 
 
 @triton.jit
 def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a row: the best of its tiles [T, tiles]."""
+    """Choose the best of a row's tiles [T, tiles]; one program a row."""
     wait_and_release(PDL)
     row = tl.program_id(0)
     best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)

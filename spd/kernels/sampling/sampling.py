@@ -1,7 +1,8 @@
-"""From logits to tokens for every row of a window, speculated or not: the contract and its torch form.
+"""From logits to tokens for every row of a window: the contract and its torch form.
 
-Order: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p, min-p; then argmax,
-with keyed noise at temperatures above zero. A row's result depends on its own logits, history and keys only.
+Order of steps: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p, min-p;
+then argmax, with keyed noise at temperatures above zero. A row's result depends on its own logits,
+history and keys only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MASS_BITS = 32  # a token as likely as the likeliest has the mass 2**32
 FLOAT32_LOG2_E = 1.4426950216293335  # rounded to float32, so that every form multiplies alike
 LOWEST_EXPONENT = -40.0
 EXP2 = (
-    # Of 2**f for f in [0, 1], from the highest power down; each is a float32 number. Relative error 1e-7.
+    # Of 2**f for f in [0, 1], from the highest power down; each a float32 number. Relative error 1e-7.
     0.00021715024195145816,
     0.00124408770352602,
     0.009678063914179802,
@@ -34,10 +35,10 @@ EXP2 = (
 class SamplingTensors:
     """Every slot's sampling parameters and history, on the device; S slots, V token ids.
 
-    What no row needs is None or False, and its step is skipped, which changes no token.
+    A field that no row needs is None or False, and its step is skipped, which changes no token.
     """
 
-    temperature: Tensor  # float32 [S]; at 0 and below the likeliest token is taken
+    temperature: Tensor  # float32 [S]; at 0 and below the likeliest token is drawn
     top_p: Tensor  # float32 [S]; 1 and above keeps all
     min_p: Tensor  # float32 [S]
     repetition_penalty: Tensor  # float32 [S]
@@ -47,15 +48,17 @@ class SamplingTensors:
     seed: Tensor  # int64 [S]
     bias: Tensor | None  # float32 [S, V], added to the logits
     in_prompt: Tensor | None  # bool [S, V]: the tokens of the prompt
-    generated: Tensor | None  # int32 [S, V]: how often each token was generated
+    generated: Tensor | None  # int32 [S, V]: the count of each generated token
     stop_ids: Tensor  # int64 [S, N], -1 where unused
-    length: Tensor  # int64 [S]: committed tokens, the prompt's too; the first row's token comes at this index
+    length: (
+        Tensor  # int64 [S]: committed tokens, the prompt's too; the index of the first row's token
+    )
     min_length: Tensor | None  # int64 [S]: no stop id is drawn at an index below it
-    noise: bool  # else the likeliest token is taken
+    noise: bool  # False: the likeliest token is drawn in all slots
     truncation: bool  # by top-k, top-p and min-p
     usable_vocab: int  # ids from here on are never drawn
     mask: Tensor | None = None
-    """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 says whether token v may be drawn in a row."""
+    """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 is set if token v may be drawn in a row."""
 
 
 def sample_rows(
@@ -83,7 +86,7 @@ def row_distributions(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -
 
 
 def process_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-    """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
+    """Return the target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
     logits = adjust_rows(logits, draft, tensors)
     if tensors.noise:
         temperature = tensors.temperature.view(-1, 1, 1)
@@ -94,7 +97,7 @@ def process_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Ten
 
 
 def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-    """What is done to single logits [S, R, V] before temperature and truncation."""
+    """Apply the steps before temperature and truncation to logits [S, R, V]."""
     usable_vocab = tensors.usable_vocab
     if usable_vocab < logits.shape[-1]:
         logits = logits.clone()
@@ -117,7 +120,7 @@ def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tens
 def draw_rows(
     processed: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> Tensor:
-    """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
+    """Draw token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
     if not tensors.noise:
         return processed.argmax(dim=-1)
     seed = tensors.seed.unsqueeze(-1).expand_as(positions)
@@ -127,22 +130,22 @@ def draw_rows(
 
 
 def count_rows(generated: Tensor, draft: Tensor) -> Tensor:
-    """Counts for every row of a window, as if the earlier drafts were accepted: int32 [S, k + 1, V].
+    """Return counts for every row of a window, as if earlier drafts were accepted: int32 [S, k + 1, V].
 
     generated int32 [S, V]; draft int64 [S, k].
     """
     k = draft.shape[1]
     counts = generated.unsqueeze(1).repeat(1, k + 1, 1)
     for i in range(k):
-        one = counts.new_ones(draft.shape[0], k - i, 1)
-        counts[:, i + 1 :].scatter_add_(2, draft[:, i, None, None].expand_as(one), one)
+        ones = counts.new_ones(draft.shape[0], k - i, 1)
+        counts[:, i + 1 :].scatter_add_(2, draft[:, i, None, None].expand_as(ones), ones)
     return counts
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, tensors: SamplingTensors) -> Tensor:
-    """Penalised logits [S, R, V] from counts [S, R, V] of generated tokens.
+    """Return penalised logits [S, R, V] from counts [S, R, V] of generated tokens.
 
-    Repetition divides positive and multiplies negative logits of tokens seen in prompt or output
+    Repetition divides positive and multiplies negative logits of tokens in the prompt or the output
     (Keskar et al. 2019); presence and frequency subtract for generated tokens only.
     """
     assert tensors.in_prompt is not None
@@ -155,7 +158,7 @@ def apply_penalties(logits: Tensor, counts: Tensor, tensors: SamplingTensors) ->
 
 
 def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
-    """Stop ids at -inf in rows [S, R, V] whose token would end the text before its minimum length."""
+    """Set stop ids to -inf in rows [S, R, V] whose token would end the text before its minimum length."""
     assert tensors.min_length is not None
     rows = torch.arange(logits.shape[1], device=logits.device)
     early = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
@@ -166,25 +169,25 @@ def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
 
 
 def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
-    """exp(logits - highest) as an integer multiple of 2**-32, rounded down: int64, like logits [...].
+    """Return exp(logits - highest) as an integer multiple of 2**-32, rounded down: int64, like logits.
 
-    Every operation is a float32 one of its own or exact, so that any backend gets the same integers and
-    sums of them do not depend on an order. 0 where the difference is NaN or below -27.8.
+    Every operation is a separate float32 operation or exact, so that all backends compute the same
+    integers, and sums of them do not depend on an order. 0 where the difference is NaN or below -27.8.
     """
     power = (logits - highest).to(torch.float32) * FLOAT32_LOG2_E
     power = torch.where(power > LOWEST_EXPONENT, power, LOWEST_EXPONENT)
-    whole = power.floor()
-    part = power - whole
-    value = torch.full_like(part, EXP2[0])
+    integer = power.floor()
+    fraction = power - integer
+    value = torch.full_like(fraction, EXP2[0])
     for coefficient in EXP2[1:]:
-        value = value * part + coefficient
-    return (value * 2.0**MASS_BITS).to(torch.int64) >> (-whole).to(torch.int64)
+        value = value * fraction + coefficient
+    return (value * 2.0**MASS_BITS).to(torch.int64) >> (-integer).to(torch.int64)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [S, R, V] with everything outside top-k, top-p and min-p at -inf; parameters [S].
+    """Set logits [S, R, V] outside top-k, top-p and min-p to -inf; parameters [S].
 
-    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p walks by probability, then id,
+    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p adds up by probability, then id,
     and keeps the token that crosses it; min-p is relative to the likeliest. The likeliest is always kept.
     Probabilities are `token_mass`, their sums exact.
     """
@@ -199,5 +202,5 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     keep = keep & ((before < limit) | (share >= 1))
     keep = keep & (mass >= (min_p.view(-1, 1, 1).double() * 2.0**MASS_BITS).ceil().long())
     keep = keep | (ranks == 0)
-    kept = torch.where(keep, order.values, NEGATIVE_INFINITY)
-    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(-1, order.indices, kept)
+    kept_logits = torch.where(keep, order.values, NEGATIVE_INFINITY)
+    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(-1, order.indices, kept_logits)

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Every row's token from its logits on the GPU: one pass where nothing is truncated, else a few.
 
-A program takes one block of one row's vocabulary. What blocks say of a row is put together as integers
-(`draw_rank`), whose maximum depends on no order. Truncated rows are first written out processed, then
-`truncation_triton` finds each row's last kept token, then the kept ones are drawn from. A row's law is its
-processed logits' weights, summed block by block in a fixed order, so it depends on no other row.
+A program processes one block of one row's vocabulary. Blocks of a row are combined as integers
+(`draw_rank`), whose maximum depends on no order. Truncated rows are first stored processed, then
+`truncation_triton` finds each row's last kept token, then one of the kept ones is drawn. A row's
+distribution is its processed logits' weights over their sum, added block by block in a fixed order, so it
+depends on no other row.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from spd.kernels.sampling.philox_triton import (
     NO_RANK,
     choose_kernel,
     draw_rank,
-    gumbel_of,
+    gumbel_from_bits,
     interleave4,
-    key_value,
     order_key,
     random_bits4,
     scaled_logit,
+    value_of_key,
 )
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.kernels.sampling.truncation_triton import find_thresholds, is_kept, row_highest
@@ -39,7 +40,7 @@ BLOCK = 2048
 """Token ids a program; a multiple of 4."""
 OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
-VARYING = [
+NOT_SPECIALIZED = [
     "rows_per_slot",
     "draft_stride",
     "mask_stride",
@@ -48,7 +49,7 @@ VARYING = [
     "position_stride_1",
     "stream",
 ]
-"""What differs between calls of one model, and must therefore not choose the program."""
+"""Arguments that differ between calls of one model, and so must not specialize a program."""
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def block_rank(
     x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
     stream, first, ids, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The greatest rank of a block of a row's processed logits."""
+    """Return the greatest rank of a block of a row's processed logits."""
     if NOISE:
         slot = row // rows_per_slot
         number = row % rows_per_slot
@@ -66,21 +67,21 @@ def block_rank(
             bits0, bits1, bits2, bits3 = random_bits4(
                 tl.load(seed + slot), position, stream, groups
             )
-            x = x + gumbel_of(interleave4(bits0, bits1, bits2, bits3))
+            x = x + gumbel_from_bits(interleave4(bits0, bits1, bits2, bits3))
     return tl.max(tl.where(ids < vocab_size, draw_rank(x, ids), NO_RANK))
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def process_kernel(
     logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
     generated, stop_ids, length, min_length, mask, ranks, processed, highest, rows_per_slot, draft_stride,
     mask_stride, mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab,
     STOPS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take every step before truncation with a block of a row's logits; -inf beyond the vocabulary.
+    """Apply every step before truncation to a block of a row's logits; -inf beyond the vocabulary.
 
-    Write its greatest rank, int64 [rows, blocks], where there are ranks. Else the processed block, float32
-    [rows, V], and its highest order key, int32 [rows, blocks].
+    Store its greatest rank, int64 [rows, blocks], if ranks is not None. Else store the processed block,
+    float32 [rows, V], and its highest order key, int32 [rows, blocks].
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -127,31 +128,31 @@ def kept_draw_kernel(
     processed, thresholds, positions, temperature, min_p, seed, ranks, rows_per_slot, position_stride_0,
     position_stride_1, stream, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The greatest rank of a block of a processed row among the tokens that truncation keeps."""
+    """Store the greatest rank of a block of a processed row among the tokens that truncation keeps."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(processed + row * vocab_size + ids, mask=ids < vocab_size, other=float("-inf"))
-    kept = is_kept(x, ids, thresholds, temperature, min_p, row, row // rows_per_slot)
+    survives = is_kept(x, ids, thresholds, temperature, min_p, row, row // rows_per_slot)
     rank = block_rank(
-        tl.where(kept, x, float("-inf")), seed, positions, temperature, row, rows_per_slot,
+        tl.where(survives, x, float("-inf")), seed, positions, temperature, row, rows_per_slot,
         position_stride_0, position_stride_1, stream, block * BLOCK, ids, vocab_size, True, BLOCK,
     )  # fmt: skip
     tl.store(ranks + row * tl.num_programs(1) + block, rank)
 
 
 @triton.jit
-def weights_of(
+def load_weights(
     processed, highest, thresholds, temperature, min_p, row, slot, ids, vocab_size, highest_blocks,
     TRUNCATION: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised probabilities of a block of ids, whether each is the likeliest, and that one's key."""
+    """Return unnormalised probabilities of a block of ids, True for the likeliest, and its order key."""
     top_key = row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS)
     x = tl.load(processed + row * vocab_size + ids, mask=ids < vocab_size, other=float("-inf"))
-    weights = tl.exp(x - key_value(top_key))
+    weights = tl.exp(x - value_of_key(top_key))
     if TRUNCATION:
-        kept = is_kept(x, ids, thresholds, temperature, min_p, row, slot)
-        weights = tl.where(kept, weights, 0.0)
+        survives = is_kept(x, ids, thresholds, temperature, min_p, row, slot)
+        weights = tl.where(survives, weights, 0.0)
     return (
         tl.where(ids < vocab_size, weights, 0.0),
         (order_key(x) == top_key) & (ids < vocab_size),
@@ -164,11 +165,11 @@ def weigh_kernel(
     processed, highest, thresholds, temperature, min_p, sums, firsts, rows_per_slot, vocab_size,
     highest_blocks, TRUNCATION: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block's sum of weights, float32 [rows, blocks], and the lowest id that is the row's likeliest."""
+    """Store a block's sum of weights, float32 [rows, blocks], and the lowest id that is the likeliest."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    weights, likeliest, _ = weights_of(
+    weights, likeliest, _ = load_weights(
         processed, highest, thresholds, temperature, min_p, row, row // rows_per_slot, ids, vocab_size,
         highest_blocks, TRUNCATION, HIGHEST_BLOCKS,
     )  # fmt: skip
@@ -178,31 +179,35 @@ def weigh_kernel(
 
 
 @triton.jit(do_not_specialize=["rows_per_slot"])
-def distribution_kernel(
+def law_kernel(
     processed, highest, thresholds, temperature, min_p, sums, firsts, rows_per_slot, vocab_size,
     highest_blocks, TRUNCATION: tl.constexpr, NOISE: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of a row's law in the place of its processed logits."""
+    """Overwrite a block of a row's processed logits with its distribution."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = row // rows_per_slot
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    weights, _, top_key = weights_of(
+    weights, _, top_key = load_weights(
         processed, highest, thresholds, temperature, min_p, row, slot, ids, vocab_size, highest_blocks,
         TRUNCATION, HIGHEST_BLOCKS,
     )  # fmt: skip
     index = tl.arange(0, HIGHEST_BLOCKS)
     at = row * tl.num_programs(1) + index
     inside = index < tl.num_programs(1)
-    law = (ids == tl.min(tl.load(firsts + at, mask=inside, other=MAGNITUDE))).to(tl.float32)
+    distribution = (ids == tl.min(tl.load(firsts + at, mask=inside, other=MAGNITUDE))).to(
+        tl.float32
+    )
     if NOISE:
         total = tl.sum(tl.load(sums + at, mask=inside, other=0.0))
-        law = tl.where(tl.load(temperature + slot) > 0, tl.div_rn(weights, total), law)
-    sound = (top_key > KEY_OF_MINUS_INFINITY) & (top_key < KEY_OF_INFINITY)
+        distribution = tl.where(
+            tl.load(temperature + slot) > 0, tl.div_rn(weights, total), distribution
+        )
+    is_finite = (top_key > KEY_OF_MINUS_INFINITY) & (top_key < KEY_OF_INFINITY)
     tl.store(
         processed + row * vocab_size + ids,
-        tl.where(sound, law, float("nan")),
+        tl.where(is_finite, distribution, float("nan")),
         mask=ids < vocab_size,
     )
 
@@ -214,7 +219,7 @@ def sample_rows(
     tensors: SamplingTensors,
     stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
-    """Every tensor but draft and positions lies dense."""
+    """Launch `Kernels.sample_rows`; all tensors but draft and positions are contiguous."""
     slots, rows_per_slot, vocab_size = logits.shape
     rows = slots * rows_per_slot
     blocks = ceil_div(vocab_size, BLOCK)
@@ -228,7 +233,7 @@ def sample_rows(
             rows_per_slot, positions.stride(0), positions.stride(1), stream, vocab_size, **OPTIONS,
         )  # fmt: skip
     else:
-        _process(logits, draft, tensors, (ranks, positions, stream))
+        _launch_process(logits, draft, tensors, ranks=ranks, positions=positions, stream=stream)
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty_like(sampled, dtype=torch.bool)
     choose_kernel[(rows,)](
@@ -238,7 +243,7 @@ def sample_rows(
 
 
 def row_distributions(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-    """Every tensor but draft lies dense."""
+    """Launch `Kernels.row_distributions`; all tensors but draft are contiguous."""
     rows_per_slot, vocab_size = logits.shape[1:]
     processed, highest = _process(logits, draft, tensors)
     rows, blocks = highest.shape
@@ -248,51 +253,81 @@ def row_distributions(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -
     )
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     firsts = torch.empty_like(highest)
-    row = (processed, highest, thresholds, tensors.temperature, tensors.min_p)
-    arguments = (*row, sums, firsts, rows_per_slot, vocab_size, blocks)
+    arguments = (
+        processed,
+        highest,
+        thresholds,
+        tensors.temperature,
+        tensors.min_p,
+        sums,
+        firsts,
+        rows_per_slot,
+        vocab_size,
+        blocks,
+    )
     options = {**OPTIONS, "TRUNCATION": truncation, "HIGHEST_BLOCKS": power_of_two(blocks)}
     weigh_kernel[rows, blocks](*arguments, **options)
-    distribution_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
+    law_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
     return processed.view(logits.shape)
 
 
-def _process(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, draw: tuple[Any, ...] = (None, None, 0)
-) -> tuple[Tensor, Tensor]:
-    """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
+def _process(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """Return rows before truncation, float32 [S R, V], and order keys int32 [S R, blocks].
 
-    int32 [S R, blocks]; see `sampling.process_rows`. Nothing where the blocks' ranks are to be written, of a
-    draw (ranks, positions, stream).
+    The maximum of a row's keys is its highest logit's. See `sampling.process_rows`.
     """
-    ranks, positions, stream = draw
-    own = tensors
+    rows = logits.shape[0] * logits.shape[1]
+    vocab_size = logits.shape[2]
+    processed = logits.new_empty(rows, vocab_size)
+    highest = logits.new_empty(rows, ceil_div(vocab_size, BLOCK), dtype=torch.int32)
+    _launch_process(logits, draft, tensors, processed=processed, highest=highest)
+    return processed, highest
+
+
+def _launch_process(
+    logits: Tensor,
+    draft: Tensor,
+    tensors: SamplingTensors,
+    *,
+    ranks: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    processed: Tensor | None = None,
+    highest: Tensor | None = None,
+) -> None:
+    """Launch the steps before truncation, for ranks at positions, or else for processed and highest."""
     slots, rows_per_slot, vocab_size = logits.shape
-    rows = slots * rows_per_slot
-    blocks = ceil_div(vocab_size, BLOCK)
-    made: tuple[Any, Any] = (None, None)
-    if ranks is None:
-        made = logits.new_empty(rows, vocab_size), logits.new_empty(rows, blocks, dtype=torch.int32)
-    numbers = (
-        own.temperature,
-        own.repetition_penalty,
-        own.presence_penalty,
-        own.frequency_penalty,
-        own.seed,
+    mask_stride, mask_words = (0, 0) if tensors.mask is None else tensors.mask.stride()[:2]
+    slot_stride, row_stride = (0, 0) if positions is None else positions.stride()
+    process_kernel[slots * rows_per_slot, ceil_div(vocab_size, BLOCK)](
+        logits,
+        draft,
+        positions,
+        tensors.temperature,
+        tensors.repetition_penalty,
+        tensors.presence_penalty,
+        tensors.frequency_penalty,
+        tensors.seed,
+        tensors.bias,
+        tensors.in_prompt,
+        tensors.generated,
+        tensors.stop_ids,
+        tensors.length,
+        tensors.min_length,
+        tensors.mask,
+        ranks,
+        processed,
+        highest,
+        rows_per_slot,
+        draft.stride(0),
+        mask_stride,
+        mask_words,
+        slot_stride,
+        row_stride,
+        stream,
+        vocab_size,
+        tensors.usable_vocab,
+        STOPS=tensors.stop_ids.shape[1],
+        NOISE=tensors.noise,
+        **OPTIONS,
     )
-    history = (
-        own.bias,
-        own.in_prompt,
-        own.generated,
-        own.stop_ids,
-        own.length,
-        own.min_length,
-        own.mask,
-    )
-    mask_strides = (0, 0) if own.mask is None else own.mask.stride()[:2]
-    places = (0, 0) if positions is None else positions.stride()
-    process_kernel[rows, blocks](
-        logits, draft, positions, *numbers, *history, ranks, *made, rows_per_slot, draft.stride(0),
-        *mask_strides, *places, stream, vocab_size, own.usable_vocab, STOPS=own.stop_ids.shape[1],
-        NOISE=own.noise, **OPTIONS,
-    )  # fmt: skip
-    return made

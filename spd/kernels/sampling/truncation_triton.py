@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Where top-k and top-p end in each row of processed logits, exactly, over many programs a row.
+"""The exact end of top-k and top-p in each row of processed logits, by many programs a row.
 
-Tokens are ordered by (logit descending, id ascending), logits as integers of the same order. Two passes
-over all blocks count tokens and sum their masses above 16 bounds each, which leaves a narrow interval of
-logits; its tokens are listed, and one program a row bisects the list. All sums are of integers.
+Tokens are ordered by (logit descending, id ascending), logits as integers of the same order. Two passes over
+all blocks count tokens and sum their masses above 16 bounds each, which leaves a narrow interval of logits;
+its tokens are listed, and one program a row bisects the list. All sums are of integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, power_of_two
-from spd.kernels.sampling.philox_triton import key_value, order_key
+from spd.kernels.sampling.philox_triton import order_key, value_of_key
 from spd.kernels.sampling.sampling import (
     EXP2,
     FLOAT32_LOG2_E,
@@ -30,41 +30,41 @@ ONE = tl.constexpr(2.0**MASS_BITS)
 
 BOUNDS = tl.constexpr(16)
 SPACING = tl.constexpr(1.5)
-"""Between the first pass's bounds below the row's highest logit, in nats."""
+"""The distance of the first pass's bounds below the row's highest logit, in nats."""
 LOWEST_KEY = tl.constexpr(-(2**31))
-"""Below the key of every value."""
+"""A key below that of every value."""
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
 COUNT_SHIFT = tl.constexpr(45)
 ONE_TOKEN = tl.constexpr(2**45)
-"""A block's sum of masses and its count share one integer: at most 4096 tokens of at most 2**32."""
+"""One token in an integer that holds a block's count above its sum of masses, 4096 times 2**32 at most."""
 
 BLOCK = 4096
 """Token ids a program; at most 4096, see COUNT_SHIFT."""
 CHUNK = 2048
-"""Listed tokens that the bisecting program takes at a time."""
+"""Listed tokens that the bisecting program reads at a time."""
 WARPS = 8
 
 
 @triton.jit
 def token_mass(value, highest):
-    """`sampling.token_mass`; products and sums must not be fused where this is used."""
+    """Compute `sampling.token_mass`; a kernel that calls it must not fuse products and sums."""
     power = (value - highest) * LOG_BASE
     power = tl.where(power > LOWEST_POWER, power, LOWEST_POWER)
-    whole = tl.floor(power)
-    part = power - whole
+    integer = tl.floor(power)
+    part = power - integer
     mass = (((((C6 * part + C5) * part + C4) * part + C3) * part + C2) * part + C1) * part + C0
-    return (mass * ONE).to(tl.int64) >> (-whole).to(tl.int64)
+    return (mass * ONE).to(tl.int64) >> (-integer).to(tl.int64)
 
 
 @triton.jit
 def mass_limit(share, total):
-    """The least integer that is not below share x total; share float32, total int64 below 2**53."""
+    """Return share * total rounded up; share float32, total int64 below 2**53."""
     return tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
 
 @triton.jit
 def row_cuts(temperature, top_k, top_p, slot, vocab_size):
-    """(whether top-k cuts, whether top-p cuts, k, p) of a slot; at temperatures <= 0 neither does."""
+    """Return (True if top-k cuts, True if top-p cuts, k, p) of a slot; none cuts at temperatures <= 0."""
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)
     noisy = tl.load(temperature + slot) > 0
@@ -73,7 +73,7 @@ def row_cuts(temperature, top_k, top_p, slot, vocab_size):
 
 @triton.jit
 def row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS: tl.constexpr):
-    """The highest order key of a row."""
+    """Return the highest order key of a row."""
     block = tl.arange(0, HIGHEST_BLOCKS)
     keys = tl.load(
         highest + row * highest_blocks + block, mask=block < highest_blocks, other=LOWEST_KEY
@@ -83,26 +83,26 @@ def row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS: tl.constexpr):
 
 @triton.jit
 def load_keys(processed, row, ids, vocab_size):
-    """Order keys of a row's token ids; LOWEST_KEY beyond the vocabulary."""
+    """Load the order keys of a row's token ids; LOWEST_KEY beyond the vocabulary."""
     x = tl.load(processed + row * vocab_size + ids, mask=ids < vocab_size, other=0.0)
     return tl.where(ids < vocab_size, order_key(x), LOWEST_KEY)
 
 
 @triton.jit
 def first_bound(top, i):
-    """Bound i of the first pass, descending from the highest logit, top, to below all keys; int64."""
+    """Return bound i of the first pass, descending from the highest logit, top, to below all keys; int64."""
     return tl.where(i == BOUNDS - 1, LOWEST_KEY, order_key(top - i * SPACING)).to(tl.int64)
 
 
 @triton.jit
 def second_bound(low, high, i):
-    """Bound i of the second pass, descending in even steps from high to low."""
+    """Return bound i of the second pass, descending in even steps from high to low."""
     return high - (high - low) * i // (BOUNDS - 1)
 
 
 @triton.jit
 def load_sums(sums, row, blocks, BLOCKS: tl.constexpr):
-    """Counts and masses above each bound in each block of a row: int64 [BLOCKS, BOUNDS]."""
+    """Load counts and masses above each bound in each block of a row: int64 [BLOCKS, BOUNDS]."""
     block = tl.arange(0, BLOCKS)[:, None]
     i = tl.arange(0, BOUNDS)[None, :]
     packed = tl.load(sums + (row * blocks + block) * BOUNDS + i, mask=block < blocks, other=0)
@@ -112,13 +112,13 @@ def load_sums(sums, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def pick(values, i):
-    """Element i of a block of integers along its last axis."""
+    """Return element i of a block of integers along its last axis."""
     return tl.sum(tl.where(tl.arange(0, BOUNDS) == i, values, 0), axis=len(values.shape) - 1)
 
 
 @triton.jit
 def first_reached(amounts, need):
-    """The first bound above which lies at least `need`; bound 0 never is one, the last always."""
+    """Return the first bound with at least `need` above it; never bound 0, at most the last."""
     return tl.min(tl.where(amounts >= need, tl.arange(0, BOUNDS), BOUNDS - 1))
 
 
@@ -128,7 +128,7 @@ def narrow_kernel(
     highest_blocks, FIRST: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count and sum a block of a row above each bound, of the whole row or of the interval found before.
+    """Count and sum a block of a row above each bound, of the full row or of the first pass's interval.
 
     sums int64 [rows, blocks, BOUNDS], and `before`, the first pass's; plan int64 [rows, 8], see collect.
     """
@@ -137,7 +137,7 @@ def narrow_kernel(
     blocks = tl.num_programs(1)
     cuts_k, cuts_p, k, p = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     if cuts_k | cuts_p:
-        top = key_value(row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS))
+        top = value_of_key(row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS))
         low = first_bound(top, BOUNDS - 1)
         high = first_bound(top, 0)
         if not FIRST:
@@ -156,7 +156,7 @@ def narrow_kernel(
                 tl.store(plan + row * 8 + 2, need)
                 tl.store(plan + row * 8 + 3, by_count.to(tl.int64))
         key = load_keys(processed, row, block * BLOCK + tl.arange(0, BLOCK), vocab_size)
-        amount = token_mass(key_value(key), top) + ONE_TOKEN
+        amount = token_mass(value_of_key(key), top) + ONE_TOKEN
         out = sums + (row * blocks + block) * BOUNDS
         above = tl.sum(tl.where(key > high.to(tl.int32), amount, 0))
         total = tl.sum(tl.where(key > low.to(tl.int32), amount, 0))
@@ -182,9 +182,9 @@ def collect_kernel(
 ):  # fmt: skip
     """List the tokens of the interval that the second pass leaves, in the order of ids.
 
-    plan: first interval (low, high], how much is needed, whether counted; written here: the interval of
-    the list, how much lies above it, how many tokens it holds. Where top-p follows top-k, the list holds
-    everything above the interval too. list_keys, list_ids int32 [rows, V], list_masses int64.
+    plan: the first interval (low, high], the amount needed, 1 if it is a count; stored here: the list's
+    interval, the amount above it, the number of its tokens. Where top-p follows top-k, the list has all
+    tokens above the interval, too. list_keys, list_ids int32 [rows, V], list_masses int64.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -215,14 +215,14 @@ def collect_kernel(
             at = tl.sum(tl.where(index < block, listed, 0)) + tl.cumsum(chosen.to(tl.int32)) - 1
             tl.store(list_keys + row * vocab_size + at, key, mask=chosen)
             tl.store(list_ids + row * vocab_size + at, ids, mask=chosen)
-            highest_value = key_value(row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS))
-            mass = token_mass(key_value(key), highest_value)
+            highest_value = value_of_key(row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS))
+            mass = token_mass(value_of_key(key), highest_value)
             tl.store(list_masses + row * vocab_size + at, mass, mask=chosen)
 
 
 @triton.jit
 def amount_above(keys, masses, listed, bound, by_count, CHUNK: tl.constexpr):
-    """How many of the listed keys, or how much of their mass, lies above a bound: int64."""
+    """Return the count of the listed keys above a bound, or their mass: int64."""
     total = tl.zeros((CHUNK,), dtype=tl.int64)
     for start in range(0, listed, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -233,9 +233,9 @@ def amount_above(keys, masses, listed, bound, by_count, CHUNK: tl.constexpr):
 
 @triton.jit
 def bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK: tl.constexpr):
-    """The highest key such that `need` is reached at or above it, and how much lies above that key.
+    """Return the highest key such that `need` is reached at or above it, and the amount above that key.
 
-    It lies in (low, high]; base is what lies above the list.
+    It lies in (low, high]; base is the amount above the list.
     """
     beyond = base
     while high - low > 1:
@@ -250,9 +250,9 @@ def bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK: tl.cons
 
 @triton.jit
 def last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK: tl.constexpr):
-    """The highest id of the listed tokens of this key before which lies less than `need`.
+    """Return the highest id of the listed tokens of this key with less than `need` before them.
 
-    above is what lies above the key, weight what each of its tokens adds.
+    above is the amount above the key, weight the amount of each of its tokens.
     """
     before = above
     last = tl.zeros((), dtype=tl.int32)
@@ -260,8 +260,8 @@ def last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK: tl.constexp
         at = start + tl.arange(0, CHUNK)
         tied = (tl.load(keys + at, mask=at < listed, other=LOWEST_KEY) == key) & (at < listed)
         number = tl.cumsum(tied.to(tl.int32))
-        kept = tied & (before + (number - 1).to(tl.int64) * weight < need)
-        last = tl.maximum(last, tl.max(tl.load(ids + at, mask=kept, other=0)))
+        survives = tied & (before + (number - 1).to(tl.int64) * weight < need)
+        last = tl.maximum(last, tl.max(tl.load(ids + at, mask=survives, other=0)))
         before += tl.sum(tied.to(tl.int32)).to(tl.int64) * weight
     return last
 
@@ -271,13 +271,13 @@ def threshold_kernel(
     highest, temperature, top_k, top_p, plan, list_keys, list_ids, list_masses, thresholds, rows_per_slot,
     vocab_size, highest_blocks, HIGHEST_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A row's last kept token and its highest logit: thresholds int32 [rows, 3] (key, id, highest key)."""
+    """Store a row's last kept token and highest logit: thresholds int32 [rows, 3] (key, id, highest key)."""
     row = tl.program_id(0).to(tl.int64)
     cuts_k, cuts_p, _, p = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     top_key = row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS)
     tl.store(thresholds + row * 3 + 2, top_key)
     if cuts_k | cuts_p:
-        top = key_value(top_key)
+        top = value_of_key(top_key)
         keys = list_keys + row * vocab_size
         masses = list_masses + row * vocab_size
         need = tl.load(plan + row * 8 + 2)
@@ -288,14 +288,16 @@ def threshold_kernel(
         listed = tl.load(plan + row * 8 + 7).to(tl.int32)
         key, above = bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK)
         if cuts_k & cuts_p:
-            mass = token_mass(key_value(key.to(tl.int32)), top)
-            kept = amount_above(keys, masses, listed, key, False, CHUNK) + (need - above) * mass
-            limit = mass_limit(p, kept)
+            mass = token_mass(value_of_key(key.to(tl.int32)), top)
+            kept_mass = (
+                amount_above(keys, masses, listed, key, False, CHUNK) + (need - above) * mass
+            )
+            limit = mass_limit(p, kept_mass)
             by_count = limit < 1
             need = tl.maximum(limit, 1)
             key, above = bisect(keys, masses, listed, key - 1, high, base, need, by_count, CHUNK)
         key = key.to(tl.int32)
-        weight = tl.where(by_count, 1, token_mass(key_value(key), top))
+        weight = tl.where(by_count, 1, token_mass(value_of_key(key), top))
         ids = list_ids + row * vocab_size
         tl.store(thresholds + row * 3, key)
         tl.store(
@@ -309,57 +311,107 @@ def threshold_kernel(
 
 @triton.jit
 def is_kept(x, ids, thresholds, temperature, min_p, row, slot):
-    """Whether top-k, top-p and min-p keep a row's processed logits of a block of ids."""
+    """True where top-k, top-p and min-p keep a row's processed logits of a block of ids."""
     key = order_key(x)
     share = tl.load(min_p + slot)
     last_key = tl.load(thresholds + row * 3)
     last_id = tl.load(thresholds + row * 3 + 1)
     top_key = tl.load(thresholds + row * 3 + 2)
-    kept = (key > last_key) | ((key == last_key) & (ids <= last_id))
+    survives = (key > last_key) | ((key == last_key) & (ids <= last_id))
     if (share > 0) & (tl.load(temperature + slot) > 0):
-        least = tl.ceil(share.to(tl.float64) * ONE).to(tl.int64)
-        kept = kept & ((token_mass(x, key_value(top_key)) >= least) | (key == top_key))
-    return kept
+        min_mass = tl.ceil(share.to(tl.float64) * ONE).to(tl.int64)
+        survives = survives & (
+            (token_mass(x, value_of_key(top_key)) >= min_mass) | (key == top_key)
+        )
+    return survives
 
 
 def find_thresholds(
     processed: Tensor, highest: Tensor, rows_per_slot: int, tensors: SamplingTensors
 ) -> Tensor:
-    """Where each row's top-k and top-p end, for `is_kept`: int32 [rows, 3].
+    """Return the ends of each row's top-k and top-p, for `is_kept`: int32 [rows, 3].
 
-    processed float32 [rows, V], rows of a slot beside each other; highest int32 [rows, N], order keys
-    whose maximum is the row's.
+    processed float32 [rows, V], rows of a slot consecutive; highest int32 [rows, N], order keys whose
+    maximum is the row's.
     """
     rows, vocab_size = processed.shape
     device = processed.device
-    blocks = ceil_div(vocab_size, BLOCK)
-    sums = torch.empty(2, rows, blocks, BOUNDS.value, dtype=torch.int64, device=device)
+    options = {
+        "HIGHEST_BLOCKS": power_of_two(highest.shape[1]),
+        "num_warps": WARPS,
+        "enable_fp_fusion": False,
+    }
     plan = torch.empty(rows, 8, dtype=torch.int64, device=device)
     listed = torch.empty(2, rows, vocab_size, dtype=torch.int32, device=device)
     masses = torch.empty(rows, vocab_size, dtype=torch.int64, device=device)
     thresholds = torch.empty(rows, 3, dtype=torch.int32, device=device)
-    parameters = (tensors.temperature, tensors.top_k, tensors.top_p)
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    tops = {"HIGHEST_BLOCKS": power_of_two(highest.shape[1]), **options}
-    sizes = {"BLOCKS": power_of_two(blocks), "BLOCK": BLOCK, **tops}
-    where = (rows_per_slot, vocab_size, highest.shape[1])
+    sums = _narrow(processed, highest, rows_per_slot, tensors, plan, options)
+    blocks = sums.shape[1]
+    collect_kernel[rows, blocks](
+        processed,
+        highest,
+        tensors.temperature,
+        tensors.top_k,
+        tensors.top_p,
+        sums,
+        plan,
+        listed[0],
+        listed[1],
+        masses,
+        rows_per_slot,
+        vocab_size,
+        highest.shape[1],
+        BLOCKS=power_of_two(blocks),
+        BLOCK=BLOCK,
+        **options,
+    )
+    threshold_kernel[(rows,)](
+        highest,
+        tensors.temperature,
+        tensors.top_k,
+        tensors.top_p,
+        plan,
+        listed[0],
+        listed[1],
+        masses,
+        thresholds,
+        rows_per_slot,
+        vocab_size,
+        highest.shape[1],
+        CHUNK=CHUNK,
+        **options,
+    )
+    return thresholds
+
+
+def _narrow(
+    processed: Tensor,
+    highest: Tensor,
+    rows_per_slot: int,
+    tensors: SamplingTensors,
+    plan: Tensor,
+    options: dict[str, int],
+) -> Tensor:
+    """Write the first interval to plan [rows, 8]; return the second's sums int64 [rows, blocks, BOUNDS]."""
+    rows, vocab_size = processed.shape
+    blocks = ceil_div(vocab_size, BLOCK)
+    sums = torch.empty(2, rows, blocks, BOUNDS.value, dtype=torch.int64, device=processed.device)
     for step in (0, 1):
         narrow_kernel[rows, blocks](
             processed,
             highest,
-            *parameters,
+            tensors.temperature,
+            tensors.top_k,
+            tensors.top_p,
             sums[0],
             sums[step],
             plan,
-            *where,
+            rows_per_slot,
+            vocab_size,
+            highest.shape[1],
             FIRST=step == 0,
-            **sizes,
+            BLOCKS=power_of_two(blocks),
+            BLOCK=BLOCK,
+            **options,
         )
-    lists = (listed[0], listed[1], masses)
-    collect_kernel[rows, blocks](
-        processed, highest, *parameters, sums[1], plan, *lists, *where, **sizes
-    )
-    threshold_kernel[(rows,)](
-        highest, *parameters, plan, *lists, thresholds, *where, CHUNK=CHUNK, **tops
-    )
-    return thresholds
+    return sums[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.few_bits import quantize_int8, tile_weight
-from spd.kernels.linear.skinny_config import TILES
+from spd.kernels.linear.skinny_config import TOKEN_TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
 from spd.runtime.load.token_tiles import (
     WEIGHT_DTYPES,
@@ -25,7 +25,7 @@ from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
 SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
 """[n, k] of a weight that adds to a stream, of gate and up, and of a head with odd sizes."""
-TESTED_ROWS = TILES[-1]
+TESTED_ROWS = TOKEN_TILES[-1]
 
 
 class TileAnswer(TypedDict("TileBound", {"for": dict[str, str]})):
@@ -62,10 +62,10 @@ def widest_exact_tiles(
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> TokenTileLimits:
     """Return the widest tile of each kind that changes no bit; `load` makes kernels."""
-    widest = dict.fromkeys(kinds, TILES[0])
+    widest = dict.fromkeys(kinds, TOKEN_TILES[0])
     for kind in kinds:
         products = list(_products(kind, device, shapes))
-        for tile in TILES[1:]:
+        for tile in TOKEN_TILES[1:]:
             narrow = load({})
             wide = load({kind: tile})
             if not all(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
-from spd.kernels.native.library import FLOAT32, ROUNDED, epilogue_of
-from spd.kernels.native.packed import AnyMatrix, PackedProducts
+from spd.kernels.native.packed import FLOAT32, ROUNDED, AnyMatrix, PackedProducts, epilogue_of
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import OutputHead, RowNorm
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import IQ4
+from spd.kernels.linear.few_bits import IQ4_VALUES
 from spd.runtime.load import gguf_codebooks as codebooks
 
 LEVELS_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -152,7 +152,7 @@ def q6_k(blocks: Tensor) -> Tensor:
 
 def iq4_nl(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 16 bytes of codes: d * level."""
-    return _read_float16(blocks, 0) * _look_up_levels(nibbles(blocks[:, 2:]), IQ4)
+    return _read_float16(blocks, 0) * _look_up_levels(nibbles(blocks[:, 2:]), IQ4_VALUES)
 
 
 def iq4_xs(blocks: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def iq4_xs(blocks: Tensor) -> Tensor:
     low = bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1)
     scales = _read_float16(blocks, 0) * ((low | high << 4).float() - 32)
     codes = nibbles(blocks[:, 8:].reshape(count, 8, 16))
-    return (scales[:, :, None] * _look_up_levels(codes, IQ4)).flatten(1)
+    return (scales[:, :, None] * _look_up_levels(codes, IQ4_VALUES)).flatten(1)
 
 
 def mxfp4(blocks: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import BYTE_MIDDLE
+from spd.kernels.linear.few_bits import BYTE_OFFSET
 from spd.runtime.load.gguf_blocks import bits, fifth_bits, nibbles, scales_k
 
 BlockParts = Mapping[str, Tensor]
@@ -28,7 +28,7 @@ def _read_float16(blocks: Tensor, first: int) -> Tensor:
 
 def _to_offset_bytes(numbers: Tensor) -> Tensor:
     """Return whole numbers from -128 to 127 as bytes."""
-    return (numbers.short() + BYTE_MIDDLE).to(torch.uint8)
+    return (numbers.short() + BYTE_OFFSET).to(torch.uint8)
 
 
 def q4_0(blocks: Tensor) -> BlockParts:
@@ -59,7 +59,7 @@ def q5_1(blocks: Tensor) -> BlockParts:
 
 def q8_0(blocks: Tensor) -> BlockParts:
     """Split blocks of d f16, 32 signed bytes."""
-    return {"codes": blocks[:, 2:] ^ BYTE_MIDDLE, "scales": _read_float16(blocks, 0)}
+    return {"codes": blocks[:, 2:] ^ BYTE_OFFSET, "scales": _read_float16(blocks, 0)}
 
 
 def _split_factored(blocks: Tensor, codes: Tensor) -> BlockParts:
@@ -94,7 +94,7 @@ def q6_k(blocks: Tensor) -> BlockParts:
     high = bits(blocks[:, 128:192].reshape(count, 2, 32), 2, 4).reshape(count, 8, 32)
     return {
         "codes": (low | high << 4).flatten(1),
-        "scales": blocks[:, 192:208] ^ BYTE_MIDDLE,
+        "scales": blocks[:, 192:208] ^ BYTE_OFFSET,
         "factors": _read_float16(blocks, 208),
     }
 

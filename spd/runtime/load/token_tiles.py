@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from spd.formats.files import write_atomically
-from spd.kernels.linear.skinny_config import TILES
+from spd.kernels.linear.skinny_config import TOKEN_TILES
 from spd.kernels.native.build import read_cached
 from spd.version import __version__
 
@@ -85,7 +85,7 @@ def read_tile_limits(
         data = json.loads(read_cached(_limits_path(cache, environment)))
         limits: TokenTileLimits = data["widest"]
         if data["for"] == environment and all(
-            dtype in WEIGHT_DTYPES and limits[dtype] in TILES for dtype in limits
+            dtype in WEIGHT_DTYPES and limits[dtype] in TOKEN_TILES for dtype in limits
         ):
             return dict(limits)
     return None

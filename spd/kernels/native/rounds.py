@@ -1,0 +1,88 @@
+"""The operations of a round by the compiled C kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spd.kernels.native.calls import allocate_rows, round_structure
+from spd.kernels.native.products import NativeProducts
+from spd.kernels.round.window import Paging, RoundTensors, RoundWindow, Rows
+
+
+class NativeRounds(NativeProducts):
+    """The operations of a round; see `spd.kernels.interface.Kernels` for the contracts."""
+
+    def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
+        self.call("mark_time", times, counter, *times.shape, column, advance)
+
+    def round_window(
+        self, state: RoundTensors, k: int, paging: Paging, usable_vocab: int
+    ) -> RoundWindow:
+        """Compute `Kernels.round_window` by C."""
+        slots = state.length.shape[0]
+        rows, rows_structure = allocate_rows(slots, k + 1, paging)
+        draft = torch.empty(slots, k, dtype=torch.int64)
+        count = torch.empty(slots, dtype=torch.int64)
+        structure = round_structure(state)
+        self.call("round_window", structure, rows_structure, draft, count, k, usable_vocab)
+        return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, count)
+
+    def committed_window(
+        self,
+        state: RoundTensors,
+        width: int,
+        chosen: Tensor,
+        paging: Paging,
+        first: Tensor | None = None,
+        ahead: int = 0,
+    ) -> Rows:
+        """Compute `Kernels.committed_window` by C."""
+        rows, rows_structure = allocate_rows(state.length.shape[0], width + ahead, paging)
+        structure = round_structure(state)
+        self.call("committed_window", structure, rows_structure, chosen.contiguous(), first, ahead)
+        return rows
+
+    def draft_step(
+        self, state: RoundTensors, sampled: Tensor, step: int, k: int, paging: Paging
+    ) -> Rows:
+        """Compute `Kernels.draft_step` by C."""
+        rows, rows_structure = allocate_rows(state.length.shape[0], 1, paging)
+        structure = round_structure(state)
+        self.call("draft_step", structure, rows_structure, sampled.contiguous(), step, k)
+        return rows
+
+    def round_commit(
+        self,
+        state: RoundTensors,
+        window: RoundWindow,
+        sampled: Tensor,
+        finite: Tensor,
+        accepted: Tensor | None = None,
+        generated: Tensor | None = None,
+    ) -> None:
+        """Compute `Kernels.round_commit` by C."""
+        self.call(
+            "round_commit",
+            round_structure(state),
+            window.draft.contiguous(),
+            window.num_drafts,
+            sampled.contiguous(),
+            finite.contiguous(),
+            accepted,
+            generated,
+            window.draft.shape[1],
+            0 if generated is None else generated.stride(0),
+        )
+
+    def ngram_lookup(
+        self,
+        state: RoundTensors,
+        k: int,
+        ngram_min: int,
+        ngram_max: int,
+        bound: int,
+        keep_drafts: bool = False,
+    ) -> None:
+        """Compute `Kernels.ngram_lookup` by C; bound is not used."""
+        self.call("lookup", round_structure(state), k, ngram_min, ngram_max, keep_drafts)
