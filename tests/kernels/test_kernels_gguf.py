@@ -32,7 +32,7 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
     kind = BY_NAME[name]
-    assert FORMS[name].bytes_of(64, 1024) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+    assert FORMS[name].bytes_of((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
 
 
 @needs_compiled
