@@ -189,7 +189,7 @@ class Replay:
         """Return the request that a server would make of an agent's."""
         clock = f"{CLOCK}{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}"
         system = {"role": "system", "content": f"You edit code.\n{clock}\nBe exact."}
-        body = {"messages": [system, *messages], "tools": TOOLS, "max_tokens": OWN}
+        body: dict[str, Any] = {"messages": [system, *messages], "tools": TOOLS, "max_tokens": OWN}
         chat_request = read_chat(
             {**body, "temperature": 0.8, "seed": number}, self.service.settings
         )

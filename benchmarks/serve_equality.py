@@ -172,7 +172,7 @@ def run_cell(
         for thread in left:
             thread.result()
         ends = time.monotonic() + 30
-        while service.open and time.monotonic() < ends:
+        while service.open_requests and time.monotonic() < ends:
             time.sleep(0.01)
         return {
             "tokens": sum(size for _, size in right),
@@ -183,7 +183,7 @@ def run_cell(
             ),
             "left": int(service.counters.get('requests_total{reason="abort"}', 0)),
             "interrupted": int(service.counters["preemptions_total"]),
-            "still_open": service.open,
+            "still_open": service.open_requests,
         }
 
 

@@ -1,4 +1,4 @@
-"""Requests of all APIs in one typed form, and the prompts and parameters that they ask for."""
+"""Requests of all APIs in one typed form, and their prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spd.conversation.fields import FLAG, TEXT, any_value, integer, one_of, refuse, strict_object
-from spd.conversation.messages import in_template_order, with_system_first
+from spd.conversation.messages import Message, in_template_order, with_system_first
 from spd.conversation.prompt import RESERVED_ARGS, SWITCH, Prompt
 from spd.conversation.sampling_fields import SAMPLING_FIELDS
 from spd.conversation.tool_choice import read_tools, without_strict
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
     from spd.runtime import SamplingParams
 
-Message = Mapping[str, Any]
-"""A message as chat templates read it: `role`, `content`, and what else it has."""
 MAX_REPLIES = 128
 """Replies to one prompt."""
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that chat templates do not know, and those that they get in their place."""
+"""Efforts that chat templates do not know, and those that replace them."""
 PASSED_OVER = frozenset(
     {
         "metadata",
@@ -45,7 +43,7 @@ PASSED_OVER = frozenset(
         "user",
     }
 )
-"""Fields of chat completions and completions that change no text."""
+"""Fields of chat completions and completions that change no text, and are ignored."""
 STREAM_OPTIONS = {
     "include_usage": FLAG,
     "continuous_usage_stats": FLAG,
@@ -66,7 +64,7 @@ SHARED_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """What requests of every API have."""
+    """Fields that requests of every API have."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the body sets, by their names."""
@@ -76,14 +74,14 @@ class ApiRequest:
     stream: bool = False
     stream_options: Mapping[str, Any] = field(default_factory=dict)
     draft_max: int | None = None
-    """Most draft tokens in a round; None leaves it to the plan."""
+    """Maximum of draft tokens in a round; None leaves it to the plan."""
     logprobs: int | None = None
-    """How many likeliest tokens to name at each token; None: no log-probabilities."""
+    """Number of likeliest tokens for each token; None: no log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(ApiRequest):
-    """A request for the next turn of a chat, whatever API it came by."""
+    """A request for the next turn of a chat, of any API."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -94,27 +92,27 @@ class ChatRequest(ApiRequest):
     reasoning_effort: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool | None = None
-    """Whether the reply continues the last message; None: it does where that is the assistant's."""
+    """True if the reply continues the last message; None: it does if that is the assistant's."""
     add_generation_prompt: bool | None = None
     thinking_budget: int | None = None
-    """Most tokens of thinking; None: no limit but the server's own."""
+    """Maximum of tokens of thinking; None: no limit but the server's own."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The prompts of a request, how their replies are sampled, and what holds the replies."""
+    """The prompts of a request, and the sampling parameters and grammar of their replies."""
 
     request: ApiRequest
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     grammar: GrammarSpec | None = None
-    """The format of replies where there are no tools, which have a grammar of their own."""
+    """The format of replies without tools; tools have a grammar of their own."""
     tools: Tools | None = None
     thinking_budget: int | None = None
     prompt_logprobs: int | None = None
-    """How many likeliest tokens to score at each place of the prompts; None: they are not scored."""
+    """Number of likeliest tokens for each position of the prompts; None: prompts are not scored."""
     notes: tuple[str, ...] = ()
-    """What each reply says of how it was made."""
+    """Notes for the client about how the replies were made."""
 
 
 def shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,19 +125,21 @@ def shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     speculative = body.get("speculative", {})
     draft_max = 0 if speculative.get("spec") == "off" else speculative.get("draft_max")
     names = ("model", "n", "stream", "stream_options")
-    taken = {name: body[name] for name in names if name in body}
+    shared = {name: body[name] for name in names if name in body}
     sampling = {name: body[name] for name in SAMPLING_FIELDS if name in body}
-    return {**taken, "sampling": sampling, "draft_max": draft_max}
+    return {**shared, "sampling": sampling, "draft_max": draft_max}
 
 
 def with_one_limit(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the body with one limit of tokens, `max_tokens`: the smaller of two."""
-    limits = [body[each] for each in ("max_tokens", name) if each in body]
+    """Return the body with one limit of tokens, `max_tokens`: the smaller of that and field
+    `name`.
+    """
+    limits = [body[key] for key in ("max_tokens", name) if key in body]
     return {**body, "max_tokens": min(limits)} if limits else dict(body)
 
 
 def chat_generation(chat: ChatRequest, settings: Settings) -> Generation:
-    """Return what a request for the next turn of a chat asks for. Raises FieldError and ApiError."""
+    """Return the generation of a request for the next turn. Raises FieldError and ApiError."""
     vocabulary = settings.vocabulary
     template = vocabulary.need_template()
     variables = _template_variables(chat, template)
@@ -177,7 +177,7 @@ def _tools(chat: ChatRequest, template: ChatTemplate, vocabulary: Vocabulary) ->
 def _continues(chat: ChatRequest, last: Message, tools: Tools | None) -> bool:
     """Return True if the reply continues the last message. Raises FieldError where it cannot.
 
-    It does so where the assistant has begun it, unless the body says otherwise.
+    It does so if the assistant has begun that message, unless the body says otherwise.
     """
     is_begun = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
     continues = chat.continue_final_message
@@ -191,26 +191,28 @@ def _continues(chat: ChatRequest, last: Message, tools: Tools | None) -> bool:
     if not is_begun:
         refuse("continue_final_message", "the last message is no text of the assistant's")
     if (tools is not None and tools.required) or chat.response_format is not None:
-        why = "the assistant has begun the reply, which then cannot be held to a format or to calls"
-        refuse("messages", why)
+        reason = (
+            "the assistant has begun the reply, which then cannot be held to a format or to calls"
+        )
+        refuse("messages", reason)
     return True
 
 
 def without_lines(generation: Generation, beginnings: tuple[str, ...]) -> Generation:
-    """Return the same without the lines of its instructions that begin so.
+    """Return a generation without the lines of its instructions that have one of these beginnings.
 
-    Such lines change from one request to the next, so no cache would know the prompts.
+    Such lines change from one request to the next, so no prompt would be found in the cache.
     """
     line = f"(?:{'|'.join(map(re.escape, beginnings))})[^\n]*"
     lines = re.compile(rf"\A(?:{line}\n*)+|\n{line}")
 
-    def without(message: Message) -> Message:
+    def without_changing_lines(message: Message) -> Message:
         if message["role"] != "system":
             return message
         return {**message, "content": lines.sub("", message["content"])}
 
     prompts = tuple(
-        dataclasses.replace(prompt, messages=tuple(map(without, prompt.messages)))
+        dataclasses.replace(prompt, messages=tuple(map(without_changing_lines, prompt.messages)))
         for prompt in generation.prompts
     )
     return dataclasses.replace(generation, prompts=prompts)
@@ -219,7 +221,7 @@ def without_lines(generation: Generation, beginnings: tuple[str, ...]) -> Genera
 def sampling_params(
     sampling: Mapping[str, Any], settings: Settings, logprobs: int | None
 ) -> SamplingParams:
-    """Return sampling parameters: those of a request over the model's own. Raises ApiError."""
+    """Return the sampling parameters of a request over the model's own. Raises ApiError."""
     values = {**sampling, "logprobs": logprobs}
     # A top_k of -1 is off, too.
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))
@@ -231,12 +233,12 @@ def sampling_params(
         raise api_error(error, param=first if first in values else None) from None
 
 
-def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """Return what the chat template gets beside the messages. Raises FieldError."""
+def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, object]:
+    """Return the variables of the chat template besides the messages. Raises FieldError."""
     for name in chat.template_variables:
         if name in RESERVED_ARGS or name in ("tools", "documents") or not name.isidentifier():
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
-    variables: dict[str, Any] = {}
+    variables: dict[str, object] = {}
     effort = chat.reasoning_effort
     if effort is not None and template.thinking_switch is not None:
         variables[SWITCH] = effort not in ("none", "minimal")

@@ -1,4 +1,4 @@
-"""The HTTP front: which requests are let in, and what answers each path."""
+"""The HTTP application: which requests it accepts, and the handler of each path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -36,19 +36,25 @@ from spd.server.service import Service
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from spd.runtime import Json
+
 
 SEND_SECONDS = 60.0
-"""For which a client may take nothing of what is sent to it."""
-OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
-CHANGING = "x-anthropic-billing-header:"
-"""How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
+"""Seconds after which a client that takes none of the data sent to it is dropped."""
+LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+CHANGING_LINE = "x-anthropic-billing-header:"
+"""The beginning of a line of Claude Code that changes in every request; X-Spd-Changing names
+others."""
 MODEL = "/v1/models/"
-Reader = Callable[[Any, Settings], Generation]
-"""(body, settings of the server) -> what it asks for. Raises FieldError and ApiError."""
+Reader: TypeAlias = "Callable[[Json, Settings], Generation]"
+"""(body, settings of the server) -> the generation that it requests.
+
+Raises FieldError and ApiError.
+"""
 
 
 class Endpoint(NamedTuple):
-    """A path that asks for a reply: what reads its bodies, and what answers them."""
+    """A path that generates a reply: the reader of its bodies, and the reply that answers them."""
 
     read: Reader
     reply: type[Reply]
@@ -66,10 +72,11 @@ _detokenize = strict_object(
 
 
 class App:
-    """What answers each path, as an ASGI application.
+    """The server's ASGI application.
 
-    It lets in what carries the key, and what no web page can have sent: Host shows a page's own name for this
-    machine, Origin the page. Without `loopback` Host is not looked at, for a key guards the server.
+    It accepts requests with the key that no web page can have sent: Host shows a page's own name
+    for this machine, Origin the page. Without `loopback` Host is not checked, for a key guards the
+    server.
     """
 
     def __init__(self, service: Service, *, key: str | None = None, loopback: bool = True) -> None:
@@ -82,14 +89,19 @@ class App:
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
             MODEL: ("GET", self._models),
-            **{path: ("POST", partial(self._complete, each)) for path, each in ENDPOINTS.items()},
+            **{
+                path: ("POST", partial(self._generate, endpoint))
+                for path, endpoint in ENDPOINTS.items()
+            },
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patient(message: Message) -> None:
+        """Answer one HTTP request."""
+
+        async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), SEND_SECONDS)
 
         try:
@@ -97,51 +109,56 @@ class App:
             self._check(request)
             path = request.scope["path"]
             method = request.method
-            known, answer = self._paths.get(
+            expected_method, answer = self._paths.get(
                 MODEL if path.startswith(MODEL) else path, ("", self._models)
             )
-            if method != known:
-                status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
+            if method != expected_method:
+                status, code = (
+                    (405, "method_not_allowed") if expected_method else (404, "unknown_url")
+                )
                 raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
-            await (await answer(request))(scope, receive, patient)
+            await (await answer(request))(scope, receive, send_in_time)
         except (ClientDisconnect, OSError, asyncio.TimeoutError):
-            pass  # the client has gone, or takes nothing
+            pass  # the client is gone, or takes no data
         except Exception as error:
             refusal = api_error(error)
             self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
-            shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
-            await shown(scope, receive, send)
+            response = JSONResponse(refusal.body, refusal.status, refusal.headers)
+            await response(scope, receive, send)
 
     def _check(self, request: HttpRequest) -> None:
-        """Raise ApiError for a request that is not let in."""
+        """Raise ApiError for a request that is not accepted."""
         headers = request.headers
         host = headers.get("host", "")
-        if self._loopback and not OWN_HOST.fullmatch(host):
-            why = f"The host '{host[:100]}' is not this server's: it answers to 127.0.0.1, localhost and ::1."
-            raise ApiError(403, why, code="host_not_allowed")
+        if self._loopback and not LOOPBACK_HOST.fullmatch(host):
+            message = (
+                f"The host '{host[:100]}' is not this server's: it answers to 127.0.0.1, localhost"
+                " and ::1."
+            )
+            raise ApiError(403, message, code="host_not_allowed")
         if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
-            why = "Content-Length and Transfer-Encoding stand together, so the body's end is not sure."
-            raise ApiError(400, why, code="ambiguous_length", closes=True)
+            message = "Content-Length and Transfer-Encoding stand together, so the body's end is not sure."
+            raise ApiError(400, message, code="ambiguous_length", closes=True)
         if self._key is not None and request.scope["path"] != "/health":
-            sent = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
-            kind, _, key = sent.partition(" ")
+            authorization = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
+            kind, _, key = authorization.partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
-                why = "Incorrect API key provided." if key else "You didn't provide an API key."
-                why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
-                raise ApiError(401, why, code="invalid_api_key")
+                message = "Incorrect API key provided." if key else "You didn't provide an API key."
+                message += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
+                raise ApiError(401, message, code="invalid_api_key")
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
         service = self._service
         status = "draining" if service.draining else "ok"
-        shown = {
+        status_fields = {
             "status": status,
             "model": service.name,
-            "running": service.open,
+            "running": service.open_requests,
             "slots": service.slots,
         }
-        return JSONResponse(shown, 503 if service.draining else 200)
+        return JSONResponse(status_fields, 503 if service.draining else 200)
 
     async def _metrics(self, request: HttpRequest) -> ASGIApp:
         return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
@@ -154,38 +171,39 @@ class App:
         if (name := path.removeprefix(MODEL)) != path:
             self._check_name(name)
             return JSONResponse({"id": name, **card})
-        cards = [{"id": each, **card} for each in service.names]
+        cards = [{"id": model_name, **card} for model_name in service.names]
         return JSONResponse({"object": "list", "data": cards})
 
     def _check_name(self, name: str) -> None:
-        """Raise ApiError for another model than the one that is served."""
+        """Raise ApiError for a model that is not served."""
         service = self._service
         if name not in service.names and not service.any_model:
-            why = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
-            raise ApiError(404, why, param="model", code="model_not_found")
+            message = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
-        return JSONResponse({"input_tokens": len(await self._ids(read_messages, request))})
+        return JSONResponse({"input_tokens": len(await self._prompt_ids(read_messages, request))})
 
-    async def _ids(self, read: Reader, request: HttpRequest) -> list[int]:
+    async def _prompt_ids(self, read: Reader, request: HttpRequest) -> list[int]:
         """Return the first prompt of a request as token ids."""
         generation = await self._read(read, request)
         vocabulary = self._service.settings.vocabulary
-        most = vocabulary.config.max_positions
-        return await asyncio.to_thread(encode_prompt, generation.prompts[0], vocabulary, most)
+        limit = vocabulary.config.max_positions
+        return await asyncio.to_thread(encode_prompt, generation.prompts[0], vocabulary, limit)
 
     async def _read(self, read: Reader, request: HttpRequest) -> Generation:
-        """Return what a request asks for, without the lines that change from one to the next.
+        """Return the generation that a request asks for, without lines that change in every
+        request.
 
         Raises FieldError and ApiError.
         """
         generation = read(await read_body(request), self._service.settings)
         if generation.request.model is not None:
             self._check_name(generation.request.model)
-        named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
-        return without_lines(generation, (CHANGING, *filter(None, named)))
+        beginnings = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
+        return without_lines(generation, (CHANGING_LINE, *filter(None, beginnings)))
 
-    async def _complete(self, endpoint: Endpoint, request: HttpRequest) -> ASGIApp:
+    async def _generate(self, endpoint: Endpoint, request: HttpRequest) -> ASGIApp:
         service = self._service
         generation = await self._read(endpoint.read, request)
         service.admit(len(generation.prompts) * generation.request.n)
@@ -194,13 +212,13 @@ class App:
         return endpoint.reply(service, generation, prepared)
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
-        def read(body: Any, settings: Settings) -> Generation:
+        def read(body: Json, settings: Settings) -> Generation:
             is_chat = isinstance(body, dict) and "messages" in body
             return (read_chat if is_chat else read_completion)(body, settings)
 
-        ids = await self._ids(read, request)
-        most = self._service.settings.context
-        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
+        ids = await self._prompt_ids(read, request)
+        max_length = self._service.settings.context
+        return JSONResponse({"count": len(ids), "max_model_len": max_length, "tokens": ids})
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
         settings = self._service.settings

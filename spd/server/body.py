@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from starlette.requests import Request as HttpRequest
 
@@ -13,48 +13,53 @@ from spd.formats.json_file import decode_utf8, parse_json
 from spd.server.errors import ApiError
 
 if TYPE_CHECKING:
-    pass
+    from spd.runtime import Json
 
 
 MAX_BODY_ITEMS = 1 << 20
-"""Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
+"""Tokens of JSON structure in a body: they bound the memory that it takes."""
 
 
-def parse_body(data: bytes) -> Any:
-    """A body as JSON without NaN, as `parse_json` reads it. Raises ApiError."""
+def _refuse_constant(name: str) -> NoReturn:
+    refuse(name, "it is no number")
+
+
+def parse_body(data: bytes) -> Json:
+    """Return the value of a body, which is JSON without NaN. Raises ApiError and FieldError."""
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_BODY_ITEMS:
         raise ApiError(400, f"The body holds more than {MAX_BODY_ITEMS:,} values.")
     try:
         text = decode_utf8(data, "The body")
-        return parse_json(
-            text, "The body", parse_constant=lambda name: refuse(name, "it is no number")
-        )
+        value = parse_json(text, "The body", parse_constant=_refuse_constant)
     except CheckpointError as error:
         raise ApiError(400, f"{error.message}.") from None
+    return cast("Json", value)
 
 
 BODY_LIMIT = 16 << 20
-
-
+"""Bytes of a body."""
 BODY_SECONDS = 60.0
-"""For which a client may take to send a body."""
+"""Seconds in which a client has to send a body."""
 
 
-async def read_body(request: HttpRequest) -> Any:
-    """A request's body. Raises ApiError for one that is packed, too large, too slow or no JSON."""
+async def read_body(request: HttpRequest) -> Json:
+    """Return the value of a request's body.
+
+    Raises ApiError for a body that is compressed, too large, too slow or no JSON.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
-        why = f"The body is sent as {encoding[:40]!r}, and only plain JSON is read."
-        raise ApiError(415, why, code="unsupported_content_encoding", closes=True)
+        message = f"The body is sent as {encoding[:40]!r}, and only plain JSON is read."
+        raise ApiError(415, message, code="unsupported_content_encoding", closes=True)
 
     async def read() -> bytes:
-        """Return all of it."""
+        """Return the bytes of the body."""
         data = bytearray()
         async for part in request.stream():
             data.extend(part)
             if len(data) > BODY_LIMIT:
-                why = f"The body is larger than {BODY_LIMIT >> 20} MiB."
-                raise ApiError(413, why, code="body_too_large")
+                message = f"The body is larger than {BODY_LIMIT >> 20} MiB."
+                raise ApiError(413, message, code="body_too_large")
         return bytes(data)
 
     try:

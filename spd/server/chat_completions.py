@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from spd.conversation.fields import (
     FLAG,
@@ -20,7 +20,7 @@ from spd.conversation.fields import (
 )
 from spd.conversation.logprobs import LogprobEntry, TokenEntry, logprob_entry
 from spd.conversation.messages import ROLES
-from spd.conversation.reply import PartDelta, ReplyBuilder, tool_call
+from spd.conversation.reply import PartDelta, ReplyBuilder, ToolCall, tool_call
 from spd.conversation.tool_choice import (
     FORMAT_FIELDS,
     FUNCTION_FIELDS,
@@ -42,14 +42,14 @@ from spd.server.replies import Reply, sse
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Event
+    from spd.runtime import Event, Json
     from spd.runtime.engine.request import TokenLogprob
 
 
-def _message(value: Any, name: str) -> dict[str, Any]:
+def _message(value: Json, name: str) -> dict[str, Any]:
     """Return a message with text in `content`. Raises FieldError."""
     checked = _message_fields(value, name)
-    message = {key: one for key, one in checked.items() if one or key == "content"}
+    message = {key: field for key, field in checked.items() if field or key == "content"}
     refusal = message.pop("refusal", "")
     if "tool_calls" in message:
         message["tool_calls"] = [{**call, "type": "function"} for call in message["tool_calls"]]
@@ -98,8 +98,11 @@ CHAT_FIELDS = {
 _chat = strict_object(CHAT_FIELDS)
 
 
-def read_chat(value: Any, settings: Settings) -> Generation:
-    """Return what a chat completion's body asks for. Raises FieldError and ApiError."""
+def read_chat(value: Json, settings: Settings) -> Generation:
+    """Return the generation that a chat completion's body requests.
+
+    Raises FieldError and ApiError.
+    """
     body = with_one_limit(_chat(value, ""), "max_completion_tokens")
     shared = shared_fields(body)
     if body.get("top_logprobs") and not body.get("logprobs"):
@@ -121,7 +124,7 @@ def read_chat(value: Any, settings: Settings) -> Generation:
 
 
 LOWEST_LOGPROB = -9999.0
-"""The API's word for the logarithm of nothing."""
+"""The API's number for the logarithm of zero."""
 
 
 class ChatLogprob(TokenEntry):
@@ -154,126 +157,154 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list
     ]
 
 
+class Delta(TypedDict, total=False):
+    """Text and calls that a chunk adds to a choice."""
+
+    content: str
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+
+
 class ChatReply(Reply):
-    """As chat completions."""
+    """A reply in the form of chat completions."""
 
     kind = "chat.completion"
     prefix = "chatcmpl"
 
-    def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    def _object(
+        self, choices: Sequence[Mapping[str, object]], **extra_fields: object
+    ) -> dict[str, object]:
+        """Return a completion, or a chunk of it in a stream."""
         is_chunk = self._request.stream and self.kind == ChatReply.kind
         kind = f"{self.kind}.chunk" if is_chunk else self.kind
-        head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
-        return {**head, "model": self._service.name, "choices": choices, **more}
+        head = {"id": f"{self.prefix}-{self._id}", "object": kind, "created": self._created}
+        return {**head, "model": self._service.name, "choices": choices, **extra_fields}
 
     def _stream_option(self, name: str) -> bool:
-        """True if the body asks for an option of streams."""
+        """True if the body sets an option of streams."""
         return bool(self._request.stream_options.get(name))
 
-    def _chunk(self, choice: ReplyBuilder, **fields: Any) -> bytes:
-        """Return an event with what is new of a choice."""
-        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        usage: dict[str, Any] = {}
+    def _chunk(self, choice: ReplyBuilder, **fields: object) -> bytes:
+        """Return an event with the new fields of a choice."""
+        choice_fields = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
+        usage: dict[str, object] = {}
         if self._stream_option("continuous_usage_stats"):
             usage = {"usage": self._usage_so_far()}
         elif self._stream_option("include_usage"):
             usage = {"usage": None}
-        return sse(self._object([told], **usage))
+        return sse(self._object([choice_fields], **usage))
 
     def _usage_so_far(self) -> dict[str, int]:
         total = self._prompt_tokens + self._reply_tokens
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._reply_tokens}
         return {**usage, "total_tokens": total}
 
-    def begin(self, cached: int) -> Iterator[bytes]:
+    def start_chunks(self, cached: int) -> Iterator[bytes]:
+        """Yield the first chunks of a stream."""
         for choice in self._choices:
             yield self._chunk(choice, delta={"role": "assistant", "content": ""})
 
-    def grow(
+    def event_chunks(
         self, choice: ReplyBuilder, event: Event, grown: Sequence[PartDelta]
     ) -> Iterator[bytes]:
-        """See `Reply.grow`; the chunk that tells why a choice ended holds no text: clients drop it."""
-        added = self._added(choice, grown)
+        """Yield the chunks of an event; the one with the finish reason has no text: clients drop
+        it.
+        """
+        added = self._delta_fields(choice, grown)
         if any(added.values()) or event.logprobs:
             yield self._chunk(choice, logprobs=self._logprobs(choice, event.logprobs), **added)
         if event.finish_reason is not None:
-            ended = {**self._added(choice, ()), **choice.notes_field}
-            yield self._chunk(choice, finish_reason=self._reason(choice), **ended)
+            ended = {**self._delta_fields(choice, ()), **choice.notes_field}
+            yield self._chunk(choice, finish_reason=self._finish_reason(choice), **ended)
 
-    def _added(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, Any]:
-        """What an event added, as its field."""
-        delta = dict[str, Any]()
+    def _delta_fields(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, object]:
+        """Return the text and calls that an event added, as a field of the choice."""
+        delta: Delta = {}
         for part, text, begins in grown:
             if part.kind == "call":
-                shown = tool_call(part) if begins else {"function": {}}
-                shown = {**shown, "index": choice.calls.index(part)}
-                shown["function"]["arguments"] = text
-                delta.setdefault("tool_calls", []).append(shown)
+                call: ToolCall = tool_call(part) if begins else {"function": {}}
+                call["index"] = choice.calls.index(part)
+                call["function"]["arguments"] = text
+                delta.setdefault("tool_calls", []).append(call)
+            elif part.kind == "text":
+                delta["content"] = delta.get("content", "") + text
             else:
-                key = "content" if part.kind == "text" else "reasoning_content"
-                delta[key] = delta.get(key, "") + text
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
         return {"delta": delta}
 
-    def end(self) -> Iterator[bytes]:
+    def end_chunks(self) -> Iterator[bytes]:
+        """Yield the last chunks of a stream."""
         if self._stream_option("include_usage"):
-            yield sse(self._object([], **self._figures()))
+            yield sse(self._object([], **self._statistics()))
         yield b"data: [DONE]\n\n"
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
+    def error_chunks(self, error: ApiError) -> Iterator[bytes]:
+        """Yield the chunks behind an error."""
         yield sse(error.body)
         yield b"data: [DONE]\n\n"
 
-    def whole(self) -> dict[str, Any]:
-        return self._object([self._ended(one) for one in self._choices], **self._figures())
+    def full_body(self) -> dict[str, object]:
+        """Return the body of a reply that is not streamed."""
+        return self._object(
+            [self._choice_fields(choice) for choice in self._choices], **self._statistics()
+        )
 
-    def _ended(self, choice: ReplyBuilder) -> dict[str, Any]:
-        """Return a whole choice."""
-        logprobs = self._logprobs(choice, choice.logprobs)
-        told = {"index": choice.index, "logprobs": logprobs, "finish_reason": self._reason(choice)}
-        return {**told, **self._all(choice), **choice.notes_field}
+    def _choice_fields(self, choice: ReplyBuilder) -> dict[str, object]:
+        """Return a complete choice."""
+        logprobs = self._full_logprobs(choice)
+        fields = {
+            "index": choice.index,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason(choice),
+        }
+        return {**fields, **self._reply_fields(choice), **choice.notes_field}
 
-    def _all(self, choice: ReplyBuilder) -> dict[str, Any]:
-        """All of a choice, as its field."""
+    def _reply_fields(self, choice: ReplyBuilder) -> dict[str, object]:
+        """Return the text and calls of a complete choice, as a field of it."""
         message = {**choice.message(), "refusal": None}
         if choice.calls:
             message["content"] = message["content"] or None
         return {"message": message}
 
-    def _reason(self, choice: ReplyBuilder) -> str | None:
-        """How it ended, as the API says it; a call that was asked for by name is a stop."""
+    def _finish_reason(self, choice: ReplyBuilder) -> str | None:
+        """Return the API's finish reason; a call of a function that the request named is a stop."""
         tools = self._generation.tools
         is_free = tools is not None and tools.named_function is None
         if choice.finish_reason == "stop" and is_free and choice.calls:
             return "tool_calls"
         return choice.finish_reason
 
+    def _full_logprobs(self, choice: ReplyBuilder) -> Mapping[str, object] | None:
+        """Return the log-probabilities of a complete choice in the API's form."""
+        return self._logprobs(choice, choice.logprobs)
+
     def _logprobs(
         self, choice: ReplyBuilder, entries: Sequence[TokenLogprob]
-    ) -> dict[str, Any] | None:
-        """Log-probabilities in the API's form."""
+    ) -> Mapping[str, object] | None:
+        """Return log-probabilities in the API's form; None if the request wants none."""
         if self._generation.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
         return {"content": chat_logprobs(entries, tokenizer), "refusal": None}
 
-    def _figures(self) -> dict[str, Any]:
-        """Tokens of all choices; times and acceptance of the first one."""
-        each = self._metrics
+    def _statistics(self) -> dict[str, object]:
+        """Return the tokens of all choices, and the times and acceptance of the first one."""
+        all_metrics = self._metrics
         plan = self._service.plan
-        prompt, cached, completion, reasoning = self._counts
-        speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        drafted = sum(one.draft_n for one in each)
-        accepted = sum(one.draft_n_accepted for one in each)
+        prompt, cached, completion, reasoning = self._token_counts
+        speculation = all_metrics[0].speculative_decoding(plan.spec, plan.shape.draft_max)
+        drafted = sum(metrics_of_choice.draft_n for metrics_of_choice in all_metrics)
+        accepted = sum(metrics_of_choice.draft_n_accepted for metrics_of_choice in all_metrics)
         details = {
             "reasoning_tokens": reasoning,
             "draft_tokens": drafted,
             "accepted_draft_tokens": accepted,
         }
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage: dict[str, object] = {"prompt_tokens": prompt, "completion_tokens": completion}
         usage |= {
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         usage["completion_tokens_details"] = details
         metrics = {"speculative_decoding": speculation}
-        return {"usage": usage, "timings": each[0].timings(), "metrics": metrics}
+        return {"usage": usage, "timings": all_metrics[0].timings(), "metrics": metrics}

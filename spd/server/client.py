@@ -1,6 +1,7 @@
-"""Servers of this machine's user, from outside: found, told of, started and stopped.
+"""Client of this user's servers: finds them, and runs requests on their engines.
 
-Each line on a socket is a JSON object. No torch here, nor anything else that takes time to import.
+Each line on a socket is a JSON object. This file imports no torch, nor anything else that is slow
+to import.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams
 
 ANSWER_SECONDS = 5.0
-"""For which a server may take to let a client in, to say how it is, and to end what was aborted."""
+"""Seconds in which a server has to accept a client, to send its status, and to end an aborted
+request."""
 
 
 class JsonConnection:
@@ -45,8 +47,8 @@ class JsonConnection:
         self._socket.settimeout(ANSWER_SECONDS)
         self._socket.connect(str(path))
 
-    def send(self, **message: Any) -> None:
-        """Send one object. Raises EngineError where the server has gone."""
+    def send(self, **message: object) -> None:
+        """Send one object. Raises EngineError if the server has ended."""
         try:
             line = json.dumps(
                 message, default=lambda value: getattr(value, "__dict__", None) or str(value)
@@ -54,32 +56,35 @@ class JsonConnection:
             self._socket.settimeout(None)
             self._socket.sendall(line.encode() + b"\n")
         except OSError:
-            raise _lost() from None
+            raise _server_ended() from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next object, {} where none comes in time. Raises what the server refuses, and EngineError."""
+        """Return the next object; {} if none arrives in time.
+
+        Raises the error with which the server refuses a request, and EngineError if it has ended.
+        """
         self._socket.settimeout(seconds)
         try:
             while (end := self._data.find(b"\n")) < 0:
-                if not (more := self._socket.recv(1 << 20)):
-                    raise _lost()
-                self._data += more
+                if not (chunk := self._socket.recv(1 << 20)):
+                    raise _server_ended()
+                self._data += chunk
             message: dict[str, Any] = json.loads(self._data[:end])
         except (TimeoutError, BlockingIOError):
             return {}
         except (OSError, ValueError):
-            raise _lost() from None
+            raise _server_ended() from None
         del self._data[: end + 1]
         if name := message.pop("refused", None):
             raise getattr(errors, name, SpdError)(message.pop("message"), **message)
         return message
 
     def close(self) -> None:
-        """Hang up; the server aborts what is under way."""
+        """Close the connection; the server aborts the requests that run for it."""
         self._socket.close()
 
 
-def _lost() -> EngineError:
+def _server_ended() -> EngineError:
     return EngineError(
         "the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"]
     )
@@ -88,23 +93,23 @@ def _lost() -> EngineError:
 def find_servers(
     folder: Path, note: Callable[[str], None]
 ) -> Iterator[tuple[JsonConnection, dict[str, Any]]]:
-    """Yield a connection to each server of a folder of sockets, and what it says of itself.
+    """Yield a connection to each server of a folder of sockets, and its status.
 
-    note: called with words about a server that does not answer.
+    note: called with a message about a server that does not answer.
     """
     if not os.path.lexists(folder):
         return
     for path in sorted(runtime_folder(folder).glob("*.sock")):
         try:
-            line = JsonConnection(path)
-            line.send(do="status")
-            status = line.receive(ANSWER_SECONDS)
-        except (OSError, EngineError) as error:  # it has ended
+            connection = JsonConnection(path)
+            connection.send(do="status")
+            status = connection.receive(ANSWER_SECONDS)
+        except (OSError, EngineError) as error:  # the server has ended
             if isinstance(error, ConnectionRefusedError):
                 path.unlink(missing_ok=True)
             continue
         if status:
-            yield line, status
+            yield connection, status
         else:
             note(f"the server of process {path.stem} does not answer; kill -9 {path.stem} ends it")
 
@@ -114,43 +119,48 @@ class ServedPrompt(NamedTuple):
 
     request: Request
     inside_thinking: bool | None
-    """Whether the reply begins inside thinking; None where it is no turn of a chat."""
+    """True if the reply begins inside thinking; None if it is no turn of a chat."""
     marks: ThinkingMarks
     notes: Sequence[str]
-    """What the user may not expect of the run."""
-    parameters: Mapping[str, Any]
-    """Each sampling parameter, and where it comes from."""
+    """Notes for the user about limits of the run."""
+    parameters: Mapping[str, object]
+    """Each sampling parameter, some with their source."""
 
 
 class ServedEngine(EngineClient):
-    """An engine of a server: requests go and events come over a connection. See `EngineClient`."""
+    """The engine of a server: requests and events go over a connection. See `EngineClient`."""
 
     load_ms = 0.0
     has_tokenizer = True
 
-    def __init__(self, line: JsonConnection, model: Path, plan: Mapping[str, Any]) -> None:
-        """model: its folder; plan: the JSON of the server's plan for one command."""
-        self._line = line
+    def __init__(self, connection: JsonConnection, model: Path, plan: Mapping[str, Any]) -> None:
+        """Use a connection.
+
+        model: the model's folder. plan: the JSON of the server's plan for one command.
+        """
+        self._connection = connection
         self._folder = model
         self.info = EngineInfo.from_json(plan)
-        self.prefilling = lambda written, wanted: None
+        self.prefilling = lambda written, total: None
         self._running: set[str] = set()
         self._events: list[Event] = []
         self._metrics: dict[str, RequestMetrics] = {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the model's tokenizer, opened when it is first used, for few replies need it."""
+        """Return the model's tokenizer, opened at its first use, for few replies need it."""
         from spd.formats.folder import ModelFolder
 
         return ModelFolder(self._folder).tokenizer
 
     def prepare(
-        self, prompt: Prompt, wishes: SamplingOptions, grammar: GrammarSpec | None, think: str
+        self, prompt: Prompt, options: SamplingOptions, grammar: GrammarSpec | None, think: str
     ) -> ServedPrompt:
         """Return the request of a prompt, which the server encodes."""
-        self._line.send(do="prepare", prompt=prompt, wishes=wishes, grammar=grammar, think=think)
-        answer = self._line.receive()
+        self._connection.send(
+            do="prepare", prompt=prompt, wishes=options, grammar=grammar, think=think
+        )
+        answer = self._connection.receive()
         return ServedPrompt(
             read_request(answer["request"]),
             answer["inside_thinking"],
@@ -160,17 +170,19 @@ class ServedEngine(EngineClient):
         )
 
     def add(self, request: Request) -> None:
-        """Begin a request. Raises what the server refuses it with."""
-        self._line.send(do="add", request=request)
-        while self._take(self._line.receive()):
+        """Begin a request. Raises the error with which the server refuses it."""
+        self._connection.send(do="add", request=request)
+        while self._store_event(self._connection.receive()):
             pass
         self._running.add(request.id)
 
     def abort(self, request_id: str) -> None:
-        """Have a request ended within a round, if it runs, and wait for that."""
+        """Abort a request, if it runs, and wait until it has ended."""
         if request_id in self._running:
-            self._line.send(do="abort", id=request_id)
-            while request_id in self._running and self._take(self._line.receive(ANSWER_SECONDS)):
+            self._connection.send(do="abort", id=request_id)
+            while request_id in self._running and self._store_event(
+                self._connection.receive(ANSWER_SECONDS)
+            ):
                 pass
 
     def capture_ahead(
@@ -181,24 +193,26 @@ class ServedEngine(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
+        """True if a request has not ended, or events have not been returned."""
         return bool(self._running or self._events)
 
     def step(self) -> list[Event]:
-        """What has come, or comes within a moment."""
-        while self._running and self._take(self._line.receive(0.0 if self._events else 0.05)):
+        """Return the events that have arrived; wait up to 50 ms for the first."""
+        while self._running and self._store_event(
+            self._connection.receive(0.0 if self._events else 0.05)
+        ):
             pass
         events = self._events
         self._events = []
         return events
 
-    def _take(self, message: dict[str, Any]) -> bool:
-        """Keep an event; False for a message that is none."""
+    def _store_event(self, message: dict[str, Any]) -> bool:
+        """Store the event of a message; return False if the message has none."""
         if "event" not in message:
             return False
         name, ids, text, reason, drafted, logprobs, error = as_tuples(message["event"])
-        listed = tuple(TokenLogprob(*one) for one in logprobs)
-        self._events.append(Event(name, ids, text, reason, drafted, listed, error))
+        entries = tuple(TokenLogprob(*entry) for entry in logprobs)
+        self._events.append(Event(name, ids, text, reason, drafted, entries, error))
         if reason is not None:
             self._running.discard(name)
             outcomes = {
@@ -208,9 +222,9 @@ class ServedEngine(EngineClient):
         return True
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """Counters of a request that has ended. Raises KeyError for another."""
+        """Return the counters of a request that has ended. Raises KeyError for another one."""
         return self._metrics[request_id]
 
     def close(self) -> None:
-        """Hang up; the server ends what still runs."""
-        self._line.close()
+        """Close the connection; the server ends the requests that still run for it."""
+        self._connection.close()

@@ -1,12 +1,12 @@
-"""OpenAI's completions API: raw prompts, scored on request, and how it tells a reply."""
+"""OpenAI's completions API: raw prompts, scored on request, and replies."""
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from spd.conversation.fields import (
     FLAG,
@@ -17,6 +17,7 @@ from spd.conversation.fields import (
     strict_object,
 )
 from spd.conversation.fill_in import fill_in_ends
+from spd.conversation.logprobs import LogprobEntry
 from spd.conversation.prompt import Prompt
 from spd.conversation.reply import PartDelta, ReplyBuilder
 from spd.conversation.sampling_fields import IDS
@@ -31,25 +32,26 @@ from spd.server.api_request import (
     shared_fields,
 )
 from spd.server.chat_completions import ChatReply, finite_logprobs
-from spd.server.replies import Reply
+from spd.server.replies import Reply, TokenCounts
 
 if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest, Settings
-    from spd.runtime import Event
+    from spd.runtime import Event, Json
     from spd.server.service import Service
 
 MAX_PROMPTS = 128
 DEFAULT_TOKENS = 16
-"""Tokens of a reply where the body has no limit: the API's own number."""
+"""Tokens of a reply if the body has no limit: the API's own default."""
 
 
-def _prompts(value: Any, name: str) -> tuple[Prompt, ...]:
-    """One prompt or several, as text or as token ids."""
-    several = isinstance(value, list) and value and not isinstance(value[0], int)
-    return tuple(array_of(_prompt, MAX_PROMPTS)(value if several else [value], name))
+def _prompts(value: Json, name: str) -> tuple[Prompt, ...]:
+    """Return one prompt or several, as text or as token ids."""
+    has_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    return array_of(_prompt, MAX_PROMPTS)(value if has_several else [value], name)
 
 
-def _prompt(value: Any, name: str) -> Prompt:
+def _prompt(value: Json, name: str) -> Prompt:
+    """Return one prompt. Raises FieldError."""
     if isinstance(value, str):
         return Prompt(text=value)
     ids = IDS(value, name)
@@ -73,13 +75,13 @@ class CompletionRequest(ApiRequest):
     """A request that continues raw prompts."""
 
     echo: bool = False
-    """Whether the prompt stands before the reply."""
+    """True if the reply begins with the prompt."""
     shows_reply: bool = True
-    """Whether the reply is shown; a limit of no tokens asks for scores of the prompt alone."""
+    """False if the reply is left out: a limit of no tokens requests scores of the prompt alone."""
 
 
-def read_completion(value: Any, settings: Settings) -> Generation:
-    """Return what a completion's body asks for. Raises FieldError and ApiError."""
+def read_completion(value: Json, settings: Settings) -> Generation:
+    """Return the generation that a completion's body requests. Raises FieldError and ApiError."""
     body = {"max_tokens": DEFAULT_TOKENS, **_completion(value, "")}
     shared = shared_fields(body)
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
@@ -108,26 +110,37 @@ def read_completion(value: Any, settings: Settings) -> Generation:
 
 
 class TextOffsets:
-    """Where each token's text begins in a text, in characters."""
+    """The position of each token's text in a text, in characters."""
 
     def __init__(self) -> None:
-        self._at = 0
+        self._position = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def end(self) -> int:
-        """Characters so far."""
-        return self._at
+        """Return the number of characters so far."""
+        return self._position
 
-    def place(self, data: bytes) -> int:
-        """Return where the text of the next token begins. data: its bytes."""
-        at = self._at
-        self._at += len(self._decoder.decode(data))
+    def advance(self, data: bytes) -> int:
+        """Return the position of the next token's text. data: its bytes."""
+        at = self._position
+        self._position += len(self._decoder.decode(data))
         return at
 
 
+class LogprobColumns(TypedDict):
+    """Log-probabilities as completions write them: an array for each field, an item for each
+    token.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class CompletionReply(ChatReply):
-    """As completions."""
+    """A reply in the form of completions."""
 
     kind = "text_completion"
     prefix = "cmpl"
@@ -139,66 +152,77 @@ class CompletionReply(ChatReply):
         request = generation.request
         assert isinstance(request, CompletionRequest)
         self._shows_reply = request.shows_reply
-        self._prompt_ids = [each.request.prompt_ids for each in prepared]
+        self._prompt_ids = [prepared_request.request.prompt_ids for prepared_request in prepared]
         self._offsets = [TextOffsets() for _ in prepared]
         self._scores: dict[int, tuple[TokenLogprob, ...]] = {}
-        """Of the prompts' tokens but the first, by number of the choice."""
-        self._unechoed = {*range(len(prepared))} if request.echo else set[int]()
-        """Choices of a stream whose prompt is still to be shown."""
+        """Log-probabilities of the prompts' tokens but the first, by number of the choice."""
+        self._unechoed_choices = {*range(len(prepared))} if request.echo else set[int]()
+        """Choices of a stream whose prompt is still to be sent."""
 
-    def begin(self, cached: int) -> Iterator[bytes]:
-        """Show nothing: a completion has no role."""
-        return Reply.begin(self, cached)
+    def start_chunks(self, cached: int) -> Iterator[bytes]:
+        """Yield nothing: a completion has no role."""
+        return Reply.start_chunks(self, cached)
 
-    def _heard(self, index: int, event: Event) -> Event:
-        """Keep scores; leave out the token that is decoded where none is asked for."""
+    def _visible_event(self, index: int, event: Event) -> Event:
+        """Store the prompt's scores; return the event, without tokens if the reply is left out."""
         self._scores.setdefault(index, event.prompt_logprobs)
         if self._shows_reply:
             return event
         reason = "length" if event.finish_reason == "stop" else event.finish_reason
         return event._replace(token_ids=(), text="", logprobs=(), drafted=(), finish_reason=reason)
 
-    def grow(
+    def event_chunks(
         self, choice: ReplyBuilder, event: Event, grown: Sequence[PartDelta]
     ) -> Iterator[bytes]:
-        """Show the prompt first where it is to be echoed."""
-        if choice.index in self._unechoed:
-            self._unechoed.discard(choice.index)
+        """Yield the chunks of an event, first the prompt if the request echoes it."""
+        if choice.index in self._unechoed_choices:
+            self._unechoed_choices.discard(choice.index)
             yield self._chunk(
                 choice, text=self._prompt(choice), logprobs=self._prompt_logprobs(choice)
             )
-        yield from super().grow(choice, event, grown)
+        yield from super().event_chunks(choice, event, grown)
 
-    def _added(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, Any]:
+    def _delta_fields(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, object]:
         return {"text": "".join(text for _, text, _ in grown)}
 
-    def _all(self, choice: ReplyBuilder) -> dict[str, Any]:
+    def _reply_fields(self, choice: ReplyBuilder) -> dict[str, object]:
         return {"text": choice.text_of("text")}
 
-    def _ended(self, choice: ReplyBuilder) -> dict[str, Any]:
-        scores = self._prompt_logprobs(choice) if choice.index in self._unechoed else None
-        ended = super()._ended(choice)
-        if choice.index in self._unechoed:
-            ended["text"] = self._prompt(choice) + ended["text"]
-        if scores is not None and ended["logprobs"] is not None:
-            ended["logprobs"] = {name: scores[name] + ended["logprobs"][name] for name in scores}
-        return ended
+    def _choice_fields(self, choice: ReplyBuilder) -> dict[str, object]:
+        fields = super()._choice_fields(choice)
+        if choice.index in self._unechoed_choices:
+            fields["text"] = self._prompt(choice) + choice.text_of("text")
+        return fields
+
+    def _full_logprobs(self, choice: ReplyBuilder) -> LogprobColumns | None:
+        """Return the log-probabilities of a choice, first those of its prompt if it is echoed."""
+        is_echoed = choice.index in self._unechoed_choices
+        prompt = self._prompt_logprobs(choice) if is_echoed else None  # its offsets come first
+        reply = self._logprobs(choice, choice.logprobs)
+        if prompt is None or reply is None:
+            return reply
+        return {
+            "tokens": prompt["tokens"] + reply["tokens"],
+            "token_logprobs": prompt["token_logprobs"] + reply["token_logprobs"],
+            "top_logprobs": prompt["top_logprobs"] + reply["top_logprobs"],
+            "text_offset": prompt["text_offset"] + reply["text_offset"],
+        }
 
     @property
-    def _counts(self) -> tuple[int, int, int, int]:
-        prompt, cached, completion, reasoning = super()._counts
-        return prompt, cached, completion if self._shows_reply else 0, reasoning
+    def _token_counts(self) -> TokenCounts:
+        counts = super()._token_counts
+        return counts if self._shows_reply else counts._replace(completion=0)
 
     def _prompt(self, choice: ReplyBuilder) -> str:
-        """Return the prompt of a choice as it was sent, or as what its token ids stand for."""
+        """Return the prompt of a choice as it was sent, or the text of its token ids."""
         prompt = self._generation.prompts[choice.index // self._request.n]
         if prompt.text is not None:
             return prompt.text
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
         return tokenizer.decode(self._prompt_ids[choice.index], skip_special=False)
 
-    def _prompt_logprobs(self, choice: ReplyBuilder) -> dict[str, list[Any]] | None:
-        """Return the scores of a prompt's tokens, the first of which has none."""
+    def _prompt_logprobs(self, choice: ReplyBuilder) -> LogprobColumns | None:
+        """Return the scores of a prompt's tokens, of which the first has none."""
         if self._generation.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
@@ -217,31 +241,30 @@ class CompletionReply(ChatReply):
                 entry["token"] = name
                 data = name.encode()
             elif at == 0 and data.startswith(b" ") and not text.startswith(" "):
-                data = data[1:]  # the blank that a vocabulary of words puts before a text
-            places.append(offsets.place(data))
-        told = _in_columns(entries, places)
-        told["token_logprobs"][0] = None
-        told["top_logprobs"][0] = None
-        return told
+                data = data[1:]  # the blank that such a vocabulary puts before a text
+            places.append(offsets.advance(data))
+        columns = _in_columns(entries, places)
+        columns["token_logprobs"][0] = None
+        columns["top_logprobs"][0] = None
+        return columns
 
     def _logprobs(
         self, choice: ReplyBuilder, entries: Sequence[TokenLogprob]
-    ) -> dict[str, Any] | None:
+    ) -> LogprobColumns | None:
         if self._generation.params.logprobs is None:
             return None
-        shown = finite_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())
+        finite = finite_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())
         offsets = self._offsets[choice.index]
-        return _in_columns(shown, [offsets.place(bytes(entry["bytes"])) for entry in shown])
+        return _in_columns(finite, [offsets.advance(bytes(entry["bytes"])) for entry in finite])
 
 
-def _in_columns(
-    entries: Sequence[Mapping[str, Any]], places: Sequence[int]
-) -> dict[str, list[Any]]:
-    """Return log-probabilities in the API's form: a list of each fact."""
-    likeliest = [{one["token"]: one["logprob"] for one in entry["top"]} for entry in entries]
+def _in_columns(entries: Sequence[LogprobEntry], places: Sequence[int]) -> LogprobColumns:
+    """Return log-probabilities in the API's form. places: the positions of the tokens' texts."""
     return {
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": likeliest,
+        "top_logprobs": [
+            {token["token"]: token["logprob"] for token in entry["top"]} for entry in entries
+        ],
         "text_offset": [*places],
     }

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
 
 from spd.conversation.fields import FieldError
 from spd.errors import EngineError, IncompatibleError, ResourceError, SpdError, UsageError
 
-if TYPE_CHECKING:
-    pass
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+ERROR_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+"""Types of errors by HTTP status, by Anthropic's names."""
 
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
-"""Kinds of errors by status, as Anthropic calls them."""
-
-
-FIELDS_OF_FLAGS = {
+API_NAMES = {
     "--schema": "the schema",
     "--grammar": "the grammar of the tools or the format",
     "--prompt-ids": "the prompt",
 }
-"""What clients know in the place of options of the command line."""
+"""The names that clients know for options of the command line."""
 
 
-_FLAG = re.compile("|".join(FIELDS_OF_FLAGS))
+_FLAG = re.compile("|".join(API_NAMES))
 
 
 class ApiError(Exception):
-    """A refusal; clients of each API find its fields in the body. `retry` is in seconds."""
+    """A refusal, with the fields that clients of each API look for in the body."""
 
     def __init__(
         self,
@@ -41,20 +36,26 @@ class ApiError(Exception):
         retry: int = 0,
         closes: bool = False,
     ) -> None:
-        """closes: whether the connection is to be closed behind the refusal."""
+        """Write the body and headers of a refusal.
+
+        param: the field at fault. retry: seconds after which the client may try again; 0 sends
+        none. closes: True if the connection is closed behind the refusal.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.headers = {"retry-after": str(retry)} if retry else {}
         if closes:
             self.headers["connection"] = "close"
-        kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
-        self.body: dict[str, Any] = {"type": "error", "error": error}
+        self.body: dict[str, object] = {"type": "error", "error": error}
 
 
 def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """How the API says what spd says; what is not foreseen is a server's error without its inside."""
+    """Return an exception as an error of the API; an unexpected one becomes a 500 without
+    details.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FieldError):
@@ -62,8 +63,8 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
     if not isinstance(error, SpdError):
         return ApiError(500, f"unexpected {type(error).__name__}", code="internal")
     message = " ".join([f"{error.message}.", *error.reason]) if error.reason else error.message
-    message = _FLAG.sub(lambda flag: FIELDS_OF_FLAGS[flag[0]], message)
-    if error.code == "context_overflow":  # by these words agents know to shorten a conversation
+    message = _FLAG.sub(lambda flag: API_NAMES[flag[0]], message)
+    if error.code == "context_overflow":  # agents shorten a conversation when they read these words
         message = f"prompt is too long: {message}"
         return ApiError(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, ResourceError):

@@ -30,32 +30,39 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, Any]
+"""The JSON object of one line."""
 
 
 class LocalSocket:
-    """Answers connections of this user's commands. `solo` is the plan that each would have had alone."""
+    """Answers connections of this user's commands.
+
+    solo_plan: the plan that a command would have without the server.
+    """
 
     def __init__(
-        self, service: Service, solo: EnginePlan, made_of: Message, url: str, path: Path
+        self, service: Service, solo_plan: EnginePlan, identity: Message, url: str, path: Path
     ) -> None:
         self._service = service
-        self._made_of = made_of
+        self._identity = identity
         self._url = url
         self._path = path
-        self._alone = EngineInfo.from_plan(solo)
-        """The engine as it would be alone."""
+        self._solo_info = EngineInfo.from_plan(solo_plan)
+        """The engine that a command would have without the server."""
 
     async def listen(self) -> None:
-        """Begin to answer. Raises ResourceError for a path too long for a socket, for one."""
+        """Begin to answer.
+
+        Raises ResourceError, for example for a path that is too long for a socket.
+        """
         try:
             await asyncio.start_unix_server(self._answer, self._path, limit=LINE_LIMIT)
         except OSError as error:
-            words = f"cannot listen at {self._path}: {error}"
-            raise ResourceError(words, fix=["set XDG_RUNTIME_DIR"]) from None
+            message = f"cannot listen at {self._path}: {error}"
+            raise ResourceError(message, fix=["set XDG_RUNTIME_DIR"]) from None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until it goes; what runs for it then is aborted."""
-        calls = dict[str, RequestGroup]()
+        """Serve one client until it disconnects; requests that still run for it are aborted."""
+        groups = dict[str, RequestGroup]()
         self._service.clients.add(writer)
         try:
             while line := await reader.readline():
@@ -66,50 +73,56 @@ class LocalSocket:
                     elif message["do"] == "prepare":
                         _send(writer, await asyncio.to_thread(self._prepare, message))
                     elif message["do"] == "add":
-                        _send(writer, await self._begin(message["request"], calls, writer))
-                    elif message["id"] in calls:
-                        calls[message["id"]].close()
-                except SpdError as error:  # it is raised again where the prompt was typed
-                    words = {"reason": error.reason, "fix": error.fix, "code": error.code}
-                    _send(
-                        writer, {"refused": type(error).__name__, "message": error.message, **words}
-                    )
+                        _send(writer, await self._begin(message["request"], groups, writer))
+                    elif message["id"] in groups:
+                        groups[message["id"]].close()
+                except SpdError as error:  # the client raises it again
+                    refusal: Message = {
+                        "refused": type(error).__name__,
+                        "message": error.message,
+                        "reason": error.reason,
+                        "fix": error.fix,
+                        "code": error.code,
+                    }
+                    _send(writer, refusal)
         except (OSError, ValueError, LookupError, TypeError):
-            pass  # it has gone, or is not spd
+            pass  # the client has disconnected, or is not spd
         finally:
             self._service.clients.discard(writer)
-            for call in calls.values():
-                call.close()
+            for group in groups.values():
+                group.close()
             writer.close()
 
     def _status(self) -> Message:
-        """What a server says of itself: what its engine is made of, and why it takes no prompt."""
+        """Return the server's status: its engine's identity, and the reason if it accepts no
+        prompt.
+        """
         service = self._service
         refuses = None
-        if self._alone.ctx != service.plan.shape.ctx:
-            refuses = f"alone the context would be {self._alone.ctx:,}"
-        shown: Message = {
-            "made_of": self._made_of,
-            "plan": self._alone.plan,
+        if self._solo_info.ctx != service.plan.shape.ctx:
+            refuses = f"alone the context would be {self._solo_info.ctx:,}"
+        status: Message = {
+            "made_of": self._identity,
+            "plan": self._solo_info.plan,
             "refuses": refuses,
             "model": service.name,
         }
-        shown |= {
+        status |= {
             "url": self._url,
             "pid": os.getpid(),
             "slots": service.slots,
-            "running": service.open,
+            "running": service.open_requests,
         }
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        shown |= {"requests": service.served, "memory_bytes": memory}
-        return {**shown, "idle_seconds": time.monotonic() - service.used_at}
+        status |= {"requests": service.ended_requests, "memory_bytes": memory}
+        return {**status, "idle_seconds": time.monotonic() - service.used_at}
 
     def _prepare(self, message: Message) -> Message:
         """Return a prompt as a request, its parameters, and notes about it."""
         service = self._service
-        wishes = SamplingOptions(**as_tuples(message["wishes"]))
+        options = SamplingOptions(**as_tuples(message["wishes"]))
         suggested = service.plan.model.generation
-        sampling = resolve_sampling(wishes, suggested, service.settings.usable_vocab)
+        sampling = resolve_sampling(options, suggested, service.settings.usable_vocab)
         grammar = None if message["grammar"] is None else GrammarSpec(**message["grammar"])
         settings = dataclasses.replace(
             service.settings, sampling=sampling, grammar=grammar, think=message["think"]
@@ -120,38 +133,43 @@ class LocalSocket:
             "request": dataclasses.asdict(request),
             "inside_thinking": inside_thinking,
             "marks": dataclasses.asdict(vocabulary.marks),
-            "notes": notes_before(self._alone, settings.think, vocabulary, request),
+            "notes": notes_before(self._solo_info, settings.think, vocabulary, request),
             "parameters": sampling.describe(),
         }
 
     async def _begin(
-        self, said: Message, calls: dict[str, RequestGroup], writer: asyncio.StreamWriter
+        self, message: Message, groups: dict[str, RequestGroup], writer: asyncio.StreamWriter
     ) -> Message:
-        """Begin a request, which has a name of its own here. Raises what its check raises."""
+        """Begin a request, under an id of the server's own. Raises what `Engine.check` raises."""
         if self._service.draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
-        request = read_request({**said, "id": secrets.token_hex(8)})
-        name = said["id"]
+        request = read_request({**message, "id": secrets.token_hex(8)})
+        client_id = message["id"]
         await asyncio.to_thread(self._service.engine.check, request)
-        calls[name] = RequestGroup(self._service, [request], partial(_tell, calls, name, writer))
-        return {"added": name}
+        send = partial(_send_event, groups, client_id, writer)
+        groups[client_id] = RequestGroup(self._service, [request], send)
+        return {"added": client_id}
 
 
-def _tell(
-    calls: dict[str, RequestGroup], name: str, writer: asyncio.StreamWriter, _: int, answer: Update
+def _send_event(
+    groups: dict[str, RequestGroup],
+    client_id: str,
+    writer: asyncio.StreamWriter,
+    _: int,
+    update: Update,
 ) -> None:
-    """Send an event by the client's name for its request, the last one with what was counted."""
+    """Send an event with the client's id of its request, the last event with the counters."""
     event = (
-        Event(name, (), "", "error", error=str(answer))
-        if isinstance(answer, BaseException)
-        else answer
+        Event(client_id, (), "", "error", error=str(update))
+        if isinstance(update, BaseException)
+        else update
     )
     logprobs = [(entry.token_id, entry.logprob, entry.top) for entry in event.logprobs]
-    message: Message = {"event": (name, *event[1:5], logprobs, event.error)}
+    message: Message = {"event": (client_id, *event[1:5], logprobs, event.error)}
     if event.finish_reason is not None:
-        counted = dataclasses.asdict(calls.pop(name).metrics(0)) | {"load_ms": 0.0}
-        outcomes = counted.pop("outcomes").items()
-        message |= {"metrics": counted, "outcomes": [(*pair, times) for pair, times in outcomes]}
+        counters = dataclasses.asdict(groups.pop(client_id).metrics(0)) | {"load_ms": 0.0}
+        outcomes = counters.pop("outcomes").items()
+        message |= {"metrics": counters, "outcomes": [(*pair, times) for pair, times in outcomes]}
     _send(writer, message)
 
 

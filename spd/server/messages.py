@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,11 @@ from spd.server.api_request import (
     shared_fields,
 )
 from spd.server.errors import ApiError
-from spd.server.replies import Reply, sse
+from spd.server.replies import Reply, TokenCounts, sse
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
+    from spd.runtime import Json
 
 _text = open_object({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": TEXT, "input": past_arguments}
@@ -55,7 +56,7 @@ BLOCKS = {
     "tool_use": open_object(CALL, "id", "name", input="arguments"),
     "tool_result": open_object(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
 }
-"""They become pieces of a message as `conversation` wants them."""
+"""Blocks become pieces of a message for `join_pieces`."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.content_blocks(BLOCKS)}
 TOOL = {**FUNCTION_FIELDS, "type": one_of("custom"), "input_schema": OBJECT}
 CHOICE = {
@@ -80,7 +81,8 @@ PASSED_OVER = frozenset(
         "workspace_id",
     }
 )
-"""Fields of the API that ask for nothing that this server could do. Unknown ones are passed over, too."""
+"""Fields of the API that are ignored, as unknown ones are: this server has nothing to do for
+them."""
 REFUSED = frozenset(
     {
         "container",
@@ -108,13 +110,13 @@ MESSAGES_FIELDS = {
     "output_config": open_object({"effort": TEXT, "format": open_object(FORMAT_FIELDS, "type")}),
     **dict.fromkeys(REFUSED),
 }
-"""Others are passed over, for agents send new ones with each version."""
+"""Other fields are ignored, for agents send new ones with each version."""
 _body = open_object(MESSAGES_FIELDS, "messages", stop_sequences="stop")
 
 
-def read_messages(value: Any, settings: Settings) -> Generation:
-    """Return what the body of a message asks for. Raises FieldError and ApiError."""
-    body = _body(value, "")
+def read_messages(value: Json, settings: Settings) -> Generation:
+    """Return the generation that the body of a message requests. Raises FieldError and ApiError."""
+    body: dict[str, Any] = _body(value, "")
     turns = [{"role": "system", "content": body.get("system", ())}, *body["messages"]]
     pieces = ({**block, "role": turn["role"]} for turn in turns for block in turn["content"])
     messages = join_pieces(pieces)
@@ -142,24 +144,40 @@ def read_messages(value: Any, settings: Settings) -> Generation:
 
 
 class MessagesReply(Reply):
-    """As messages: each part of a reply is a block."""
+    """A reply in the form of messages: each part is a block."""
 
-    def _message(self, content: Sequence[Any], *counts: int, **ended: Any) -> dict[str, Any]:
-        head = {"id": f"msg_{self._name}", "type": "message", "role": "assistant"}
-        ends = {"stop_reason": None, "stop_sequence": None, "usage": _usage(*counts), **ended}
-        return {**head, "model": self._service.name, "content": content, **ends}
+    def _message(
+        self, content: Sequence[object], usage: Mapping[str, int], **ended: object
+    ) -> dict[str, object]:
+        """Return a message. ended: fields of a message that has ended."""
+        return {
+            "id": f"msg_{self._id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+            **ended,
+        }
 
-    def begin(self, cached: int) -> Iterator[bytes]:
-        yield self._event("message_start", message=self._message([], self._size, cached, 0))
+    def start_chunks(self, cached: int) -> Iterator[bytes]:
+        """Yield the first chunks of a stream."""
+        usage = _usage(TokenCounts(self._prompt_length, cached, completion=0, reasoning=0))
+        yield self._event("message_start", message=self._message([], usage))
         yield self.ping()
 
     def ping(self) -> bytes:
+        """Return the chunk of a stream that shows that it goes on."""
         return self._event("ping")
 
-    def _first(self, part: Part) -> Iterator[bytes]:
+    def _part_start(self, part: Part) -> Iterator[bytes]:
+        """Yield the chunks at a part's start."""
         yield self._event("content_block_start", index=part.index, content_block=_block(part))
 
-    def _more(self, part: Part, text: str) -> bytes:
+    def _part_delta(self, part: Part, text: str) -> bytes:
+        """Return the chunk of a piece of a part."""
         called = part.kind == "call"
         kind, field = (
             ("input_json_delta", "partial_json") if called else (f"{part.kind}_delta", part.kind)
@@ -168,33 +186,37 @@ class MessagesReply(Reply):
             "content_block_delta", index=part.index, delta={"type": kind, field: text}
         )
 
-    def _last(self, part: Part) -> Iterator[bytes]:
+    def _part_end(self, part: Part) -> Iterator[bytes]:
+        """Yield the chunks at a part's end."""
         yield self._event("content_block_stop", index=part.index)
 
-    def end(self) -> Iterator[bytes]:
+    def end_chunks(self) -> Iterator[bytes]:
+        """Yield the last chunks of a stream."""
         ended = {
-            "delta": self._ended,
-            "usage": _usage(*self._counts[:3]),
+            "delta": self._stop_fields,
+            "usage": _usage(self._token_counts),
             **self._choices[0].notes_field,
         }
         yield self._event("message_delta", **ended)
         yield self._event("message_stop")
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
+    def error_chunks(self, error: ApiError) -> Iterator[bytes]:
+        """Yield the chunks behind an error."""
         yield sse(error.body, "error")
 
-    def whole(self) -> dict[str, Any]:
+    def full_body(self) -> dict[str, object]:
+        """Return the body of a reply that is not streamed."""
         blocks = [_block(part) for part in self._choices[0].parts]
-        return self._message(
-            blocks, *self._counts[:3], **self._ended, **self._choices[0].notes_field
-        )
+        usage = _usage(self._token_counts)
+        notes = self._choices[0].notes_field
+        return self._message(blocks, usage, **self._stop_fields, **notes)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: object) -> bytes:
         return sse({"type": kind, **fields}, kind)
 
     @property
-    def _ended(self) -> dict[str, Any]:
-        """Why the reply ended."""
+    def _stop_fields(self) -> dict[str, str | None]:
+        """Return the reason why the reply ended."""
         choice = self._choices[0]
         stop = choice.stop if choice.finish_reason == "stop" else None
         reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
@@ -204,16 +226,21 @@ class MessagesReply(Reply):
         }
 
 
-def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    usage = {"input_tokens": prompt - cached, "output_tokens": completion}
-    return {**usage, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+def _usage(counts: TokenCounts) -> dict[str, int]:
+    return {
+        "input_tokens": counts.prompt - counts.cached,
+        "output_tokens": counts.completion,
+        "cache_read_input_tokens": counts.cached,
+        "cache_creation_input_tokens": 0,
+    }
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: Part) -> dict[str, object]:
+    """Return a part as a block of a message's content."""
     if part.kind == "call":
-        called: dict[str, Any] = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-        with suppress(ValueError):  # cut by a limit, as the reason says
-            called["input"] = json.loads(part.text)
-        return called
+        arguments: object = {}
+        with suppress(ValueError):  # cut by a limit, as the stop reason says
+            arguments = json.loads(part.text)
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
     signed = {"signature": ""} if part.kind == "thinking" else {}
     return {"type": part.kind, part.kind: part.text, **signed}

@@ -1,4 +1,4 @@
-"""A reply while it grows: what each API tells of it builds on this."""
+"""Replies while they grow: the base of each API's form of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from spd.conversation.reply import Part, PartDelta, ReplyBuilder
 from spd.errors import EngineError
@@ -25,70 +25,92 @@ if TYPE_CHECKING:
     from spd.server.service import Service
 
 PING_SECONDS = 15.0
-"""After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
+"""Seconds after which a stream sends a sign of life.
+
+A long prompt takes minutes, and agents give up after some.
+"""
 
 
 class RequestGroup:
-    """Requests that are answered together: `hear` is told each one's number and what comes, in the loop.
+    """Requests that are answered together.
 
-    As many run or wait as the server decodes together; the others follow as those end. `close` it
-    whatever happens: what still runs is aborted then, within a round.
+    on_update: called in the event loop with a request's number and each update to it. At most as
+    many requests run or wait as the server decodes together; the others follow as those end.
+    `close` has to be called in any case: it aborts, within a round, the requests that still run.
     """
 
     def __init__(
         self,
         service: Service,
         requests: Sequence[Request],
-        on_answer: Callable[[int, Update], None],
+        on_update: Callable[[int, Update], None],
     ) -> None:
         self._service = service
         self._requests = requests
-        self._hear = on_answer
+        self._on_update = on_update
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
-        self._rest = iter(range(len(requests)))
-        """Numbers of the requests that are still to begin."""
+        self._waiting = iter(range(len(requests)))
+        """Numbers of the requests that have not begun."""
         for _ in range(service.slots):
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """Hand the next request to the engine, if there is one. Raises EngineError where it has ended."""
-        index = next(self._rest, None)
+        """Submit the next request to the engine, if there is one.
+
+        Raises EngineError if the engine has ended.
+        """
+        index = next(self._waiting, None)
         if index is None:
             return
-        self._service.thread.submit(self._requests[index], partial(self._take, index))
+        self._service.thread.submit(self._requests[index], partial(self._receive, index))
         self._open.add(index)
-        self._service.open += 1
+        self._service.open_requests += 1
 
-    def _take(self, index: int, answer: Update) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nothing listens any more
-            self._loop.call_soon_threadsafe(self._tell, index, answer)
+    def _receive(self, index: int, update: Update) -> None:
+        """Pass an update from the engine's thread to the event loop."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._handle_update, index, update)
 
-    def _tell(self, index: int, answer: Update) -> None:
-        reason = "error" if isinstance(answer, BaseException) else answer.finish_reason
+    def _handle_update(self, index: int, update: Update) -> None:
+        """Pass an update on; begin the next request behind a last one."""
+        reason = "error" if isinstance(update, BaseException) else update.finish_reason
         if reason is not None:
             self._open.discard(index)
-            self._service.ended(self.metrics(index), reason)
-        self._hear(index, answer)
+            self._service.count_ended(self.metrics(index), reason)
+        self._on_update(index, update)
         if reason not in (None, "error"):
             try:
                 self._begin_next()
             except EngineError as error:
-                self._hear(index, error)
+                self._on_update(index, error)
 
     def metrics(self, index: int) -> RequestMetrics:
-        """A request's counters."""
+        """Return a request's counters."""
         return self._service.thread.metrics(self._requests[index].id)
 
     def close(self) -> None:
-        """Abort what runs, and begin nothing more."""
-        self._rest = iter(range(0))
+        """Abort the requests that run, and begin none of the others."""
+        self._waiting = iter(range(0))
         for index in self._open:
             self._service.thread.end(self._requests[index].id)
 
 
+class TokenCounts(NamedTuple):
+    """Tokens of a reply's choices; those of a prompt count once for all of its choices."""
+
+    prompt: int
+    cached: int
+    """Tokens of prompts that were in the cache."""
+    completion: int
+    reasoning: int
+    """Tokens of replies that are thinking."""
+
+
 class Reply:
-    """What one API tells of a call's choices, streamed or whole, as an ASGI application."""
+    """The choices of a generation in one API's form, as a stream or one body: an ASGI
+    application.
+    """
 
     def __init__(
         self, service: Service, generation: Generation, prepared: Sequence[PreparedRequest]
@@ -100,35 +122,38 @@ class Reply:
         tokenizer = vocabulary.need_tokenizer()
         self._choices = [
             ReplyBuilder(
-                at,
-                each.inside_thinking,
+                index,
+                prepared_request.inside_thinking,
                 generation.tools,
                 tokenizer,
                 marks=vocabulary.marks,
                 notes=generation.notes,
             )
-            for at, each in enumerate(prepared)
+            for index, prepared_request in enumerate(prepared)
         ]
         first = prepared[0].request
-        self._name = first.id
-        self._size = len(first.prompt_ids)
+        self._id = first.id
+        self._prompt_length = len(first.prompt_ids)
         self._created = int(time.time())
         self._prompt_tokens = sum(
-            len(each.request.prompt_ids) for each in prepared[:: self._request.n]
+            len(prepared_request.request.prompt_ids)
+            for prepared_request in prepared[:: self._request.n]
         )
         self._reply_tokens = 0
-        """Tokens of all replies so far."""
-        self._answers: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        requests = [each.request for each in prepared]
-        self._call = RequestGroup(
-            service, requests, lambda *answer: self._answers.put_nowait(answer)
+        """Tokens of all choices so far."""
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        requests = [prepared_request.request for prepared_request in prepared]
+        self._group = RequestGroup(
+            service, requests, lambda index, update: self._updates.put_nowait((index, update))
         )
 
     @property
     def _has_ended(self) -> bool:
+        """True if all choices have ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply, as a stream if the request asks for one."""
         from starlette.requests import Request
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -141,106 +166,122 @@ class Reply:
             else:
                 request = Request(scope, receive)
                 while not (self._has_ended or await request.is_disconnected()):
-                    await self._take(0.2)
+                    await self._next_event(0.2)
                 if not self._has_ended:
                     return
-                response = JSONResponse(self.whole())
+                response = JSONResponse(self.full_body())
             await response(scope, receive, send)
         finally:
-            self._call.close()
+            self._group.close()
 
-    async def _take(self, seconds: float) -> tuple[ReplyBuilder, Event, list[PartDelta]] | None:
-        """The next event with what it added to its choice; None where none comes. Raises what ended it."""
+    async def _next_event(
+        self, seconds: float
+    ) -> tuple[ReplyBuilder, Event, list[PartDelta]] | None:
+        """Return the next event, its choice and what it added to that; None after `seconds` without
+        one.
+
+        Raises the exception that ended the generation.
+        """
         try:
-            index, event = await asyncio.wait_for(self._answers.get(), seconds)
+            index, event = await asyncio.wait_for(self._updates.get(), seconds)
         except asyncio.TimeoutError:
             return None
         if isinstance(event, BaseException):
             raise event
         if event.finish_reason == "error":
-            why = event.error or "the model failed while generating"
-            raise ApiError(500, why, code="generation_failed")
-        event = self._heard(index, event)
+            message = event.error or "the model failed while generating"
+            raise ApiError(500, message, code="generation_failed")
+        event = self._visible_event(index, event)
         self._reply_tokens += len(event.token_ids)
         grown = self._choices[index].add_event(event)
-        self._score(event, grown)
+        self._assign_logprobs(event, grown)
         if malformed := len(self._choices[index].malformed_calls):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
 
-    def _score(self, event: Event, grown: Sequence[PartDelta]) -> None:
-        """Note which log-probabilities belong to what an event added."""
+    def _assign_logprobs(self, event: Event, grown: Sequence[PartDelta]) -> None:
+        """Assign an event's log-probabilities to the parts that it added to."""
 
-    def _heard(self, index: int, event: Event) -> Event:
-        """Return an event of a choice as the reply is to show it."""
+    def _visible_event(self, index: int, event: Event) -> Event:
+        """Return an event of a choice as the reply shows it."""
         return event
 
     async def _stream(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of the stream."""
         try:
             begun = False
             while not self._has_ended:
-                taken = await self._take(PING_SECONDS)
-                for data in () if begun else self.begin(self._call.metrics(0).cached_tokens):
+                update = await self._next_event(PING_SECONDS)
+                for data in (
+                    () if begun else self.start_chunks(self._group.metrics(0).cached_tokens)
+                ):
                     yield data
                 begun = True
-                for data in (self.ping(),) if taken is None else self.grow(*taken):
+                if update is None:
+                    yield self.ping()
+                    continue
+                choice, event, grown = update
+                for data in self.event_chunks(choice, event, grown):
                     yield data
-            for data in self.end():
+            for data in self.end_chunks():
                 yield data
         except Exception as error:
             refusal = api_error(error)
             self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
-            for data in self.fail(refusal):
+            for data in self.error_chunks(refusal):
                 yield data
 
-    def begin(self, cached: int) -> Iterator[bytes]:
-        """What a stream begins with, as far as it is known by then how much of the prompt was cached."""
+    def start_chunks(self, cached: int) -> Iterator[bytes]:
+        """Yield the first chunks of a stream. cached: tokens of the prompt that were in the
+        cache.
+        """
         yield from ()
 
-    def grow(
+    def event_chunks(
         self, choice: ReplyBuilder, event: Event, grown: Sequence[PartDelta]
     ) -> Iterator[bytes]:
-        """What a stream tells of an event: a part ends where the next one begins."""
+        """Yield the chunks of an event: a part ends where the next one begins."""
         for part, text, begins in grown:
             if begins and part.index:
-                yield from self._last(choice.parts[part.index - 1])
+                yield from self._part_end(choice.parts[part.index - 1])
             if begins:
-                yield from self._first(dataclasses.replace(part, text=""))
-            yield self._more(part, text)
+                yield from self._part_start(dataclasses.replace(part, text=""))
+            yield self._part_delta(part, text)
         if event.finish_reason is not None and choice.parts:
-            yield from self._last(choice.parts[-1])
+            yield from self._part_end(choice.parts[-1])
 
-    # What a part begins with, grows by and ends with; what a stream ends with, well or not; a whole reply.
-    _first: Callable[[Part], Iterator[bytes]]
-    _more: Callable[[Part, str], bytes]
-    _last: Callable[[Part], Iterator[bytes]]
-    end: Callable[[], Iterator[bytes]]
-    fail: Callable[[ApiError], Iterator[bytes]]
-    whole: Callable[[], dict[str, Any]]
+    # Chunks at a part's start, for a piece of it and at its end; chunks at the end of a stream, and
+    # behind an error; the body of a reply that is not streamed.
+    _part_start: Callable[[Part], Iterator[bytes]]
+    _part_delta: Callable[[Part, str], bytes]
+    _part_end: Callable[[Part], Iterator[bytes]]
+    end_chunks: Callable[[], Iterator[bytes]]
+    error_chunks: Callable[[ApiError], Iterator[bytes]]
+    full_body: Callable[[], Mapping[str, object]]
 
     def ping(self) -> bytes:
-        """What a stream says while nothing comes."""
+        """Return the chunk of a stream that shows that it goes on."""
         return b": ping\n\n"
 
     @property
     def _metrics(self) -> list[RequestMetrics]:
-        """The counters of each choice."""
-        return [self._call.metrics(choice.index) for choice in self._choices]
+        """Return the counters of each choice."""
+        return [self._group.metrics(choice.index) for choice in self._choices]
 
     @property
-    def _counts(self) -> tuple[int, int, int, int]:
-        """Tokens of prompts (each counts once), the cached ones, those of replies, those of thinking."""
-        each = self._metrics
-        prompts = each[:: self._request.n]
-        return (
-            sum(one.prompt_tokens for one in prompts),
-            sum(one.cached_tokens for one in prompts),
-            sum(one.completion_tokens for one in each),
-            sum(choice.reasoning_tokens for choice in self._choices),
+    def _token_counts(self) -> TokenCounts:
+        """Return the tokens of all choices."""
+        all_metrics = self._metrics
+        prompts = all_metrics[:: self._request.n]
+        return TokenCounts(
+            prompt=sum(metrics.prompt_tokens for metrics in prompts),
+            cached=sum(metrics.cached_tokens for metrics in prompts),
+            completion=sum(metrics.completion_tokens for metrics in all_metrics),
+            reasoning=sum(choice.reasoning_tokens for choice in self._choices),
         )
 
 
-def sse(value: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
+def sse(value: Mapping[str, object], name: str = "") -> bytes:
+    """Return a server-sent event."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()

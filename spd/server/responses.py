@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spd.conversation import fields as read
 from spd.conversation.fields import (
     FLAG,
+    OBJECT,
     TEXT,
     content_blocks,
     integer,
@@ -42,31 +43,31 @@ from spd.server.replies import Reply, sse
 if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest, Settings
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Event
+    from spd.runtime import Event, Json
     from spd.runtime.engine.request import TokenLogprob
     from spd.server.service import Service
 
-KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
+TEXT_TYPES = "input_text", "output_text", "text", "reasoning_text", "summary_text"
 _refusal = open_object({"refusal": TEXT}, "refusal", refusal="text")
-_texts = read.joined_texts(*KINDS, refusal=_refusal)
-_shown = read.joined_texts(
-    *KINDS, input_image=read.placeholder_block, input_file=read.placeholder_block
+_texts = read.joined_texts(*TEXT_TYPES, refusal=_refusal)
+_output_texts = read.joined_texts(
+    *TEXT_TYPES, input_image=read.placeholder_block, input_file=read.placeholder_block
 )
 CALL = {"call_id": TEXT, "name": TEXT, "arguments": past_arguments}
-RESULT = {"call_id": TEXT, "output": _shown}
+RESULT = {"call_id": TEXT, "output": _output_texts}
 ITEMS = {
     "message": open_object({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
     "reasoning": open_object({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
     "function_call": open_object(CALL, "call_id", "name", call_id="id"),
     "function_call_output": open_object(RESULT, *RESULT, call_id="tool_call_id", output="content"),
 }
-"""They become pieces of a message as `conversation` wants them."""
+"""Items become pieces of a message for `join_pieces`."""
 _items = content_blocks(ITEMS, default_type="message")
 _tools = read.array_of(
     open_object({**FUNCTION_FIELDS, "type": TEXT, "tools": read.any_value}, "type"), 1024
 )
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (
+INCLUDABLE = (
     LOGPROBS,
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -76,7 +77,8 @@ INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What `include` may name: log-probabilities, thinking, which always comes, results of tools not run here."""
+"""Values of `include`: log-probabilities, thinking, which is always sent, and results of tools that
+are not run here."""
 PASSED_OVER = frozenset(
     {
         "access_programs",
@@ -94,7 +96,8 @@ PASSED_OVER = frozenset(
         "user",
     }
 )
-"""Fields of the API that ask for nothing that this server could do. Unknown ones are passed over, too."""
+"""Fields of the API that are ignored, as unknown ones are: this server has nothing to do for
+them."""
 REFUSED = frozenset(
     {
         "background",
@@ -112,7 +115,8 @@ REFUSED = frozenset(
 """Fields of this API, and of the others, that are refused by name."""
 
 
-def _truncation(value: Any, name: str) -> str:
+def _truncation(value: Json, name: str) -> str:
+    """Return disabled. Raises FieldError for auto."""
     if read.one_of("auto", "disabled")(value, name) == "auto":
         refuse(name, "a prompt beyond the context is refused, and nothing of it is left out")
     return "disabled"
@@ -122,7 +126,7 @@ RESPONSE_FIELDS = {
     **SAMPLING_FIELDS,
     "speculative": SPECULATIVE,
     "max_output_tokens": SAMPLING_FIELDS["max_tokens"],
-    "include": read.array_of(read.one_of(*INCLUDED), 32),
+    "include": read.array_of(read.one_of(*INCLUDABLE), 32),
     "top_logprobs": integer(0, MAX_LOGPROBS),
     "truncation": _truncation,
     "model": TEXT,
@@ -138,20 +142,23 @@ RESPONSE_FIELDS = {
     "reasoning": open_object({"effort": TEXT}),
     **dict.fromkeys(REFUSED),
 }
-"""Others are passed over, for agents send new ones with each version."""
+"""Other fields are ignored, for agents send new ones with each version."""
 _body = open_object(RESPONSE_FIELDS, "input")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseRequest(ChatRequest):
-    """A request for a response, which repeats some fields of its body."""
+    """A request for a response; the response repeats some fields of its body."""
 
     body: Mapping[str, Any]
     """As it was sent."""
 
 
-def read_response(value: Any, settings: Settings) -> Generation:
-    """Return what the body of a response asks for. Raises FieldError and ApiError."""
+def read_response(value: Json, settings: Settings) -> Generation:
+    """Return the generation that the body of a response requests.
+
+    Raises FieldError and ApiError.
+    """
     body = with_one_limit(_body(value, ""), "max_output_tokens")
     pieces = list(body["input"])
     if "instructions" in body:
@@ -159,75 +166,79 @@ def read_response(value: Any, settings: Settings) -> Generation:
     names_logprobs = bool(body.get("top_logprobs")) or LOGPROBS in body.get("include", ())
     chat = ResponseRequest(
         **shared_fields(body),
-        body=value,
+        body=OBJECT(value, ""),
         logprobs=body.get("top_logprobs", 0) if names_logprobs else None,
         messages=tuple(join_pieces(pieces)),
-        tools=tuple(tool for tool, _, _ in _flat(body.get("tools", ()))),
+        tools=tuple(tool for tool, _, _ in _flattened_tools(body.get("tools", ()))),
         tool_choice=body.get("tool_choice", "auto"),
         parallel_tool_calls=body.get("parallel_tool_calls", True),
         response_format=response_format(body.get("text", {}).get("format", {"type": "text"})),
         reasoning_effort=body.get("reasoning", {}).get("effort"),
-        continue_final_message=False,  # the API has no reply that is begun
+        continue_final_message=False,  # the API cannot begin a reply
     )
     return chat_generation(chat, settings)
 
 
-def _flat(
-    tools: Iterable[Mapping[str, Any]], space: str = "", taken: set[str] | None = None
+def _flattened_tools(
+    tools: Iterable[Mapping[str, Any]], namespace: str = "", used_names: set[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Functions as chat completions write them, each with its namespace and its name there.
+    """Yield functions as chat completions write them, each with its namespace and its name in that.
 
-    A name that is there already stands behind its namespace. What OpenAI's servers would run is left out.
+    A name that is used already gets its namespace as a prefix. Tools that OpenAI's servers run are
+    left out.
     """
-    taken = set() if taken is None else taken
+    used_names = set() if used_names is None else used_names
     for tool in tools:
         if tool["type"] == "namespace":
-            yield from _flat(_tools(tool.get("tools") or [], "tools"), tool.get("name", ""), taken)
+            members = _tools(tool.get("tools") or [], "tools")
+            yield from _flattened_tools(members, tool.get("name", ""), used_names)
         elif tool["type"] == "function":
             name = tool.get("name") or refuse(
                 "tools", "a name is missing", "missing_required_parameter"
             )
-            shown = f"{space}__{name}"[:64] if space and name in taken else name
-            taken.add(shown)
-            yield function_tool({**tool, "name": shown}), space, name
+            full_name = f"{namespace}__{name}"[:64] if namespace and name in used_names else name
+            used_names.add(full_name)
+            yield function_tool({**tool, "name": full_name}), namespace, name
 
 
 class TextLogprobs:
-    """Which of a reply's log-probabilities belong to which piece of its text."""
+    """Assigns a reply's log-probabilities to the pieces of its text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._data = b""  # of all tokens
-        self._at = 0  # where the last piece ended in it
-        self._rest: deque[tuple[int, int, TokenLogprob]] = deque()
-        """Tokens of which no piece was taken, with their places in the data."""
+        self._position = 0  # where the last piece ended in it
+        self._pending: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Tokens that belong to no piece yet, each with its begin and end in `_data`."""
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """Add the next tokens."""
+        """Append the next tokens."""
         for entry in entries:
             start = len(self._data)
             self._data += self._tokenizer.token_bytes(entry.token_id)
-            self._rest.append((start, len(self._data), entry))
+            self._pending.append((start, len(self._data), entry))
 
-    def take(self, text: str) -> list[TokenLogprob]:
-        """Return the tokens of the next piece; what stands before it, such as a mark, is left out."""
+    def pop(self, text: str) -> list[TokenLogprob]:
+        """Remove and return the tokens of the next piece; text before it, such as a mark, is
+        left out.
+        """
         piece = text.encode()
-        begin = self._data.find(piece, self._at)
-        if begin < 0:  # it holds what stands for bytes that are no text
+        begin = self._data.find(piece, self._position)
+        if begin < 0:  # the piece has replacement characters for bytes that are no text
             return []
-        self._at = begin + len(piece)
-        taken: list[TokenLogprob] = []
-        while self._rest and self._rest[0][0] < self._at:
-            start, end, entry = self._rest.popleft()
+        self._position = begin + len(piece)
+        entries: list[TokenLogprob] = []
+        while self._pending and self._pending[0][0] < self._position:
+            start, end, entry = self._pending.popleft()
             if end > max(start, begin):
-                taken.append(entry)
-        return taken
+                entries.append(entry)
+        return entries
 
 
 class ResponseReply(Reply):
-    """As a response: each part of a reply is an item."""
+    """A reply in the form of responses: each part is an item."""
 
-    _number = -1
+    _sequence_number = -1
 
     def __init__(
         self, service: Service, generation: Generation, prepared: Sequence[PreparedRequest]
@@ -239,121 +250,163 @@ class ResponseReply(Reply):
         self._tokenizer = service.settings.vocabulary.need_tokenizer()
         self._text_logprobs = TextLogprobs(self._tokenizer)
         self._logprobs: dict[int, list[ChatLogprob]] = {}
-        """Log-probabilities of each part of text, by its number."""
-        self._latest: deque[list[ChatLogprob]] = deque()
-        """Those of the pieces of text that are to be streamed next."""
+        """Log-probabilities of each part that is text, by its number."""
+        self._pending_logprobs: deque[list[ChatLogprob]] = deque()
+        """Log-probabilities of the pieces of text that are streamed next."""
 
-    def _score(self, event: Event, grown: Sequence[PartDelta]) -> None:
-        self._latest.clear()
+    def _assign_logprobs(self, event: Event, grown: Sequence[PartDelta]) -> None:
+        self._pending_logprobs.clear()
         self._text_logprobs.add(event.logprobs)
         for part, text, _ in grown:
             if part.kind == "call":
                 continue
-            entries = chat_logprobs(self._text_logprobs.take(text), self._tokenizer)
+            entries = chat_logprobs(self._text_logprobs.pop(text), self._tokenizer)
             if part.kind == "text":
                 self._logprobs.setdefault(part.index, []).extend(entries)
-                self._latest.append(entries)
+                self._pending_logprobs.append(entries)
 
-    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+    def _response(self, status: str, **extra_fields: object) -> dict[str, object]:
+        """Return a response, with the fields of the body that it repeats."""
         body = self._body
-        usual = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        names = (*usual, "instructions", "max_output_tokens", "temperature", "top_p")
-        head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
-        told = {name: usual.get(name) if body.get(name) is None else body[name] for name in names}
-        rest = dict[str, Any](
-            error=None, incomplete_details=None, output=[], usage=None, store=False
-        )
-        return {**head, **told, "model": self._service.name, "status": status, **rest, **more}
+        defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        names = (*defaults, "instructions", "max_output_tokens", "temperature", "top_p")
+        head = {"id": f"resp_{self._id}", "object": "response", "created_at": self._created}
+        repeated_fields = {
+            name: defaults.get(name) if body.get(name) is None else body[name] for name in names
+        }
+        return {
+            **head,
+            **repeated_fields,
+            "model": self._service.name,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            "store": False,
+            **extra_fields,
+        }
 
-    def _event(self, kind: str, /, **fields: Any) -> bytes:
-        self._number += 1
+    def _event(self, kind: str, /, **fields: object) -> bytes:
+        self._sequence_number += 1
         kind = f"response.{kind}"
-        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
+        return sse({"type": kind, "sequence_number": self._sequence_number, **fields}, kind)
 
-    def begin(self, cached: int) -> Iterator[bytes]:
+    def start_chunks(self, cached: int) -> Iterator[bytes]:
+        """Yield the first chunks of a stream."""
         yield self._event("created", response=self._response("in_progress"))
         yield self.ping()
 
     def ping(self) -> bytes:
+        """Return the chunk of a stream that shows that it goes on."""
         return self._event("in_progress", response=self._response("in_progress"))
 
-    def _first(self, part: Part) -> Iterator[bytes]:
+    def _part_start(self, part: Part) -> Iterator[bytes]:
+        """Yield the chunks at a part's start."""
         yield self._event(
             "output_item.added", output_index=part.index, item=self._item(part, "in_progress")
         )
         if part.kind != "call":
-            yield self._of(part, "content_part.added", part=_content(part, []))
+            yield self._part_event(part, "content_part.added", part=_content(part, []))
 
-    def _more(self, part: Part, text: str) -> bytes:
-        logprobs = {"logprobs": self._latest.popleft()} if part.kind == "text" else {}
-        return self._of(part, f"{_GROWS[part.kind]}.delta", delta=text, **logprobs)
+    def _part_delta(self, part: Part, text: str) -> bytes:
+        """Return the chunk of a piece of a part."""
+        logprobs = {"logprobs": self._pending_logprobs.popleft()} if part.kind == "text" else {}
+        return self._part_event(part, f"{_CONTENT_TYPES[part.kind]}.delta", delta=text, **logprobs)
 
-    def _last(self, part: Part) -> Iterator[bytes]:
+    def _part_end(self, part: Part) -> Iterator[bytes]:
+        """Yield the chunks at a part's end."""
         key = "arguments" if part.kind == "call" else "text"
         logprobs = self._logprobs.get(part.index, [])
-        said = {"logprobs": logprobs} if part.kind == "text" else {}
-        yield self._of(part, f"{_GROWS[part.kind]}.done", **{key: part.text}, **said)
+        logprobs_field = {"logprobs": logprobs} if part.kind == "text" else {}
+        kind = f"{_CONTENT_TYPES[part.kind]}.done"
+        yield self._part_event(part, kind, **{key: part.text}, **logprobs_field)
         if part.kind != "call":
-            yield self._of(part, "content_part.done", part=_content(part, logprobs))
+            yield self._part_event(part, "content_part.done", part=_content(part, logprobs))
         yield self._event("output_item.done", output_index=part.index, item=self._item(part))
 
-    def end(self) -> Iterator[bytes]:
-        response = self.whole()
-        yield self._event(response["status"], response=response)
+    def end_chunks(self) -> Iterator[bytes]:
+        """Yield the last chunks of a stream."""
+        yield self._event(self._final_status, response=self.full_body())
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
-        said = {"code": "server_error", "message": error.message}
-        yield self._event("failed", response=self._response("failed", error=said))
+    def error_chunks(self, error: ApiError) -> Iterator[bytes]:
+        """Yield the chunks behind an error."""
+        error_fields = {"code": "server_error", "message": error.message}
+        yield self._event("failed", response=self._response("failed", error=error_fields))
 
-    def whole(self) -> dict[str, Any]:
+    @property
+    def _final_status(self) -> str:
+        """Return the status of the ended response."""
+        is_cut = self._choices[0].finish_reason == "length"
+        return "incomplete" if is_cut else "completed"
+
+    def full_body(self) -> dict[str, object]:
+        """Return the body of a reply that is not streamed."""
         choice = self._choices[0]
-        prompt, cached, completion, reasoning = self._counts
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        output = [self._item(one) for one in choice.parts]
-        usage: dict[str, Any] = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached},
+        counts = self._token_counts
+        status = self._final_status
+        usage: dict[str, object] = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached},
+            "output_tokens": counts.completion,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning},
+            "total_tokens": counts.prompt + counts.completion,
         }
-        usage |= {
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-        }
-        usage["total_tokens"] = prompt + completion
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.notes_field}
-        return self._response(status, **ended)
+        return self._response(
+            status,
+            output=[self._item(part) for part in choice.parts],
+            usage=usage,
+            incomplete_details=(
+                {"reason": "max_output_tokens"} if status == "incomplete" else None
+            ),
+            **choice.notes_field,
+        )
 
-    def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
-        """An event of an item's content."""
-        place = {"item_id": f"{_IDS[part.kind]}_{part.id}", "output_index": part.index}
+    def _part_event(self, part: Part, kind: str, /, **fields: object) -> bytes:
+        """Return an event about an item's content."""
+        place = {"item_id": f"{_ID_PREFIXES[part.kind]}_{part.id}", "output_index": part.index}
         content = {"content_index": 0} if part.kind != "call" else {}
         return self._event(kind, **place, **content, **fields)
 
-    def _item(self, part: Part, status: str = "completed") -> dict[str, Any]:
-        """A part as an item of the output; a limit leaves the last one incomplete."""
+    def _item(self, part: Part, status: str = "completed") -> dict[str, object]:
+        """Return a part as an item of the output; a limit leaves the last item incomplete."""
         choice = self._choices[0]
         if choice.finish_reason == "length" and part.index == len(choice.parts) - 1:
             status = "incomplete"
-        item = {"id": f"{_IDS[part.kind]}_{part.id}", "type": _ITEMS[part.kind], "status": status}
+        item: dict[str, object] = {
+            "id": f"{_ID_PREFIXES[part.kind]}_{part.id}",
+            "type": _ITEM_TYPES[part.kind],
+            "status": status,
+        }
         if part.kind == "call":
-            given = _flat(self._body.get("tools") or ())
-            spaces = {tool["function"]["name"]: (space, name) for tool, space, name in given}
-            space, name = spaces.get(part.name, ("", part.name))
-            item |= {"namespace": space} if space else {}
+            flattened = _flattened_tools(self._body.get("tools") or ())
+            names = {
+                tool["function"]["name"]: (namespace, name) for tool, namespace, name in flattened
+            }
+            namespace, name = names.get(part.name, ("", part.name))
+            if namespace:
+                item["namespace"] = namespace
             return {**item, "call_id": part.id, "name": name, "arguments": part.text}
         content = [_content(part, self._logprobs.get(part.index, []))] if part.text else []
         if part.kind == "text":
             return {**item, "role": "assistant", "content": content}
-        # Agents send back what is encrypted and nothing else; the server keeps nothing, so it is the text.
+        # Agents send back the encrypted content alone; the server stores nothing, so it is the text.
         return {**item, "summary": [], "content": content, "encrypted_content": part.text}
 
 
-_IDS = {"text": "msg", "thinking": "rs", "call": "fc"}
-_ITEMS = {"text": "message", "thinking": "reasoning", "call": "function_call"}
-_GROWS = {"text": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
-"""How kinds of parts are called: before their ids, as items, and as what grows in them."""
+_ID_PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}
+_ITEM_TYPES = {"text": "message", "thinking": "reasoning", "call": "function_call"}
+_CONTENT_TYPES = {
+    "text": "output_text",
+    "thinking": "reasoning_text",
+    "call": "function_call_arguments",
+}
+"""Names of the kinds of parts: before their ids, as items, and as content that grows in them."""
 
 
-def _content(part: Part, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    content = {"type": _GROWS[part.kind], "text": part.text}
-    return content | {"annotations": [], "logprobs": logprobs} if part.kind == "text" else content
+def _content(part: Part, logprobs: Sequence[ChatLogprob]) -> dict[str, object]:
+    """Return the content of a part's item."""
+    content: dict[str, object] = {"type": _CONTENT_TYPES[part.kind], "text": part.text}
+    if part.kind == "text":
+        content |= {"annotations": [], "logprobs": logprobs}
+    return content

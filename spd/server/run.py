@@ -1,4 +1,4 @@
-"""A server's life: address, loading, listening, and its end by a signal or after idle time."""
+"""The run of a server: address, loading, listening, and its end by a signal or after idle time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from spd.conversation.tools.call_check import UNKNOWN_FORM, checked_form
 from spd.conversation.tools.call_forms import FALLBACK_FORM
@@ -32,32 +33,35 @@ if TYPE_CHECKING:
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADER_SECONDS = 30.0
-"""For which a connection may stay without a request, or take to send its head."""
+"""Seconds in which a connection has to send the complete head of a request."""
 CONNECTIONS = 512
-PREPARERS = 2
-"""Threads that encode prompts and compile grammars: for each the allocator keeps what its longest took."""
+PREPARE_THREADS = 2
+"""Threads that encode prompts and compile grammars.
+
+For each the allocator retains the memory of its longest request.
+"""
 DRAIN_SECONDS = 30
-"""For which replies under way may go on when the server ends."""
+"""Seconds for which running replies may continue when the server ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server listens, and whom it answers."""
+    """A server's address, names and limits, and its clients' key."""
 
     model: str
     """The name by which clients ask for the model."""
     runtime_folder: Path
-    """Where the socket for commands of this machine is made."""
+    """The folder of the socket for commands of this machine."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """0 chooses a free one."""
     api_key: str | None = None
     idle: float | None = None
     """Seconds without requests after which the server ends."""
     aliases: Sequence[str] = ()
     """Further names of the model."""
     any_model: bool = False
-    """Whether every other name is taken, too."""
+    """True if every other name is accepted, too."""
 
 
 def run(
@@ -65,19 +69,19 @@ def run(
     settings: Settings,
     listener: socket.socket,
     load: Callable[[], EngineThread[Engine]],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int | None:
     """Load and serve until a signal comes or time runs out; return the signal.
 
-    load: returns the engine in its thread, loaded. say: called with what the server does, for people.
+    load: returns the engine in its thread, loaded. report: called with messages for the user.
     """
     from spd.runtime import make_plan
 
     settings.vocabulary.need_tokenizer()
     folder = runtime_folder(options.runtime_folder)
     path = folder / f"{os.getpid()}.sock"
-    made_of = identity(settings.config)
-    solo = make_plan(dataclasses.replace(settings.config, slots=1))
+    engine_identity = identity(settings.config)
+    solo_plan = make_plan(dataclasses.replace(settings.config, slots=1))
     thread = load()
     try:
         service = Service(
@@ -85,57 +89,59 @@ def run(
             (options.model, *options.aliases),
             thread,
             any_model=options.any_model,
-            say=say,
+            report=report,
         )
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
         plan = service.plan
-        what = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
-        say(f"serving {options.model} at {url} ({what})")
+        summary = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
+        report(f"serving {options.model} at {url} ({summary})")
         template = settings.vocabulary.template
         if (
             template is not None
             and template.supports_tools
             and checked_form(template) is FALLBACK_FORM
         ):
-            say(f"note: {UNKNOWN_FORM}")
-        front = LocalSocket(service, solo, made_of, url, path)
-        server = Server(service, options, front, say)
+            report(f"note: {UNKNOWN_FORM}")
+        local_socket = LocalSocket(service, solo_plan, engine_identity, url, path)
+        server = Server(service, options, local_socket, report)
         asyncio.run(server.serve([listener]))
     finally:
         path.unlink(missing_ok=True)
         thread.close(5.0)
     log = Path("/proc/self/fd/2").resolve()
-    if log.parent == folder.resolve():  # of a detached server, which has ended as it should
+    if (
+        log.parent == folder.resolve()
+    ):  # the log of a detached server, which has ended without an error
         log.unlink()
-    return server.received
+    return server.received_signal
 
 
 def check_address(host: str, api_key: str | None) -> None:
-    """Raise UsageError where other machines could ask without having been meant to."""
+    """Raise UsageError for an address that lets other machines connect without a key."""
     if api_key is not None and not (api_key.isascii() and api_key.strip()):
         fix = "SPD_API_KEY=$(openssl rand -hex 16)"
         raise UsageError("--api-key is empty or not ASCII", fix=[fix])
     if host in LOOPBACK:
         return
     if api_key is None:
-        words = f"--host {host} lets other machines ask, and there is no key"
+        message = f"--host {host} lets other machines ask, and there is no key"
         fixes = ["--host with --api-key KEY, or SPD_API_KEY", "leave --host out"]
-        raise UsageError(words, fix=fixes, code="no_api_key")
+        raise UsageError(message, fix=fixes, code="no_api_key")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address. Raises UsageError where it cannot be had."""
+    """Return a socket that listens at the address. Raises UsageError if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
-        words = f"cannot listen at {host}, port {port}: {error.strerror}"
-        raise UsageError(words, fix=["--port N"]) from None
+        message = f"cannot listen at {host}, port {port}: {error.strerror}"
+        raise UsageError(message, fix=["--port N"]) from None
 
 
 def load(settings: Settings, progress: Progress) -> EngineThread[Engine]:
-    """Return the engine in a thread of its own, loaded. Raises what loading raised."""
+    """Return the loaded engine in a thread of its own. Raises what loading raises."""
     from spd.runtime import Engine
 
     def build(_: Progress) -> Engine:
@@ -153,20 +159,22 @@ def load(settings: Settings, progress: Progress) -> EngineThread[Engine]:
 
 
 class Server(uvicorn.Server):
-    """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
+    """A uvicorn server whose first signal lets running replies end; the second one ends it at
+    once.
+    """
 
     def __init__(
         self,
         service: Service,
         options: ServerOptions,
-        front: LocalSocket | None = None,
-        say: Callable[[str], None] = lambda words: None,
+        local_socket: LocalSocket | None = None,
+        report: Callable[[str], None] = lambda words: None,
     ) -> None:
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # else every malformed request is told
+            log_level="error",  # else every malformed request is logged
             access_log=False,
             http="h11",
             ws="none",
@@ -179,54 +187,60 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._idle = options.idle
-        self._front = front
-        self._say = say
-        self.received: int | None = None
-        """The signal that ended it."""
-        self._silent: dict[tuple[Any, Any], float] = {}
-        """Connections without a whole head behind their last request, and since when they are so."""
+        self._local_socket = local_socket
+        self._report = report
+        self.received_signal: int | None = None
+        """The signal that ended the server."""
+        self._inactive: dict[tuple[H11Protocol, RequestResponseCycle | None], float] = {}
+        """Since when a connection has sent no complete head behind its last request, by both."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, also at the local socket."""
         asyncio.get_running_loop().set_default_executor(
-            ThreadPoolExecutor(PREPARERS, "spd prepare")
+            ThreadPoolExecutor(PREPARE_THREADS, "spd prepare")
         )
         await super().startup(sockets)
-        if self._front is not None:
-            await self._front.listen()
+        if self._local_socket is not None:
+            await self._local_socket.listen()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running replies, up to DRAIN_SECONDS, then close all connections."""
         ends = time.monotonic() + DRAIN_SECONDS
-        while self._service.open and time.monotonic() < ends:
+        while self._service.open_requests and time.monotonic() < ends:
             await asyncio.sleep(0.05)
         for client in [*self._service.clients]:
             client.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.received = sig
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-        self._say("stopping…")
+        """Begin to end at the first signal; a second one has its default effect."""
+        self.received_signal = sig
+        for handled_signal in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(handled_signal, signal.SIG_DFL)
+        self._report("stopping…")
         self.drain()
 
     def drain(self) -> None:
-        """End when the replies under way have ended."""
+        """End once the running replies have ended."""
         self._service.draining = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
+        """End after idle time; close connections that send no request. Return True to stop."""
         service = self._service
         idle = self._idle
         now = time.monotonic()
-        if service.open or service.clients:
+        if service.open_requests or service.clients:
             service.used_at = now
         if idle is not None and now - service.used_at > idle:
             self.drain()
-        connections: set[Any] = self.server_state.connections
-        silent = [
-            (one, one.cycle) for one in connections if not one.cycle or one.cycle.response_complete
+        inactive = [
+            (connection, connection.cycle)
+            for connection in self.server_state.connections
+            if isinstance(connection, H11Protocol)
+            and (not connection.cycle or connection.cycle.response_complete)
         ]
-        self._silent = {pair: self._silent.get(pair, now) for pair in silent}
-        for (one, _), since in self._silent.items():
+        self._inactive = {pair: self._inactive.get(pair, now) for pair in inactive}
+        for (connection, _), since in self._inactive.items():
             if now - since > HEADER_SECONDS:
-                one.transport.close()
+                connection.transport.close()
         return await super().on_tick(counter)

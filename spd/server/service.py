@@ -1,4 +1,4 @@
-"""A loaded model, and the calls on their way through it."""
+"""A loaded model, its requests and its counters."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarSpec
 
 
-COUNTED = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
-COUNTED |= {"generation_tokens": "completion_tokens", "spec_decode_num_drafts": "num_drafts"}
-COUNTED |= {
+COUNTED_METRICS = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
+COUNTED_METRICS |= {
+    "generation_tokens": "completion_tokens",
+    "spec_decode_num_drafts": "num_drafts",
+}
+COUNTED_METRICS |= {
     "spec_decode_num_draft_tokens": "draft_n",
     "spec_decode_num_accepted_tokens": "draft_n_accepted",
 }
-"""What `/metrics` adds up, by its own names and those of `RequestMetrics`."""
+"""Counters that `/metrics` sums up: its own names, and those of `RequestMetrics`."""
 
 
 class Service:
-    """One loaded model, and the calls on their way through it; so many are `waiting` at most."""
+    """One loaded model, and the requests that run or wait for it."""
 
     def __init__(
         self,
@@ -45,11 +48,13 @@ class Service:
         *,
         waiting: int = 64,
         any_model: bool = False,
-        say: Callable[[str], None] = lambda words: None,
+        report: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """names: of the model, the one that it calls itself first; any_model: whether others are taken, too.
+        """Serve the engine of a thread.
 
-        say: called with what the person who runs the server may not expect of a request.
+        names: the model's names, first the one in replies. any_model: True accepts other names,
+        too. waiting: the maximum of requests that wait. report: called with notes about requests,
+        for the person who runs the server.
         """
         self.names = tuple(dict.fromkeys(names))
         self.any_model = any_model
@@ -59,37 +64,42 @@ class Service:
         self.name = self.names[0]
         self.thread = thread
         self.slots = self.plan.shape.slots
-        self._most = self.slots + waiting
+        self._max_requests = self.slots + waiting
         self.counters = defaultdict[str, float](int)
-        """What has been served, by the names that `/metrics` shows."""
-        self.open = self.served = 0
+        """Counters by the names that `/metrics` shows."""
+        self.open_requests = self.ended_requests = 0
         """Requests that run or wait; those that have ended."""
         self.clients = set[asyncio.StreamWriter]()
         """Connections of the command line: a server that has some is not idle."""
         self.draining = False
-        self._say = say
-        self._said: set[str] = set()
+        self._report = report
+        self._reported: set[str] = set()
         self.used_at = time.monotonic()
 
-    def admit(self, wanted: int) -> None:
-        """Raise ApiError where so many more requests of one call cannot wait their turn.
+    def admit(self, count: int) -> None:
+        """Raise ApiError if `count` requests of one call exceed the limits.
 
-        No more of them run or wait at a time than are decoded together.
+        At a time no more of them run or wait than are decoded together.
         """
-        if wanted > MAX_REPLIES_PER_CALL:
+        if count > MAX_REPLIES_PER_CALL:
             refuse(
                 "n",
-                f"{wanted:,} replies to one call, and at most {MAX_REPLIES_PER_CALL:,} are given",
+                f"{count:,} replies to one call, and at most {MAX_REPLIES_PER_CALL:,} are given",
             )
         if self.draining:
-            why = "The server is shutting down."
-            raise ApiError(503, why, code="shutting_down", retry=5)
-        if self.open + min(wanted, self.slots) > self._most:
-            why = f"{self.open} requests run or wait, and at most {self._most} may."
-            raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
+            message = "The server is shutting down."
+            raise ApiError(503, message, code="shutting_down", retry=5)
+        if self.open_requests + min(count, self.slots) > self._max_requests:
+            message = (
+                f"{self.open_requests} requests run or wait, and at most {self._max_requests} may."
+            )
+            raise ApiError(
+                429, message, code="rate_limit_exceeded", retry=1 + self.open_requests // self.slots
+            )
 
     def prepare(self, generation: Generation) -> tuple[Generation, list[PreparedRequest]]:
-        """Return a call, with a note where no grammar can hold its tools, and its requests.
+        """Return a generation and its requests, with a note where no grammar can constrain its
+        calls.
 
         Raises what encoding and compiling a grammar raise.
         """
@@ -103,19 +113,19 @@ class Service:
                 raise
             free = self._prepared(generation, None)
             note = f"{UNCONSTRAINED_CALLS}: {api_error(error).message}"
-        self._say_once(note)
+        self._report_once(note)
         return dataclasses.replace(generation, notes=(*generation.notes, note)), free
 
-    def _say_once(self, note: str) -> None:
-        """Tell the person who runs the server, unless this or too many other notes have been told."""
-        if note not in self._said and len(self._said) < MAX_NOTES:
-            self._said.add(note)
-            self._say(f"note: {note}")
+    def _report_once(self, note: str) -> None:
+        """Report a note, unless it or too many others have been reported."""
+        if note not in self._reported and len(self._reported) < MAX_NOTES:
+            self._reported.add(note)
+            self._report(f"note: {note}")
 
     def _prepared(
         self, generation: Generation, grammar: GrammarSpec | None
     ) -> list[PreparedRequest]:
-        """Return the requests of a call, which a grammar holds. Raises what `prepare` raises."""
+        """Return the requests of a generation, with its grammar. Raises what `prepare` raises."""
         prepared: list[PreparedRequest] = []
         settings = self.settings
         if generation.thinking_budget is not None:
@@ -125,26 +135,26 @@ class Service:
             request, inside_thinking = settings.prepare("", prompt, params, grammar)
             for choice in range(generation.request.n):
                 seed = derived_seed(params.seed, choice) if choice else params.seed
-                each = dataclasses.replace(
+                choice_request = dataclasses.replace(
                     request,
                     id=secrets.token_hex(8),
                     params=dataclasses.replace(params, seed=seed),
                     draft_max=generation.request.draft_max,
                     prompt_logprobs=generation.prompt_logprobs,
                 )
-                prepared.append(PreparedRequest(each, inside_thinking))
+                prepared.append(PreparedRequest(choice_request, inside_thinking))
         self.engine.check(prepared[0].request)
         return prepared
 
-    def ended(self, metrics: RequestMetrics, reason: str) -> None:
+    def count_ended(self, metrics: RequestMetrics, reason: str) -> None:
         """Count a request that has ended."""
-        self.open = self.open - 1
-        self.served = self.served + 1
+        self.open_requests = self.open_requests - 1
+        self.ended_requests = self.ended_requests + 1
         self.used_at = time.monotonic()
         counters = self.counters
         counters[f'requests_total{{reason="{reason}"}}'] += 1
-        for shown, name in COUNTED.items():
-            counters[f"{shown}_total"] += getattr(metrics, name)
+        for metric, name in COUNTED_METRICS.items():
+            counters[f"{metric}_total"] += getattr(metrics, name)
         for position, count in enumerate(metrics.accepted_per_position):
             counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += (
                 count
@@ -153,17 +163,17 @@ class Service:
         counters["queue_seconds_total"] += metrics.queue_ms / 1000
 
     def prometheus(self) -> str:
-        """Every figure, in the text format of version 0.0.4."""
-        waiting = max(0, self.open - self.slots)
-        used, pages = self.engine.pages
+        """Return all counters in the text format of version 0.0.4."""
+        waiting = max(0, self.open_requests - self.slots)
+        used_pages, pages = self.engine.pages
         figures = {
             **self.counters,
             "rounds_total": self.engine.rounds,
-            "pages_used": used,
+            "pages_used": used_pages,
             "pages": pages,
         }
         figures |= {
-            "requests_running": self.open - waiting,
+            "requests_running": self.open_requests - waiting,
             "requests_waiting": waiting,
             "slots": self.slots,
         }
@@ -176,6 +186,9 @@ class Service:
 
 
 MAX_NOTES = 64
-"""Notes about requests that a server writes for people: requests make up what they say."""
+"""Notes about requests that a server reports: clients determine their text."""
 MAX_REPLIES_PER_CALL = 1024
-"""Replies to one call: prompts times `n`. The counters of each are kept until its answer is whole."""
+"""Replies to one call: prompts times `n`.
+
+The counters of each stay in memory until all have ended.
+"""

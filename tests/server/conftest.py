@@ -111,7 +111,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
     thread = EngineThread(load, lambda: (), on_out_of_memory=lambda error: None)
     thread.start()
-    service = Service(settings, ["demo"], thread, waiting=waiting, say=write_stderr_line)
+    service = Service(settings, ["demo"], thread, waiting=waiting, report=write_stderr_line)
     listener = listen("127.0.0.1", 0)
     server = Server(service, wanted.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)

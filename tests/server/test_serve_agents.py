@@ -20,7 +20,7 @@ from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarSpec
 from spd.server import replies
 from spd.server.api_request import without_lines
-from spd.server.app import CHANGING
+from spd.server.app import CHANGING_LINE
 from spd.server.messages import read_messages
 from spd.server.responses import read_response
 from tests.cli.conftest import SPECIALS, write_tokenizer
@@ -328,7 +328,7 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
     with scripted(served):
         one = read_messages(claude, served.service.settings)
         other = read_response(codex, served.service.settings)
-    one = without_lines(one, (CHANGING,))
+    one = without_lines(one, (CHANGING_LINE,))
     for wish in (one, other):
         (asked,) = wish.prompts
         assert list(asked.messages) == expected
@@ -587,7 +587,9 @@ def test_hostile_conversations(served: Served, path: str) -> None:
         error = answer["error"]
         kind = "not_found_error" if status == 404 else "invalid_request_error"
         assert (answer["type"], error["type"]) == ("error", kind)
-        assert error["message"] and len(error["message"]) < 2000 and served.service.open == 0
+        assert (
+            error["message"] and len(error["message"]) < 2000 and served.service.open_requests == 0
+        )
 
 
 def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

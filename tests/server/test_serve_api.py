@@ -265,7 +265,7 @@ def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTP
 def settle(served: Served) -> float:
     """Wait until no more requests run or wait; for how long that was."""
     began = time.monotonic()
-    wait_until(lambda: served.service.open == 0)
+    wait_until(lambda: served.service.open_requests == 0)
     return time.monotonic() - began
 
 
@@ -302,7 +302,9 @@ def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
     asking.join(5)
     assert waiting
     whole = begin(small, stream=False)
-    wait_until(lambda: small.service.open == SLOTS)  # one leaves before its answer is whole
+    wait_until(
+        lambda: small.service.open_requests == SLOTS
+    )  # one leaves before its answer is whole
     for one in (*open_ones, whole):
         one.close()
     assert settle(small) < 5
@@ -326,7 +328,7 @@ def test_a_client_that_takes_nothing_is_left(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", small.port))
         connection.sendall(head(len(data)) + data)
-        wait_until(lambda: small.service.open)
+        wait_until(lambda: small.service.open_requests)
         settle(small)
     assert small.service.counters['requests_total{reason="abort"}'] == before + 1
 
@@ -383,7 +385,7 @@ def test_many_prompts_at_once_take_few_threads(
     asked = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
     with ThreadPoolExecutor(SLOTS + 2) as pool:
         assert all(pool.map(lambda _: small.ask(*asked), range(SLOTS + 2)))
-    assert len(used) == run.PREPARERS
+    assert len(used) == run.PREPARE_THREADS
 
 
 def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:

@@ -98,7 +98,7 @@ def test_more_prompts_than_slots_and_more_replies_queue(served: Served) -> None:
     assert len(served.chat(n=2 * SLOTS + 1, max_tokens=1)["choices"]) == 2 * SLOTS + 1
     status, refused = served.send("POST", RAW, {"prompt": ["x"] * 128, "n": 9, **fields})
     assert status == 400 and refused["error"]["param"] == "n"
-    assert served.service.open == 0
+    assert served.service.open_requests == 0
 
 
 def test_scores_of_a_prompt(served: Served) -> None:
@@ -168,5 +168,6 @@ def test_every_field_of_a_chat_is_read(served: Served, monkeypatch: pytest.Monke
             return super().get(name, default)
 
     monkeypatch.setattr(chat_completions, "with_one_limit", lambda body, name: Body(body))
-    chat_completions.read_chat({"messages": MESSAGES}, served.service.settings)
+    body: dict[str, Any] = {"messages": MESSAGES}
+    chat_completions.read_chat(body, served.service.settings)
     assert chat_completions.CHAT_FIELDS.keys() - seen - PASSED_OVER == {"max_completion_tokens"}

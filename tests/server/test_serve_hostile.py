@@ -229,7 +229,7 @@ WRONG: list[Any] = ["x", 3.5, -(10**30), True, [], [[]], [{}], {}, {"type": []},
 def test_every_field_with_every_type(served: Served, path: str) -> None:
     """A value of any type is read, or refused as the API does it."""
     chat = {"messages": MESSAGES, "max_tokens": 3}
-    bases = (
+    bases: tuple[tuple[Any, dict[str, Any]], ...] = (
         (CHAT_FIELDS, chat),
         (COMPLETION_FIELDS, {"prompt": "x"}),
         (RESPONSE_FIELDS, {"input": "x"}),
@@ -243,4 +243,4 @@ def test_every_field_with_every_type(served: Served, path: str) -> None:
 
 def test_the_server_still_answers(served: Served) -> None:
     """What came before has left nothing behind."""
-    assert served.service.open == 0 and served.say() == served.say() != ""
+    assert served.service.open_requests == 0 and served.say() == served.say() != ""

@@ -163,7 +163,7 @@ def test_the_official_clients(served: Served, package: str) -> None:
     assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), (
         ran.stderr
     )
-    wait_until(lambda: served.service.open == 0)
+    wait_until(lambda: served.service.open_requests == 0)
 
 
 @pytest.mark.openai

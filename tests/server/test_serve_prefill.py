@@ -55,7 +55,8 @@ def test_the_prompt_is_that_of_transformers(served: Served, template: str, conte
     (expected,), _ = rendered
     vocabulary = served.service.settings.vocabulary
     with scripted(served, template=template):
-        (asked,) = read_chat({"messages": messages}, served.service.settings).prompts
+        body: dict[str, Any] = {"messages": messages}
+        (asked,) = read_chat(body, served.service.settings).prompts
         ids = encode_prompt(asked, served.service.settings.vocabulary, 1 << 20)
     tokenizer = vocabulary.need_tokenizer()
     assert tokenizer.decode(ids, skip_special=False) == expected

@@ -61,8 +61,10 @@ class Tools:
         """Return the token behind which a grammar begins; None if it begins with the reply, or
         there is none.
         """
-        is_whole = self.required or self.answer_grammar is not None
-        return None if is_whole or self.form.channels else self.tokens.get(self.form.opening)
+        is_unconditional = self.required or self.answer_grammar is not None
+        return (
+            None if is_unconditional or self.form.channels else self.tokens.get(self.form.opening)
+        )
 
     @property
     def grammar(self) -> GrammarSpec | None:
