@@ -142,7 +142,7 @@ class Pairs:
         if method == "assistant":
             speculation_options = {
                 "spec": "assistant",
-                "draft_model": write_assistant(folder, target, clusters=4, kept=3),
+                "draft_model": write_assistant(folder, target, clusters=4, selected=3),
             }
             return Pair(target, speculation_options, lambda: LibraryAssistant(target, folder))
         if method == "mtp":

@@ -36,7 +36,7 @@ from tests.page_checks import check_pages
 from tests.recipes.demo_corpus import question_answers
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
-from tests.recipes.tiny_mtp import soft, write_tiny_mtp
+from tests.recipes.tiny_mtp import soft_gain, write_tiny_mtp
 from tests.test_demo import ask
 
 SCHEMA = {
@@ -186,7 +186,9 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     shelf = tmp_path_factory.mktemp("with_head")
     target = write_tiny_mtp(shelf / "target", kind="copy", layers=2, tie=False)
-    draft = write_tiny(shelf / "draft", **{**VARIANTS["qwen3"], "layers": 1, "residual_gain": soft})
+    draft = write_tiny(
+        shelf / "draft", **{**VARIANTS["qwen3"], "layers": 1, "residual_gain": soft_gain}
+    )
     head = write_tiny_eagle3(shelf / "head", target, kind="copy", draft_vocab=288, aux=(1, 2))
     lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]

@@ -14,7 +14,7 @@ from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.helpers import Run, count_accepted, count_drafted, make_engine, run_all
-from tests.recipes.demo_corpus import build_corpus, held_out
+from tests.recipes.demo_corpus import build_corpus, measure_held_out
 from tests.recipes.demo_model import TARGETS
 
 QUESTIONS = {
@@ -146,7 +146,7 @@ def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(
         pytest.skip("another Python version: its standard library was not held out")
     shape = TARGETS[SHAPES[json.loads((folder / "config.json").read_text())["model_type"]]]
     tokenizer = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
-    scores = held_out(folder, corpus, tokenizer, shape)
+    scores = measure_held_out(folder, corpus, tokenizer, shape)
     text = "".join(corpus.held_out).encode()
     xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
     say(f"{folder.name}: {scores}; xz -9 takes {xz:.3f} bits a byte")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.formats.test_formats_pattern import HOSTILE
-from tests.recipes.packed_twin import WAYS, write_twins
+from tests.recipes.packed_twin import LAYOUTS, write_twins
 from tests.test_hostile import Bench, Case, bench, put
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ def numbers() -> Iterator[Folder]:
                 )
                 line = f"generate -m model -n 2 --no-server --quantize {form} hi"
                 yield Folder(f"{value} {name} {form}", fill, lines=(line,), silent=False)
-    for way in WAYS:
+    for way in LAYOUTS:
         for name in names[:2]:
             yield Folder(f"nan scales {way}", weights(_spoil_scales(name)), way, TOLD, silent=False)
         if "fp8" in way:
@@ -236,7 +236,7 @@ KINDS: dict[str, Callable[[], Iterator[Folder]]] = {
 @pytest.fixture(scope="module")
 def folders(bench: Bench) -> Bench:
     """Return the server with a folder for each form of storage."""
-    for way in WAYS:
+    for way in LAYOUTS:
         twin, plain = write_twins(bench.folder / "tiny", bench.folder, way)
         shutil.rmtree(plain)
         twin.rename(bench.folder / way)

@@ -201,7 +201,7 @@ def test_an_assistant_in_the_cache_is_found_and_named(spd_run, tmp_path, monkeyp
     )
     write_dense(target, "gemma4")
     assert spd_run("inspect", "org/it", "--json").json["speculation"]["method"] == "ngram"
-    write_assistant(drafter, target, clusters=4, kept=3)
+    write_assistant(drafter, target, clusters=4, selected=3)
     report = spd_run("inspect", "org/it", "--json").json
     assert report["speculation"]["reason"] == "the model's own assistant, org/it-assistant"
     assert report["needs"]["parts"]["draft_weights"] > 2**16

@@ -9,7 +9,7 @@ import pytest
 from spd.errors import CheckpointError
 from spd.formats.json_file import Fields
 from spd.formats.quantized import Quantization, Scheme, read_quantization
-from tests.recipes.packed_twin import compressed, of_gptq, of_groups
+from tests.recipes.packed_twin import compressed_tensors_config, gptq_config, group_config
 
 
 def read(config: dict[str, Any]) -> Quantization:
@@ -19,7 +19,7 @@ def read(config: dict[str, Any]) -> Quantization:
 
 
 def test_targets_are_names_and_patterns_with_and_without_a_wrapper() -> None:
-    config = of_groups(4, 64)
+    config = group_config(4, 64)
     names = ["model.language_model.layers.0.mlp", r"re:.*self_attn\.[qk]_proj$"]
     config["config_groups"]["group_0"]["targets"] = [*names, r"re:model\.language_model.*\.1\."]
     found = read(config)
@@ -29,8 +29,8 @@ def test_targets_are_names_and_patterns_with_and_without_a_wrapper() -> None:
 
 
 def test_named_targets_come_before_classes() -> None:
-    both = of_groups(4, 32)
-    eight = of_groups(8, -1)["config_groups"]["group_0"]
+    both = group_config(4, 32)
+    eight = group_config(8, -1)["config_groups"]["group_0"]
     both["config_groups"]["group_1"] = {**eight, "targets": [r"re:.*down_proj"]}
     found = read(both)
     assert found.scheme_of("model.layers.0.mlp.down_proj") == Scheme("pack", 8)
@@ -39,7 +39,7 @@ def test_named_targets_come_before_classes() -> None:
 
 def test_gptqs_overrides() -> None:
     dynamic = {r"-:.*\.o_proj": {}, r"+:.*\.o_proj": {"bits": 8, "group_size": 64}}
-    found = read(of_gptq(dynamic=dynamic))
+    found = read(gptq_config(dynamic=dynamic))
     assert found.scheme_of("model.layers.0.self_attn.o_proj") == Scheme("gptq", 8, 64, offset=1)
     assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("gptq", 4, 32, offset=1)
 
@@ -63,7 +63,7 @@ def test_modelopt_mixes_by_names() -> None:
     )
 
 
-ROUNDED = of_groups(4, 32)
+ROUNDED = group_config(4, 32)
 ROUNDED["config_groups"]["group_0"]["input_activations"] = {
     "num_bits": 4,
     "type": "int",
@@ -80,21 +80,21 @@ ROUNDED["config_groups"]["group_0"]["input_activations"] = {
             for name in ("bitsandbytes", "exl3", "quark", "torchao", "fp8", "hqq")
         ),
         (
-            {**of_groups(4, 32), "transform_config": {"config_groups": {"a": {}}}},
+            {**group_config(4, 32), "transform_config": {"config_groups": {"a": {}}}},
             "rotations of weights",
         ),
         (
-            {**of_groups(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            {**group_config(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparse weights",
         ),
-        ({**of_groups(4, 32), "quantization_status": "frozen"}, "'frozen' is not supported"),
-        (compressed("marlin-24"), "'marlin-24' is not supported"),
-        (of_groups(12, 32), "12 is more than 8"),
-        (of_gptq(checkpoint_format="gptq_p"), "'gptq_p' is not supported (gptq, gptq_v2 are)"),
-        (of_gptq(bits=5), "5 is not supported (2, 3, 4, 8 are)"),
-        (of_gptq(group_size=0), "0 columns share no scale"),
-        (of_gptq(dynamic={r"+:(": {}}), "is no pattern"),
-        (of_gptq(dynamic={r"+:(a)\1": {}}), "an escape that is not supported"),
+        ({**group_config(4, 32), "quantization_status": "frozen"}, "'frozen' is not supported"),
+        (compressed_tensors_config("marlin-24"), "'marlin-24' is not supported"),
+        (group_config(12, 32), "12 is more than 8"),
+        (gptq_config(checkpoint_format="gptq_p"), "'gptq_p' is not supported (gptq, gptq_v2 are)"),
+        (gptq_config(bits=5), "5 is not supported (2, 3, 4, 8 are)"),
+        (gptq_config(group_size=0), "0 columns share no scale"),
+        (gptq_config(dynamic={r"+:(": {}}), "is no pattern"),
+        (gptq_config(dynamic={r"+:(a)\1": {}}), "an escape that is not supported"),
         ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported (gemm"),
         ({"quant_method": "awq", "bits": 3}, "3 is not supported (4 is)"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' is not supported"),

@@ -31,7 +31,7 @@ from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.recipes.tiny_mtp import soft, write_tiny_mtp
+from tests.recipes.tiny_mtp import soft_gain, write_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("threads")
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(2, 20, 256, seed=1)]
@@ -124,7 +124,7 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
         options["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     else:
         target = write_tiny_mtp(
-            tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft
+            tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft_gain
         )
     plain = collect_outputs(texts(make_fast_engine(target, slots=2)))
     alone = texts(make_fast_engine(target, **options))

@@ -23,7 +23,7 @@ from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense, write_mxfp4
-from tests.recipes.tiny_eagle3 import OWN_SHAPE, write_tiny_eagle3
+from tests.recipes.tiny_eagle3 import RANDOM_HEAD_SHAPE, write_tiny_eagle3
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -88,7 +88,7 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
         neural = options["spec"] in ("draft", "mtp", "eagle3")
         accepted = None
         for group in groups if neural else [1]:
-            if options["spec"] == "eagle3" and group > OWN_SHAPE["num_attention_heads"]:
+            if options["spec"] == "eagle3" and group > RANDOM_HEAD_SHAPE["num_attention_heads"]:
                 continue
             sizes = {"draft_tp": group} if neural else {}
             runs = runs_of(target, tp=ranks, **sizes, **options)

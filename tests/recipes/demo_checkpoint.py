@@ -1,4 +1,4 @@
-"""Hugging Face folders of the demo's models, written and read back (`packed_twin.py` quantises them)."""
+"""Write Hugging Face folders of the demo's models, and read them (`packed_twin.py` quantizes them)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.recipes.demo_model import Decoder, DeepseekShape, HybridShape, Shape, Sizes, new_decoder
 from tests.recipes.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-SUMMED = (
+SUMMED_FILES = (
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -34,7 +34,7 @@ HYBRID_MTP_NAMES = {
 
 
 def qwen3_config(shape: Shape) -> dict[str, Any]:
-    """The architecture's part of a Qwen3 config.json."""
+    """Return the architecture's part of a Qwen3 config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -48,7 +48,7 @@ def qwen3_config(shape: Shape) -> dict[str, Any]:
 
 
 def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
-    """The architecture's part of a DeepSeek-V3 config.json."""
+    """Return the architecture's part of a DeepSeek-V3 config.json."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -80,7 +80,7 @@ def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
 
 
 def hybrid_config(shape: HybridShape) -> dict[str, Any]:
-    """The architecture's part of a Qwen3.5 text model's config.json."""
+    """Return the architecture's part of a Qwen3.5 text model's config.json."""
     kinds = ("linear" if i % shape.interval else "full" for i in range(1, shape.layers + 1))
     frequencies = shape.rope // 2
     return {
@@ -113,17 +113,17 @@ def hybrid_config(shape: HybridShape) -> dict[str, Any]:
     }
 
 
-OWN: dict[type[Sizes], Callable[..., dict[str, Any]]] = {
+ARCHITECTURE_CONFIGS: dict[type[Sizes], Callable[..., dict[str, Any]]] = {
     Shape: qwen3_config,
     DeepseekShape: deepseek_config,
     HybridShape: hybrid_config,
 }
 
 
-def config_of(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
-    """config.json: the architecture's part and what the families write alike."""
+def make_config(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
+    """Return config.json: the architecture's part and the keys that all families share."""
     return {
-        **OWN[type(shape)](shape),
+        **ARCHITECTURE_CONFIGS[type(shape)](shape),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         **({} if isinstance(shape, HybridShape) else {"rope_theta": shape.rope_theta}),
@@ -137,11 +137,11 @@ def config_of(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
     }
 
 
-def _names(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
-    """(parameter, published names of its parts, the dimension they are cut along, their sizes there)."""
+def _published_parts(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
+    """Yield each parameter, its parts' published names, the dimension they are cut along, their sizes."""
     shape = model.shape
     for inner, value in model.state_dict().items():
-        name = _published(inner, shape)
+        name = _published_name(inner, shape)
         head, _, which = name.partition("mlp.experts.")
         if which and isinstance(shape, DeepseekShape):
             owners = ["shared_experts", *(f"experts.{e}" for e in range(shape.routed))]
@@ -152,7 +152,8 @@ def _names(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
             yield inner, [name], 0, [len(value)]
 
 
-def _published(inner: str, shape: Sizes) -> str:
+def _published_name(inner: str, shape: Sizes) -> str:
+    """Return the published name of a parameter."""
     hybrid = shape if isinstance(shape, HybridShape) else None
     for ours, published in (HYBRID_MTP_NAMES if hybrid else MTP_NAMES).items():
         if inner.startswith(ours):
@@ -165,10 +166,10 @@ def _published(inner: str, shape: Sizes) -> str:
 
 
 def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
-    """Every tensor under its published name, bfloat16 but for the correction biases."""
+    """Return all tensors by published names, bfloat16 except for the correction biases."""
     state = model.state_dict()
     tensors = {}
-    for inner, names, dim, sizes in _names(model):
+    for inner, names, dim, sizes in _published_parts(model):
         dtype = torch.float32 if inner.endswith("e_score_correction_bias") else torch.bfloat16
         for name, part in zip(names, state[inner].split(sizes, dim), strict=True):
             tensors[name] = part.to(dtype).contiguous()
@@ -180,11 +181,12 @@ def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
 
 
 def load_decoder(folder: Path, shape: Sizes) -> Decoder:
-    """A saved model, read back in float32."""
+    """Read a saved model back in float32."""
     model = new_decoder(shape)
     weights = load_file(folder / "model.safetensors")
     parts = {
-        inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)
+        inner: ([weights[n].float() for n in names], dim)
+        for inner, names, dim, _ in _published_parts(model)
     }
     model.load_state_dict({inner: torch.cat(values, dim) for inner, (values, dim) in parts.items()})
     return model
@@ -194,7 +196,7 @@ def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder: config, generation config, tokenizer, template, bf16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     end_of_text, _, end_of_turn = (tokenizer.token_to_id(t) for t in SPECIAL_TOKENS)
-    _write_json(folder / "config.json", config_of(model.shape, end_of_turn))
+    _write_json(folder / "config.json", make_config(model.shape, end_of_turn))
     generation = {
         "eos_token_id": [end_of_turn, end_of_text],
         "temperature": 0.0,
@@ -217,7 +219,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def write_sums(folder: Path) -> None:
     """Write SHA256SUMS of the folder and of the drafters in it."""
-    parts = [folder / part / name for part in (".", "draft", "eagle3") for name in SUMMED]
+    parts = [folder / part / name for part in (".", "draft", "eagle3") for name in SUMMED_FILES]
     names = [path.relative_to(folder) for path in parts if path.exists()]
     sums = [
         f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names

@@ -1,9 +1,9 @@
-"""The demo's corpus: the Python standard library's own source and docstrings, made into text.
+"""The demo's corpus: the Python standard library's source and docstrings as text.
 
-Owns which files are read, how near-duplicates are dropped, the split into training and held-out
-modules, the question-and-answer pairs made from docstrings, the tokenizer, batches of token ids, and what
-a target and its MTP layer are worth on the held-out side.
-All is a function of the running interpreter's standard library, so the same Python gives the same hash.
+The selection of files, the removal of near-duplicates, the split into training and held-out modules,
+question-and-answer pairs from docstrings, the tokenizer, batches of token ids, and figures of a target and
+its MTP layer on the held-out side. All is a function of the running interpreter's standard library, so the
+same Python gives the same hash.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Corpus:
     answers: tuple[tuple[str, str], ...]
 
     def digest(self) -> str:
-        """SHA-256 over every text in order."""
+        """Return the SHA-256 of all texts in order."""
         state = hashlib.sha256()
         for part in (
             *self.training,
@@ -111,7 +111,7 @@ def _stable_hash(text: str) -> int:
 def _shingles(text: str) -> set[int]:
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 3]
     hashes = (_stable_hash("\n".join(lines[i : i + 4])) for i in range(len(lines) - 3))
-    return {each for each in hashes if each % 8 == 0}
+    return {shingle for shingle in hashes if shingle % 8 == 0}
 
 
 def _source_files() -> list[tuple[str, str]]:
@@ -132,18 +132,18 @@ def _source_files() -> list[tuple[str, str]]:
 
 
 def _without_near_duplicates(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Drop a file when over 40 % of its sampled 4-line shingles were seen in earlier files."""
-    seen: set[int] = set()
-    kept = []
+    """Drop a file if over 40 % of its sampled 4-line shingles are in earlier files."""
+    known_shingles: set[int] = set()
+    unique_files = []
     for name, text in files:
         shingles = _shingles(text)
-        if len(shingles) >= 3 and len(shingles & seen) > 0.4 * len(shingles):
+        if len(shingles) >= 3 and len(shingles & known_shingles) > 0.4 * len(shingles):
             continue
         if re.match(r"encodings/(cp|mac_|iso|koi)", name) or re.match(r"_?sysconfigdata", name):
             continue
-        seen |= shingles
-        kept.append((name, text))
-    return kept
+        known_shingles |= shingles
+        unique_files.append((name, text))
+    return unique_files
 
 
 def _first_paragraph(doc: str) -> str:
@@ -183,7 +183,7 @@ def _documented(module_name: str) -> list[tuple[str, str]]:
 
 
 def question_answers() -> tuple[tuple[str, str], ...]:
-    """(qualified name, answer) pairs: the first paragraph of each public docstring, once a text."""
+    """Return pairs of a qualified name and its docstring's first paragraph, without duplicates."""
     import builtins
 
     raw = [pair for name in QUESTION_MODULES.split() for pair in _documented(name)]
@@ -217,7 +217,7 @@ def question_answers() -> tuple[tuple[str, str], ...]:
 
 
 def _is_held_out(module: str) -> bool:
-    """Whether a top-level module is held out; C modules go with their Python twin."""
+    """True if a top-level module is held out; C modules go with their Python twin."""
     names = (module, "_py" + module)
     return any(_stable_hash("held-out:" + name) % 100 < HELD_OUT_PERCENT for name in names)
 
@@ -244,7 +244,7 @@ def build_corpus() -> Corpus:
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
-    """Byte-level BPE with Qwen's split pattern, trained on the training side only."""
+    """Train a byte-level BPE with Qwen's split pattern on the training side only."""
     tokenizer = Tokenizer(models.BPE())
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -305,15 +305,15 @@ class Batches:
         return self.source[start : start + length + 1]
 
     def next(self, rows: int, length: int, answer_rows: int) -> Tensor:
-        """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
-        made = (
+        """Return ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
+        windows = (
             self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)
         )
-        return torch.stack(list(made))
+        return torch.stack(list(windows))
 
 
-def windows_of(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """The held-out texts' ids [1, T + 1] in windows of at most WINDOW predicted ones."""
+def held_out_windows(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
+    """Yield the held-out texts' ids [1, T + 1] in windows of at most WINDOW predicted ones."""
     end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
     for text in corpus.held_out:
         ids = torch.tensor([end, *tokenizer.encode(text).ids])
@@ -322,10 +322,10 @@ def windows_of(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def held_out(
+def measure_held_out(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET
 ) -> dict[str, Any]:
-    """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
+    """Measure a target on held-out text: bits per byte, and the MTP layer's agreement at each depth.
 
     Beside it, how often the most frequent successor of the last token is, counted on the training side.
     """
@@ -338,8 +338,8 @@ def held_out(
     guessed = 0.0
     depths = 4
     agreed = torch.zeros(depths)
-    for window in windows_of(corpus, tokenizer):
-        with target.precision():
+    for window in held_out_windows(corpus, tokenizer):
+        with target.autocast():
             hidden = target(window[:, :-1])
             logits = target.logits(hidden)[0]
             nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()

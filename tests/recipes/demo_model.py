@@ -1,9 +1,9 @@
 """The demo's architectures in plain torch: targets shaped as DeepSeek-V3 and Qwen3.5, a Qwen3-shaped draft.
 
-Imports nothing from `spd`, so that what comes out is evidence independent of the program that reads it.
-Parameters carry the names of published checkpoints, but the matrices of a layer's shared and routed
-experts lie in one matrix, cut apart by `demo_checkpoint.py`: every expert is computed for every token and
-those not chosen get weight zero, which at this size is faster than gathering tokens.
+Imports nothing from `spd`, so that the checkpoints are evidence independent of the program that reads them.
+Parameters have the names of published checkpoints, but the matrices of a layer's shared and routed experts
+are one matrix, which `demo_checkpoint.py` splits: every expert is computed for every token and those that are
+not selected get weight zero, which at this size is faster than gathering tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """What every decoder has."""
+    """Sizes of every decoder."""
 
     hidden: int = 256
     layers: int = 8
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A projection without bias."""
+    """Return a projection without bias."""
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -100,49 +100,49 @@ def initialise(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=std)
 
 
-def angles(length: int, dim: int, theta: float, first: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, dim / 2] of positions first … first + length - 1."""
+def rotary_angles(length: int, dim: int, theta: float, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [length, dim / 2] of positions first … first + length - 1."""
     inverse = theta ** -(torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
-    turned = torch.arange(first, first + length, dtype=torch.float32)[:, None] * inverse
-    return turned.cos(), turned.sin()
+    angles = torch.arange(first, first + length, dtype=torch.float32)[:, None] * inverse
+    return angles.cos(), angles.sin()
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """NeoX rotary embedding of x [B, H, T, D] with cos and sin [T, D / 2]."""
+    """Rotate x [B, H, T, D] as NeoX with cos and sin [T, D / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved rotary embedding: dimensions 2i and 2i + 1 turn together."""
+    """Rotate dimensions 2i and 2i + 1 together: interleaved rotary embedding."""
     even = x[..., 0::2]
     odd = x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
 
 class Attention(nn.Module):
-    """What every kind of attention does with its queries, keys and values [B, heads, T, dim]."""
+    """The base of attention blocks; queries, keys and values are [B, heads, T, dim]."""
 
     o_proj: nn.Linear
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of h [B, T, inputs], and gates of the output where it has some."""
+        """Return queries, keys and values of h [B, T, inputs], and gates of the output where it has some."""
         raise NotImplementedError
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
-        """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
+        """Return attention's output over `memory`, to which the keys and values are appended."""
         q, k, v, *gates = self.project(h, cos, sin)
         memory = [] if memory is None else memory
         memory.append((k, v))
-        out = attend_own(q, memory).transpose(1, 2)
+        out = attend_memory(q, memory).transpose(1, 2)
         return self.o_proj((out * gates[0].sigmoid() if gates else out).flatten(2))
 
 
 class GroupedAttention(Attention):
-    """Grouped heads; with `norms`, each query and key head is normed before it is turned, as Qwen3's are."""
+    """Grouped heads; with `norms`, each query and key head is normed before its rotation, as Qwen3's are."""
 
     def __init__(self, shape: Any, inputs: int, norms: bool = True) -> None:
-        """shape: has heads, kv_heads, head_dim and hidden, the width of the output."""
+        """Create projections. shape: has heads, kv_heads, head_dim and hidden, the output's width."""
         super().__init__()
         self.shape = shape
         wide = shape.heads * shape.head_dim
@@ -197,19 +197,19 @@ class LatentAttention(Attention):
         return q, torch.cat([k_nope, k_rope], dim=-1), v
 
 
-def attend_own(q: Tensor, memory: Memory) -> Tensor:
-    """Attention of rows P to step 0's keys up to P and, of each later step, to the key of row P alone."""
-    (keys, values), *later = memory
-    if not later:
+def attend_memory(q: Tensor, memory: Memory) -> Tensor:
+    """Attend from rows P to step 0's keys up to P and, of each later step, to the key of row P alone."""
+    (keys, values), *later_steps = memory
+    if not later_steps:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
     length = q.shape[2]
     q = q * q.shape[-1] ** -0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(future, float("-inf"))
-    own = torch.stack([(q * k).float().sum(-1) for k, _ in later], dim=-1)
-    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(values.dtype)
+    row_scores = torch.stack([(q * k).float().sum(-1) for k, _ in later_steps], dim=-1)
+    weights = torch.cat([scores, row_scores], dim=-1).softmax(-1).to(values.dtype)
     out = weights[..., :length] @ values
-    for step, (_, v) in enumerate(later):
+    for step, (_, v) in enumerate(later_steps):
         out = out + weights[..., length + step, None] * v
     return out
 
@@ -228,7 +228,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """`noaux_tc`: sigmoid scores, a correction bias that only chooses, and groups chosen before experts."""
+    """`noaux_tc`: sigmoid scores, a correction bias for selection alone, groups before experts."""
 
     e_score_correction_bias: Tensor
     load: Tensor
@@ -241,19 +241,19 @@ class Gate(nn.Module):
         self.register_buffer("load", torch.zeros(shape.routed), persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Weights [B, T, routed] of every expert, zero where it is not chosen."""
+        """Return weights [B, T, routed] of every expert, zero where it is not selected."""
         s = self.shape
         with torch.autocast("cpu", enabled=False):
             scores = F.linear(h.float(), self.weight.float()).sigmoid()
-        wanted = (scores + self.e_score_correction_bias).detach()
-        grouped = wanted.unflatten(-1, (s.groups, -1))
+        choice = (scores + self.e_score_correction_bias).detach()
+        grouped = choice.unflatten(-1, (s.groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(s.top_groups, dim=-1).indices
         allowed = (
             torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)[..., None].expand_as(grouped)
         )
-        wanted = wanted.masked_fill(allowed.flatten(-2) == 0, float("-inf"))
+        choice = choice.masked_fill(allowed.flatten(-2) == 0, float("-inf"))
         chosen = torch.zeros_like(scores).scatter(
-            -1, wanted.topk(s.top_experts, dim=-1).indices, 1.0
+            -1, choice.topk(s.top_experts, dim=-1).indices, 1.0
         )
         if self.training:
             self.load += chosen.detach().flatten(0, -2).mean(0)
@@ -262,7 +262,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """Shared experts beside routed ones, all in the rows of one SwiGLU: shared first."""
+    """Shared and routed experts, all in the rows of one SwiGLU: shared first."""
 
     def __init__(self, shape: DeepseekShape) -> None:
         super().__init__()
@@ -271,6 +271,7 @@ class MoE(nn.Module):
         self.experts = MLP(shape.hidden, (shape.shared + shape.routed) * shape.expert)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return the sum of the shared experts and the selected routed ones."""
         s = self.shape
         mlp = self.experts
         weights = self.gate(h).to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else h.dtype)
@@ -281,7 +282,7 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer around the attention and the MLP given."""
+    """One pre-norm decoder layer of an attention block and an MLP."""
 
     def __init__(
         self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type = RMSNorm
@@ -301,7 +302,7 @@ class Decoder(nn.Module):
     """A causal decoder with tied embeddings; `forward` gives hidden states after the final norm."""
 
     norm_type: type[nn.Module] = RMSNorm
-    masks_first = True
+    masks_first_embedding = True
 
     def __init__(self, shape: Sizes) -> None:
         super().__init__()
@@ -322,28 +323,29 @@ class Decoder(nn.Module):
     def _mtp_layer(self) -> MtpLayer | None:
         return MtpLayer(self._layer(1), RMSNorm) if isinstance(self.shape, DeepseekShape) else None
 
-    def precision(self) -> torch.autocast:
-        """What it is computed in: bfloat16 mixed with float32."""
+    def autocast(self) -> torch.autocast:
+        """Return the context of mixed precision: bfloat16 and float32."""
         return torch.autocast("cpu", torch.bfloat16)
 
-    def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin of `length` positions from `first` on."""
+    def rotary(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of `length` positions from `first` on."""
         if isinstance(self.shape, DeepseekShape | HybridShape):
             dim = self.shape.rope
         else:
             assert isinstance(self.shape, Shape)
             dim = self.shape.head_dim
-        cos, sin = angles(length, dim, self.shape.rope_theta, first)
+        cos, sin = rotary_angles(length, dim, self.shape.rope_theta, first)
         return cos.to(dtype), sin.to(dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The embedding, in bfloat16 under autocast."""
+        """Return the embedding, in bfloat16 under autocast."""
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
         return self.embed_tokens(ids).to(dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return hidden states [B, T, hidden] after the final norm."""
         x = self.embed(ids)
-        cos, sin = self.turns(ids.shape[1], x.dtype)
+        cos, sin = self.rotary(ids.shape[1], x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.norm(x)
@@ -352,7 +354,7 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight).float()
 
     def mtp_hidden(self, hidden: Tensor, following: Tensor, depth: int) -> list[Tensor]:
-        """What the MTP layer gives at draft steps 0 … depth - 1, each [B, T, hidden], after its norm.
+        """Return the MTP layer's states at draft steps 0 … depth - 1, each [B, T, hidden], after its norm.
 
         hidden [B, T, hidden] after the final norm; following [B, T + depth - 1], the tokens at positions
         1 on. Row P of step j has seen (hidden P, token P + 1) and its own j recycled states, at position
@@ -364,9 +366,9 @@ class Decoder(nn.Module):
         memory: Memory = []
         for step in range(depth):
             embedded = self.embed(following[:, step : step + length])
-            if step == 0 and self.masks_first:
+            if step == 0 and self.masks_first_embedding:
                 embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], dim=1)
-            hidden = self.mtp(embedded, hidden, self.turns(length, embedded.dtype, step), memory)
+            hidden = self.mtp(embedded, hidden, self.rotary(length, embedded.dtype, step), memory)
             steps.append(hidden)
         return steps
 
@@ -386,13 +388,13 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, ...], memory: Memory
     ) -> Tensor:
-        """The next recycled hidden states; appends this step's keys and values to `memory`."""
+        """Return the next recycled hidden states; append this step's keys and values to `memory`."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.norm(self.block(x, *turns, memory))
 
 
-class CentredNorm(nn.Module):
-    """Root-mean-square norm whose learned scale is kept as its distance from one."""
+class ZeroCenteredNorm(nn.Module):
+    """Root-mean-square norm whose learned scale is stored as its distance from one."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -403,7 +405,7 @@ class CentredNorm(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Grouped heads, normed before a part of each is turned; gates beside the queries scale the output."""
+    """Grouped heads, normed before a part of each is rotated; gates beside the queries scale the output."""
 
     def __init__(self, shape: HybridShape) -> None:
         super().__init__()
@@ -412,8 +414,8 @@ class GatedAttention(Attention):
         self.k_proj = linear(s.hidden, s.kv_heads * s.head_dim)
         self.v_proj = linear(s.hidden, s.kv_heads * s.head_dim)
         self.o_proj = linear(s.heads * s.head_dim, s.hidden)
-        self.q_norm = CentredNorm(s.head_dim)
-        self.k_norm = CentredNorm(s.head_dim)
+        self.q_norm = ZeroCenteredNorm(s.head_dim)
+        self.k_norm = ZeroCenteredNorm(s.head_dim)
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """See `Attention`."""
@@ -436,6 +438,7 @@ class UnitLowerInverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lower: Tensor) -> Tensor:
+        """Return the inverse."""
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
         inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
         ctx.save_for_backward(inverse)
@@ -443,13 +446,14 @@ class UnitLowerInverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of A."""
         (inverse,) = ctx.saved_tensors
-        turned = inverse.transpose(-1, -2)
-        return (-(turned @ grad @ turned)).tril(-1)
+        transposed = inverse.transpose(-1, -2)
+        return (-(transposed @ grad @ transposed)).tril(-1)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = 64) -> Tensor:
-    """The gated delta rule from an empty state in float32, by chunks of positions (Yang et al., 2024).
+    """Compute the gated delta rule from a zero state in float32, by chunks (Yang et al., 2024).
 
     q and k [B, Hk, T, dk], normed, q scaled; v [B, Hv, T, dv]; g, the decay's logarithm, and beta [B, Hv, T].
     Returns [B, Hv, T, dv]. Value head j reads key head j // (Hv / Hk).
@@ -462,25 +466,29 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     q = q[:, :, None]
     k = k[:, :, None]
     v, g, beta = (x.unflatten(1, (heads, groups)) for x in (v, g, beta))
-    past = g.cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)
-    between = (past[..., :, None] - past[..., None, :]).masked_fill(later, float("-inf")).exp()
+    log_decay = g.cumsum(-1)
+    is_later = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)
+    between = (
+        (log_decay[..., :, None] - log_decay[..., None, :])
+        .masked_fill(is_later, float("-inf"))
+        .exp()
+    )
     lower = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)
     inverse = UnitLowerInverse.apply(lower)
     values = inverse @ (v * beta[..., None])
-    reads = inverse @ (k * (beta * past.exp())[..., None])
-    writes = (k * (past[..., -1:] - past).exp()[..., None]).transpose(-1, -2)
-    kept = past[..., -1].exp()[..., None, None]
+    reads = inverse @ (k * (beta * log_decay.exp())[..., None])
+    writes = (k * (log_decay[..., -1:] - log_decay).exp()[..., None]).transpose(-1, -2)
+    chunk_decay = log_decay[..., -1].exp()[..., None, None]
     state = torch.zeros(batch, heads, groups, width, v.shape[-1])
     states = []
     written = []
-    for value, read, write, keep in zip(
-        *(x.unbind(3) for x in (values, reads, writes, kept)), strict=True
+    for value, read, write, decay in zip(
+        *(x.unbind(3) for x in (values, reads, writes, chunk_decay)), strict=True
     ):
         states.append(state)
         written.append(value - read @ state)
-        state = state * keep + write @ written[-1]
-    out = (q * past.exp()[..., None]) @ torch.stack(states, 3)
+        state = state * decay + write @ written[-1]
+    out = (q * log_decay.exp()[..., None]) @ torch.stack(states, 3)
     out = out + ((q @ k.transpose(-1, -2)) * between) @ torch.stack(written, 3)
     return out.flatten(3, 4).flatten(1, 2)[:, :, :length]
 
@@ -494,11 +502,12 @@ class DeltaNet(nn.Module):
         self.keys = s.key_heads * s.key_dim
         self.values = s.value_heads * s.value_dim
         wide = 2 * self.keys + self.values
-        self.in_proj_qkv, self.in_proj_z = linear(s.hidden, wide), linear(s.hidden, self.values)
+        self.in_proj_qkv = linear(s.hidden, wide)
+        self.in_proj_z = linear(s.hidden, self.values)
         self.in_proj_a = linear(s.hidden, s.value_heads)
         self.in_proj_b = linear(s.hidden, s.value_heads)
         self.conv1d = nn.Conv1d(wide, wide, s.kernel, groups=wide, bias=False)
-        # Time constants of some tokens up to a thousand, as Mamba starts.
+        # Time constants from some tokens to a thousand, as in Mamba's initialisation.
         steps = torch.empty(s.value_heads).uniform_(-6.9, -2.3).exp()
         self.A_log = nn.Parameter(torch.empty(s.value_heads).uniform_(1, 16).log())
         self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
@@ -507,6 +516,7 @@ class DeltaNet(nn.Module):
         self.out_proj = linear(self.values, s.hidden)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the block's output [B, T, hidden]; positions have no rotary embedding."""
         s = self.shape
         length = h.shape[1]
         before = F.pad(self.in_proj_qkv(h), (0, 0, s.kernel - 1, 0))
@@ -537,40 +547,41 @@ class DeltaNet(nn.Module):
 class HybridDecoder(Decoder):
     """Qwen3.5's text model and its MTP layer, which reads the embedding at every position."""
 
-    norm_type = CentredNorm
-    masks_first = False
+    norm_type = ZeroCenteredNorm
+    masks_first_embedding = False
 
     def _layer(self, index: int) -> Layer:
         s = self.shape
         assert isinstance(s, HybridShape)
         mixer = DeltaNet(s) if (index + 1) % s.interval else GatedAttention(s)
-        return Layer(s.hidden, mixer, MLP(s.hidden, s.intermediate), CentredNorm)
+        return Layer(s.hidden, mixer, MLP(s.hidden, s.intermediate), ZeroCenteredNorm)
 
     def _mtp_layer(self) -> MtpLayer:
         assert isinstance(self.shape, HybridShape)
-        return MtpLayer(self._layer(self.shape.interval - 1), CentredNorm)
+        return MtpLayer(self._layer(self.shape.interval - 1), ZeroCenteredNorm)
 
 
 def new_decoder(shape: Sizes) -> Decoder:
-    """A model of the shape, drawn at random."""
+    """Return a model of the shape with random weights."""
     return (HybridDecoder if isinstance(shape, HybridShape) else Decoder)(shape)
 
 
 Optimizers = list[torch.optim.Optimizer]
 OUTER = ("embed", "gate.weight", "in_proj_a", "in_proj_b")
-"""Parts of the names of matrices that are no layer's inner ones."""
+"""Parts of the names of matrices that AdamW trains."""
 
 
 def make_optimizers(
     model: nn.Module, scale: float, outer: Any = OUTER, rate: float = 0.004
 ) -> Optimizers:
-    """Muon for the matrices inside layers, AdamW at `rate` for outer ones, convolutions and norms."""
-    named = list(model.named_parameters())
-    inner = {n for n, p in named if p.dim() == 2 and not any(part in n for part in outer)}
-    matrices, rest = ([p for n, p in named if (n in inner) == within] for within in (True, False))
+    """Return Muon for matrices inside layers, AdamW at `rate` for all other parameters."""
+    parameters = list(model.named_parameters())
+    inner = {n for n, p in parameters if p.dim() == 2 and not any(part in n for part in outer)}
+    matrices = [p for n, p in parameters if n in inner]
+    other_parameters = [p for n, p in parameters if n not in inner]
     return [
         torch.optim.Muon(
             matrices, lr=0.006 * scale, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
         ),
-        torch.optim.AdamW(rest, lr=rate * scale, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(other_parameters, lr=rate * scale, betas=(0.9, 0.95), weight_decay=0.0),
     ]

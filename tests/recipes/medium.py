@@ -1,9 +1,9 @@
 """Write the 0.35 B checkpoint of the CPU benchmarks, and the draft made of its first two layers.
 
-Qwen3-shaped with random weights. The layers after the draft's own speak softly (DAMPING), so that the
-draft, which lacks them, agrees with the target's greedy choice about as often as a trained one would.
-Its acceptance is natural to these two folders and says nothing about a trained model: it is for speed
-and equality. Deterministic; importing nothing from `spd`. Run it from the repository root:
+Qwen3-shaped with random weights. The layers that the draft lacks have a small gain (DAMPING), so that it
+agrees with the target's greedy choice about as often as a trained one would. Its acceptance belongs to these
+two folders and says nothing about a trained model: it is for speed and equality. Deterministic; imports
+nothing from `spd`. Run it from the repository root:
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
     python tests/recipes/medium.py OUT --hybrid   both as Qwen3.5, OUT with an MTP layer
@@ -77,7 +77,7 @@ def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: 
 
 
 def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -> Path:
-    """Write the draft: `source`'s embeddings, final norm and first layers, bit for bit; return its folder."""
+    """Write the draft: `source`'s embeddings, final norm and first layers, unchanged; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = layers
@@ -85,13 +85,13 @@ def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -
         config["layer_types"] = config["layer_types"][:layers]
     config.pop("mtp_num_hidden_layers", None)
     write_json(folder / "config.json", config)
-    kept = {
+    draft_tensors = {
         name: tensor
         for name, tensor in load_file(source / "model.safetensors").items()
         if not name.startswith("mtp.")
         and (not name.startswith("model.layers.") or int(name.split(".")[2]) < layers)
     }
-    write_tensors(folder, kept)
+    write_tensors(folder, draft_tensors)
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(source / file, folder / file)
     return folder
@@ -106,10 +106,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    print(
-        (write_medium_hybrid if options.hybrid else write_medium)(
-            options.out, options.dtype, options.seed
-        )
-    )
+    write = write_medium_hybrid if options.hybrid else write_medium
+    print(write(options.out, options.dtype, options.seed))
     layers = HYBRID_DRAFT_LAYERS if options.hybrid else DRAFT_LAYERS
     print(write_medium_draft(options.out / "draft", options.out, layers))

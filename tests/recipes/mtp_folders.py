@@ -1,4 +1,4 @@
-"""Small folders with MTP layers, whole or damaged; without `spd`."""
+"""Write small folders with MTP layers, and safetensors files of headers alone; without `spd`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,32 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.recipes.demo_checkpoint import config_of, to_checkpoint
+from tests.recipes.demo_checkpoint import make_config, to_checkpoint
 from tests.recipes.demo_model import Decoder, DeepseekShape
 
 SHAPE = DeepseekShape(
-    **{
-        "hidden": 32,
-        "layers": 2,
-        "heads": 2,
-        "kv_rank": 16,
-        "nope": 8,
-        "rope": 8,
-        "value": 8,
-        "dense": 48,
-    },
-    **{
-        "expert": 16,
-        "shared": 1,
-        "routed": 4,
-        "groups": 2,
-        "top_groups": 1,
-        "top_experts": 2,
-        "vocab": 64,
-    },
+    hidden=32,
+    layers=2,
+    heads=2,
+    kv_rank=16,
+    nope=8,
+    rope=8,
+    value=8,
+    dense=48,
+    expert=16,
+    shared=1,
+    routed=4,
+    groups=2,
+    top_groups=1,
+    top_experts=2,
+    vocab=64,
 )
 PREFIX = "model.layers.2."
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str, Tensor]:
-    """A random DeepSeek-V3-shaped model with its MTP layer in the last shard; returns its tensors."""
+    """Write a random DeepSeek-V3-shaped model with its MTP layer in the last shard; return its tensors."""
     torch.manual_seed(seed)
     model = Decoder(SHAPE)
     for parameter in model.parameters():
@@ -50,20 +46,20 @@ def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str,
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
     tensors = to_checkpoint(model)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_of(SHAPE, 2)))
+    (folder / "config.json").write_text(json.dumps(make_config(SHAPE, 2)))
     write_tensors(folder, tensors, shards)
     return tensors
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) -> None:
-    """One file, or shards of which the last holds the MTP layer and the one before it what is not a layer."""
+    """Write one file, or shards: the last has the MTP layer, the one before it the tensors of no layer."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return
     parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
     for index, (name, tensor) in enumerate(tensors.items()):
-        outside = shards - 2 if not name.startswith("model.layers.") else index % (shards - 2)
-        parts[-1 if name.startswith(PREFIX) else outside][name] = tensor
+        shard = shards - 2 if not name.startswith("model.layers.") else index % (shards - 2)
+        parts[-1 if name.startswith(PREFIX) else shard][name] = tensor
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
@@ -79,17 +75,17 @@ Shape = int | tuple[int, ...]
 def weights(
     stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Shape
 ) -> Iterator[Entry]:
-    """Yield `entries` of the shapes that are named here."""
+    """Yield `entries` of shapes that are given as keywords."""
     return entries(stem, shapes, dtype, last)
 
 
 def entries(
     stem: str, shapes: Mapping[str, Shape], dtype: str = "BF16", last: str = ".weight"
 ) -> Iterator[Entry]:
-    """Yield tensors below a stem, by names in which __ stands for a point; a vector's shape is its length."""
+    """Yield tensors below a stem. In names __ stands for a point; a vector's shape is its length."""
     for name, shape in shapes.items():
-        own = f"{stem}{name.replace('__', '.')}{last}"
-        yield own, dtype, (shape,) if isinstance(shape, int) else shape
+        tensor_name = f"{stem}{name.replace('__', '.')}{last}"
+        yield tensor_name, dtype, (shape,) if isinstance(shape, int) else shape
 
 
 Names = tuple[str, ...]
@@ -101,7 +97,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 def gated(
     stem: str, hidden: int, inner: int, names: Names = GATED, make: Make = weights
 ) -> Iterator[Entry]:
-    """A gated MLP's matrices."""
+    """Yield a gated MLP's matrices."""
     return make(
         stem, **dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True))
     )
@@ -110,13 +106,13 @@ def gated(
 def attention(
     stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights
 ) -> Entries:
-    """Queries, keys, values and the output, without biases."""
+    """Yield queries, keys, values and the output, without biases."""
     shapes = {"q_proj": (heads * size, hidden), "o_proj": (hidden, heads * size)}
     return make(stem, **shapes, **dict.fromkeys(("k_proj", "v_proj"), (keys * size, hidden)))
 
 
 def write_hollow(path: Path, entries: list[Entry]) -> None:
-    """A safetensors file of these tensors, every byte of data a hole."""
+    """Write a safetensors file of these tensors, all data a hole in the file."""
     header: dict[str, Any] = {}
     end = 0
     for name, dtype, shape in entries:

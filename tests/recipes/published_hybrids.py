@@ -1,10 +1,10 @@
 """Configurations and tensor lists of published hybrids, expanded from a table; no weights, no `spd`.
 
 Every row is a public release of huggingface.co/Qwen: sizes are those of its `config.json`, names those of its
-index. In Qwen3.5, 3.6 and 3.8 projections stand apart, and everything below `model.language_model.`; in
-Qwen3-Next they are fused key head by key head. Experts are packed in the 16-bit releases of Qwen3.5 and 3.6,
-one by one in Qwen3-Next and where they are FP8. A_log and the norm behind the recurrence are float32 in
-Qwen3.5, bfloat16 in later ones. The vision tower is the 27B's everywhere; nothing reads it.
+index. In Qwen3.5, 3.6 and 3.8 projections are separate, and names begin with `model.language_model.`; in
+Qwen3-Next projections are fused by key heads. Experts are stacked in the 16-bit releases of Qwen3.5 and 3.6,
+and separate in Qwen3-Next and in FP8. A_log and the norm after the recurrence are float32 in Qwen3.5,
+bfloat16 in later ones. The vision tower is the 27B's everywhere; nothing reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEXT_VOCAB = 151936
 
 @dataclass(frozen=True)
 class Release:
-    """One checkpoint; `experts` are their number, how many a token takes, and their width."""
+    """One checkpoint. `experts`: their number, the number for each token, and their width."""
 
     hidden: int
     inner: int
@@ -36,17 +36,17 @@ class Release:
     tied: bool = False
     float32: bool = True
     fp8: bool = False
-    fused: bool = False
-    """As Qwen3-Next: no wrapper, projections by key head."""
+    fused_projections: bool = False
+    """As in Qwen3-Next: no wrapper, projections fused by key heads."""
     gate_type: bool = False
-    """As Qwen3.8: the configuration names the gate behind the recurrence."""
-    apart: tuple[str, ...] = ()
-    """Below which prefixes experts stand one by one; everywhere in FP8 and in Qwen3-Next."""
+    """As in Qwen3.8: the configuration names the gate after the recurrence."""
+    separate_experts: tuple[str, ...] = ()
+    """Prefixes below which experts are separate tensors; in FP8 and in Qwen3-Next they are everywhere."""
 
 
 DENSE_27B = Release(5120, 17408, 64, 24, 4, 48, float32=False)
 SPARSE_35B = Release(2048, 512, 40, 16, 2, 32, (256, 8, 512))
-NEXT_80B = Release(2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True)
+NEXT_80B = Release(2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused_projections=True)
 RELEASES = {
     "Qwen3.5-0.8B": Release(1024, 3584, 24, 8, 2, 16, tied=True),
     "Qwen3.5-2B": Release(2048, 6144, 24, 8, 2, 16, tied=True),
@@ -64,7 +64,7 @@ RELEASES = {
     "Qwen3-Next-80B-A3B-Instruct": NEXT_80B,
     "Qwen3-Next-80B-A3B-Instruct-FP8": replace(NEXT_80B, fp8=True),
 }
-COUNTED = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
+TENSOR_COUNTS = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
 """Tensors of the text model, its MTP layer and the vision tower, as readers of the headers counted them."""
 KEY_HEADS = 16
 HEAD = 256
@@ -74,8 +74,8 @@ BLOCK = 128
 
 
 def config_of(row: Release) -> dict[str, Any]:
-    """The release's `config.json`."""
-    count, taken, width = row.experts
+    """Return the release's `config.json`."""
+    count, per_token, width = row.experts
     text: dict[str, Any] = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -101,13 +101,17 @@ def config_of(row: Release) -> dict[str, Any]:
         "rms_norm_eps": 1e-06,
         "tie_word_embeddings": row.tied,
         "use_cache": True,
-        "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
+        "vocab_size": NEXT_VOCAB if row.fused_projections else VOCAB,
     }
     if count:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": width}
-        text |= {"num_experts": count, "num_experts_per_tok": taken, "router_aux_loss_coef": 0.001}
+        text |= {
+            "num_experts": count,
+            "num_experts_per_tok": per_token,
+            "router_aux_loss_coef": 0.001,
+        }
         text |= {"shared_expert_intermediate_size": width}
-    if row.fused:
+    if row.fused_projections:
         text |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
         text |= {"norm_topk_prob": True, "rope_scaling": None, "rope_theta": 10000000}
         text |= {"use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645}
@@ -129,7 +133,7 @@ def config_of(row: Release) -> dict[str, Any]:
     text |= {"pad_token_id": None, "rope_parameters": rope}
     if row.gate_type:
         text["output_gate_type"] = "swish"
-    seen = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
+    vision = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
     return {
         "architectures": [f"Qwen3_5{'Moe' if count else ''}ForConditionalGeneration"],
         "image_token_id": 248056,
@@ -137,7 +141,7 @@ def config_of(row: Release) -> dict[str, Any]:
         "text_config": text,
         "tie_word_embeddings": row.tied,
         "video_token_id": 248057,
-        "vision_config": seen,
+        "vision_config": vision,
         "vision_end_token_id": 248054,
         "vision_start_token_id": 248053,
         **_quantization(row),
@@ -148,11 +152,11 @@ def _quantization(row: Release) -> dict[str, Any]:
     if not row.fp8:
         return {}
     block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
-    kept = {
+    format_keys = {
         "modules_to_not_convert": ["lm_head", "model.visual"],
         "weight_block_size": [BLOCK, BLOCK],
     }
-    return {"quantization_config": block | kept}
+    return {"quantization_config": block | format_keys}
 
 
 def _attends(layer: int) -> bool:
@@ -160,9 +164,9 @@ def _attends(layer: int) -> bool:
 
 
 def text_tensors(row: Release) -> Iterator[Entry]:
-    """Everything that writes text, the MTP layer left out."""
-    prefix = "model." if row.fused else "model.language_model."
-    table = (NEXT_VOCAB if row.fused else VOCAB, row.hidden)
+    """Yield the text model's tensors, without the MTP layer."""
+    prefix = "model." if row.fused_projections else "model.language_model."
+    table = (NEXT_VOCAB if row.fused_projections else VOCAB, row.hidden)
     yield from weights(prefix, embed_tokens=table, norm=row.hidden)
     for layer in range(row.layers):
         yield from _layer(row, f"{prefix}layers.{layer}.", attends=_attends(layer))
@@ -171,7 +175,7 @@ def text_tensors(row: Release) -> Iterator[Entry]:
 
 
 def mtp_tensors(row: Release) -> Iterator[Entry]:
-    """The MTP layer, which attends."""
+    """Yield the MTP layer, which has full attention."""
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     yield from weights("mtp.", fc=(row.hidden, 2 * row.hidden))
     yield from entries("mtp.", dict.fromkeys(norms, row.hidden))
@@ -179,28 +183,28 @@ def mtp_tensors(row: Release) -> Iterator[Entry]:
 
 
 def vision_tensors(row: Release) -> Iterator[Entry]:
-    """The tower of the 27B."""
-    wide = 1152
+    """Yield the vision tower of the 27B."""
+    hidden = 1152
     inner = 4304
     merged = 4608
-    pairs: dict[str, tuple[int, ...]] = {
-        "attn__qkv": (3 * wide, wide),
-        "attn__proj": (wide, wide),
-        "mlp__linear_fc1": (inner, wide),
-        "mlp__linear_fc2": (wide, inner),
-        "norm1": (wide,),
-        "norm2": (wide,),
+    block_shapes: dict[str, tuple[int, ...]] = {
+        "attn__qkv": (3 * hidden, hidden),
+        "attn__proj": (hidden, hidden),
+        "mlp__linear_fc1": (inner, hidden),
+        "mlp__linear_fc2": (hidden, inner),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
     }
     parts: dict[str, dict[str, tuple[int, ...]]] = {
-        "patch_embed": {"proj": (wide, 3, 2, 16, 16)},
+        "patch_embed": {"proj": (hidden, 3, 2, 16, 16)},
         "merger": {
-            "norm": (wide,),
+            "norm": (hidden,),
             "linear_fc1": (merged, merged),
             "linear_fc2": (row.hidden, merged),
         },
     }
-    parts |= {f"blocks.{block}": pairs for block in range(27)}
-    yield from weights("model.visual.", pos_embed=(2304, wide))
+    parts |= {f"blocks.{block}": block_shapes for block in range(27)}
+    yield from weights("model.visual.", pos_embed=(2304, hidden))
     for part, shapes in parts.items():
         yield from entries(f"model.visual.{part}.", shapes)
         biases = {name: shape[0] for name, shape in shapes.items()}
@@ -208,7 +212,7 @@ def vision_tensors(row: Release) -> Iterator[Entry]:
 
 
 def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
-    """Matrices of a layer: in FP8 with their scales beside them."""
+    """Yield matrices of a layer; in FP8 with their scales."""
     yield from entries(stem, shapes, "F8_E4M3" if row.fp8 else "BF16")
     if row.fp8:
         blocks = {
@@ -219,14 +223,14 @@ def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[En
 
 def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
     hidden = row.hidden
-    own = f"{prefix}self_attn."
+    attention = f"{prefix}self_attn."
     yield from weights(prefix, input_layernorm=hidden, post_attention_layernorm=hidden)
     if attends:
         query = row.heads * HEAD
         key = row.key_value_heads * HEAD
         shapes = {"k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
-        yield from _matrices(row, own, q_proj=(2 * query, hidden), **shapes)
-        yield from weights(own, q_norm=HEAD, k_norm=HEAD)
+        yield from _matrices(row, attention, q_proj=(2 * query, hidden), **shapes)
+        yield from weights(attention, q_norm=HEAD, k_norm=HEAD)
     else:
         yield from _delta(row, f"{prefix}linear_attn.")
     yield from (
@@ -242,7 +246,7 @@ def _delta(row: Release, prefix: str) -> Iterator[Entry]:
     channels = (2 * KEY_HEADS + heads) * DELTA_HEAD
     matrices = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden)}
     small = {"in_proj_a": (heads, hidden), "in_proj_b": (heads, hidden)}
-    if row.fused:
+    if row.fused_projections:
         matrices = {"in_proj_qkvz": (channels + values, hidden)}
         small = {"in_proj_ba": (2 * heads, hidden)}
     yield from _matrices(row, prefix, **matrices, out_proj=(hidden, values))
@@ -261,7 +265,7 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
     count, _, inner = row.experts
     yield from weights(prefix, gate=(count, row.hidden), shared_expert_gate=(1, row.hidden))
     yield from _mlp(row, f"{prefix}shared_expert.", inner)
-    if row.fp8 or row.fused or prefix.startswith(row.apart):
+    if row.fp8 or row.fused_projections or prefix.startswith(row.separate_experts):
         for expert in range(count):
             yield from _mlp(row, f"{prefix}experts.{expert}.", inner)
         return
@@ -273,18 +277,18 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
 
 
 def write_published(folder: Path, row: Release) -> Path:
-    """A release's folder, all data a hole: shards of the text model, its MTP layer and the vision tower."""
+    """Write a release's folder without data: shards of the text model, its MTP layer and the vision tower."""
     parts = [
         list(text_tensors(row)),
         list(mtp_tensors(row)),
-        [] if row.fused else list(vision_tensors(row)),
+        [] if row.fused_projections else list(vision_tensors(row)),
     ]
     weight_map: dict[str, str] = {}
     shards = [part for part in parts if part]
     for number, part in enumerate(shards, 1):
         shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_hollow(folder / shard, part)
-        weight_map |= {each: shard for each, _, _ in part}
+        weight_map |= {name: shard for name, _, _ in part}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config_of(row)))

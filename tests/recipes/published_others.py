@@ -1,8 +1,8 @@
 """Configurations and tensor lists of published checkpoints of other families; no weights, no `spd`.
 
-Sizes are the defaults of the classes in Hugging Face transformers 5, which are a release's own, or known from
-a release; names are what the library's conversions begin with. The lists were not compared with the indices
-of the files themselves.
+Sizes are the defaults of the classes in Hugging Face transformers 5, which are those of a release, or known
+from a release; names are the sources of the library's conversions. The lists were not compared with the
+indices of the files.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from tests.recipes.mtp_folders import GATED, Entry, attention, entries, gated, weights, write_hollow
 
 Config = dict[str, Any]
-TWO = ("input_layernorm", "post_attention_layernorm")
-FOUR = (*TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-DRAFTS = ("enorm", "hnorm")
+TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+FOUR_NORMS = (*TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+MTP_NORMS = ("enorm", "hnorm")
 
 
-def norms(stem: str, hidden: int, names: tuple[str, ...] = TWO) -> Iterator[Entry]:
-    """Vectors as long as the state."""
+def norms(stem: str, hidden: int, names: tuple[str, ...] = TWO_NORMS) -> Iterator[Entry]:
+    """Yield vectors as long as the state."""
     return entries(stem, dict.fromkeys(names, hidden))
 
 
 def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
-    """Matrices in blocks of 128 x 128 with a scale each."""
+    """Yield matrices in blocks of 128 x 128 with a scale each."""
     for name, shape in shapes.items():
         yield f"{stem}{name}.weight", "F8_E4M3", shape
         yield f"{stem}{name}.weight_scale_inv", "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
 
 
-def outside(c: Config, stem: str = "model.", norm: str = "norm") -> Iterator[Entry]:
-    """The embedding and the last norm; the output where it is another matrix."""
+def table_entries(c: Config, stem: str = "model.", norm: str = "norm") -> Iterator[Entry]:
+    """Yield the embedding and the last norm; the output head where it is another matrix."""
     table = c["vocab_size"], c["hidden_size"]
     yield from weights(stem, embed_tokens=table, **{norm: c["hidden_size"]})
     if not c.get("tie_word_embeddings", True):
         yield from weights("", lm_head=table)
 
 
-def heads_of(c: Config) -> tuple[int, int, int, int]:
-    """The state's width; heads of queries and of keys, and their size."""
+def head_sizes(c: Config) -> tuple[int, int, int, int]:
+    """Return the state's width; the number of heads of queries and of keys, and their size."""
     heads = c["num_attention_heads"]
     size = c.get("head_dim") or c["hidden_size"] // heads
     return c["hidden_size"], heads, c["num_key_value_heads"], size
@@ -50,7 +50,7 @@ def heads_of(c: Config) -> tuple[int, int, int, int]:
 def mamba(
     stem: str, hidden: int, heads: int, size: int, groups: int, state: int
 ) -> Iterator[Entry]:
-    """One Mamba-2 layer."""
+    """Yield one Mamba-2 layer."""
     inner = heads * size
     channels = heads * size + 2 * groups * state
     yield from weights(
@@ -61,7 +61,7 @@ def mamba(
 
 
 def nemotron(c: Config) -> Iterator[Entry]:
-    """Below `backbone.`, one block a layer; the MTP module is two more of them."""
+    """Yield Nemotron's tensors below `backbone.`, one block a layer; the MTP module is two more of them."""
     hidden = c["hidden_size"]
     table = (c["vocab_size"], c["hidden_size"])
     yield from weights("", backbone__embeddings=table, lm_head=table, backbone__norm_f=hidden)
@@ -70,39 +70,39 @@ def nemotron(c: Config) -> Iterator[Entry]:
     if drafts := c.get("mtp_hybrid_override_pattern", ""):
         for layer, kind in enumerate(drafts):
             yield from nemotron_block(c, f"mtp.layers.{layer}.", kind)
-        yield from norms("mtp.layers.0.", hidden, DRAFTS)
+        yield from norms("mtp.layers.0.", hidden, MTP_NORMS)
         yield from weights("mtp.layers.0.", eh_proj=(hidden, 2 * hidden))
         yield from weights(f"mtp.layers.{len(drafts) - 1}.", final_layernorm=hidden)
 
 
 def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
-    """A layer of a kind; routed experts may stand between two projections."""
-    hidden, heads, keys, size = heads_of(c)
-    own = f"{stem}mixer."
+    """Yield a layer of a kind; routed experts may stand between two projections."""
+    hidden, heads, keys, size = head_sizes(c)
+    mixer = f"{stem}mixer."
     yield from weights(stem, norm=hidden)
     if kind == "M":
         sizes = (
             c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
         )
-        yield from mamba(own, hidden, *sizes)
+        yield from mamba(mixer, hidden, *sizes)
     elif kind == "*":
-        yield from attention(own, hidden, heads, keys=keys, size=size)
+        yield from attention(mixer, hidden, heads, keys=keys, size=size)
     else:
         blocks: dict[str, tuple[int, int]] = {"": (c["intermediate_size"], hidden)}
         if kind == "E":
             count = c["n_routed_experts"]
             latent = c.get("moe_latent_size")
-            yield from weights(own, gate=(count, hidden))
-            yield f"{own}gate.e_score_correction_bias", "F32", (count,)
+            yield from weights(mixer, gate=(count, hidden))
+            yield f"{mixer}gate.e_score_correction_bias", "F32", (count,)
             expert = c["moe_intermediate_size"], latent or hidden
             blocks = {f"experts.{e}.": expert for e in range(count)}
             blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"], hidden
             if latent:
                 yield from weights(
-                    own, fc1_latent_proj=(latent, hidden), fc2_latent_proj=(hidden, latent)
+                    mixer, fc1_latent_proj=(latent, hidden), fc2_latent_proj=(hidden, latent)
                 )
         for block, (inner, wide) in blocks.items():
-            yield from weights(own + block, up_proj=(inner, wide), down_proj=(wide, inner))
+            yield from weights(mixer + block, up_proj=(inner, wide), down_proj=(wide, inner))
 
 
 NEMOTRON_SUPER: Config = {
@@ -153,20 +153,20 @@ NEMOTRON_ULTRA: Config = {
 """Nemotron-3-Ultra's numbers of layers of each kind, in another order."""
 
 
-def routed(
+def routed_experts(
     stem: str, c: Config, inner: int, count: int, names: tuple[str, ...] = GATED
 ) -> Iterator[Entry]:
-    """A router and experts in FP8, below `gate.` and `experts.`."""
+    """Yield a router and experts in FP8, below `gate.` and `experts.`."""
     yield from weights(stem, "F32", gate=(count, c["hidden_size"]))
     for e in range(count):
         yield from gated(f"{stem}experts.{e}.", c["hidden_size"], inner, names, make=fp8)
 
 
 def minimax_m2(c: Config) -> Iterator[Entry]:
-    """The layers for MTP that its configuration speaks of were never published."""
-    hidden, heads, keys, size = heads_of(c)
+    """Yield the text model; the MTP layers in its configuration were never published."""
+    hidden, heads, keys, size = head_sizes(c)
     count = c["num_local_experts"]
-    yield from outside(c)
+    yield from table_entries(c)
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
         yield from norms(stem, hidden)
@@ -174,39 +174,41 @@ def minimax_m2(c: Config) -> Iterator[Entry]:
         yield from attention(f"{stem}self_attn.", hidden, heads, keys, size, fp8)
         block = f"{stem}block_sparse_moe."
         yield f"{block}e_score_correction_bias", "F32", (count,)
-        yield from routed(block, c, c["intermediate_size"], count, ("w1", "w3", "w2"))
+        yield from routed_experts(block, c, c["intermediate_size"], count, ("w1", "w3", "w2"))
 
 
 def mimo_v2(c: Config) -> Iterator[Entry]:
-    """With three layers for MTP; what makes attention's outputs is in bfloat16."""
-    hidden, heads, _, size = heads_of(c)
+    """Yield a model with three MTP layers; attention's output projections are in bfloat16."""
+    hidden, heads, _, size = head_sizes(c)
     layers = c["num_hidden_layers"]
     value = c["v_head_dim"]
-    yield from outside(c)
+    yield from table_entries(c)
     for layer in range(layers + 3):
         drafts = layer - layers
         stem = f"model.layers.{layer}." if drafts < 0 else f"model.mtp.layers.{drafts}."
-        slides = drafts >= 0 or c["hybrid_layer_pattern"][layer]
-        keys = c["swa_num_key_value_heads" if slides else "num_key_value_heads"]
-        yield from norms(stem, hidden, TWO if drafts < 0 else (TWO[0], "pre_mlp_layernorm"))
+        is_sliding = drafts >= 0 or c["hybrid_layer_pattern"][layer]
+        keys = c["swa_num_key_value_heads" if is_sliding else "num_key_value_heads"]
+        yield from norms(
+            stem, hidden, TWO_NORMS if drafts < 0 else (TWO_NORMS[0], "pre_mlp_layernorm")
+        )
         shapes = {"k_proj": (keys * size, hidden), "v_proj": (keys * value, hidden)}
         yield from fp8(f"{stem}self_attn.", q_proj=(heads * size, hidden), **shapes)
         yield from weights(f"{stem}self_attn.", o_proj=(hidden, heads * value))
-        if slides:
+        if is_sliding:
             yield f"{stem}self_attn.attention_sink_bias", "BF16", (heads,)
         if drafts < 0 and c["moe_layer_freq"][layer]:
             count = c["n_routed_experts"]
             yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (count,)
-            yield from routed(f"{stem}mlp.", c, c["moe_intermediate_size"], count)
+            yield from routed_experts(f"{stem}mlp.", c, c["moe_intermediate_size"], count)
             continue
         yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"], make=fp8)
         if drafts >= 0:
-            yield from norms(stem, hidden, (*DRAFTS, "final_layernorm"))
+            yield from norms(stem, hidden, (*MTP_NORMS, "final_layernorm"))
             yield from weights(stem, eh_proj=(hidden, 2 * hidden))
 
 
 def step3(config: Config) -> Iterator[Entry]:
-    """With three layers for MTP, each with a head of its own, and one tensor of what sees images.
+    """Yield a model with three MTP layers, each with its own head, and one tensor of the vision tower.
 
     Experts are packed by layers, their scales too, where they are in few bits.
     """
@@ -215,34 +217,34 @@ def step3(config: Config) -> Iterator[Entry]:
     hidden = c["hidden_size"]
     layers = c["num_hidden_layers"]
     size = c["head_dim"]
-    yield from outside(c)
+    yield from table_entries(c)
     yield from weights("vision_model.", conv1=(1536, 3, 14, 14))
     for layer in range(layers + 3):
         stem = f"model.layers.{layer}."
         full = c["layer_types"][layer] == "full_attention"
         heads = (c if full else c["attention_other_setting"])["num_attention_heads"]
-        own = f"{stem}self_attn."
+        attention_stem = f"{stem}self_attn."
         yield from norms(stem, hidden)
-        yield from attention(own, hidden, heads, c["num_attention_groups"], size)
-        yield from weights(own, q_norm=size, k_norm=size, g_proj=(heads, hidden))
+        yield from attention(attention_stem, hidden, heads, c["num_attention_groups"], size)
+        yield from weights(attention_stem, q_norm=size, k_norm=size, g_proj=(heads, hidden))
         if str(layer) in c["moe_layers_enum"].split(","):
             count = c["moe_num_experts"]
             block = f"{stem}moe."
             yield from weights(block, gate=(count, hidden))
             for name, _, shape in gated(block, hidden, c["moe_intermediate_size"]):
-                yield from packed(name, (count, *shape), method)
+                yield from stored_experts(name, (count, *shape), method)
             yield f"{block}router_bias", "F32", (count,)
             yield from gated(f"{stem}share_expert.", hidden, c["share_expert_dim"])
         else:
             yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
         if layer >= layers:
-            yield from norms(stem, hidden, (*DRAFTS, "transformer.shared_head.norm"))
+            yield from norms(stem, hidden, (*MTP_NORMS, "transformer.shared_head.norm"))
             yield from weights(stem, eh_proj=(hidden, 2 * hidden))
             yield from weights(f"{stem}transformer.shared_head.", output=(c["vocab_size"], hidden))
 
 
-def packed(name: str, shape: tuple[int, int, int], method: str | None) -> Iterator[Entry]:
-    """The experts of one tensor as a method stores them."""
+def stored_experts(name: str, shape: tuple[int, int, int], method: str | None) -> Iterator[Entry]:
+    """Yield the experts of one tensor as a quantization method stores them."""
     count, rows, columns = shape
     if method is None:
         yield name, "BF16", shape
@@ -305,7 +307,7 @@ STEP3_NVFP4: Config = {
 }
 _DEEP = STEP3["text_config"] | {"num_hidden_layers": 45}
 _DEEP |= {"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(48)]}
-STEP3_WHOLE: Config = {
+STEP3_FULL: Config = {
     **STEP3_FP8,
     "text_config": _DEEP | {"moe_layers_enum": ",".join(map(str, range(3, 45)))},
 }
@@ -381,11 +383,11 @@ MIMO_V2: Config = {
 
 
 def gpt_oss(c: Config) -> Iterator[Entry]:
-    """Experts in MXFP4, everything else in bfloat16."""
-    hidden, heads, keys, size = heads_of(c)
+    """Yield experts in MXFP4, everything else in bfloat16."""
+    hidden, heads, keys, size = head_sizes(c)
     inner = c["intermediate_size"]
     count = c["num_local_experts"]
-    yield from outside(c)
+    yield from table_entries(c)
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
         experts = f"model.layers.{layer}.mlp.experts."
@@ -444,42 +446,46 @@ GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 
 
 def gemma4(c: Config) -> Iterator[Entry]:
-    """Layers that share another's cache are published with keys and values of their own."""
+    """Yield a model; layers that share another's cache are published with their keys and values too."""
     hidden = c["hidden_size"]
-    per = c["hidden_size_per_layer_input"]
-    inside = "model.language_model."
+    layer_width = c["hidden_size_per_layer_input"]
+    prefix = "model.language_model."
     layers = c["num_hidden_layers"]
     table = (c["vocab_size"], c["hidden_size"])
-    yield from weights(inside, embed_tokens=table, norm=hidden)
-    if per:
-        yield from weights(inside, embed_tokens_per_layer=(c["vocab_size"], layers * per))
-        yield from weights(inside, per_layer_model_projection=(layers * per, hidden))
-        yield from weights(inside, per_layer_projection_norm=per)
+    yield from weights(prefix, embed_tokens=table, norm=hidden)
+    if layer_width:
+        yield from weights(prefix, embed_tokens_per_layer=(c["vocab_size"], layers * layer_width))
+        yield from weights(prefix, per_layer_model_projection=(layers * layer_width, hidden))
+        yield from weights(prefix, per_layer_projection_norm=layer_width)
     for layer in range(layers):
-        stem = f"{inside}layers.{layer}."
-        wide = c["layer_types"][layer] == "full_attention"
-        size = c["global_head_dim" if wide else "head_dim"]
+        stem = f"{prefix}layers.{layer}."
+        is_full = c["layer_types"][layer] == "full_attention"
+        size = c["global_head_dim" if is_full else "head_dim"]
         keys = c["num_key_value_heads"]
-        keys = c["num_global_key_value_heads"] or keys if wide else keys
+        keys = c["num_global_key_value_heads"] or keys if is_full else keys
         for entry in attention(f"{stem}self_attn.", hidden, c["num_attention_heads"], keys, size):
-            if not (wide and c["attention_k_eq_v"] and "v_proj" in entry[0]):
+            if not (is_full and c["attention_k_eq_v"] and "v_proj" in entry[0]):
                 yield entry
         yield from weights(f"{stem}self_attn.", q_norm=size, k_norm=size)
         doubled = c.get("use_double_wide_mlp") and layer >= layers - c["num_kv_shared_layers"]
         yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"] * (2 if doubled else 1))
-        yield from norms(stem, hidden, FOUR)
+        yield from norms(stem, hidden, FOUR_NORMS)
         yield f"{stem}layer_scalar", "BF16", (1,)
         if c["enable_moe_block"]:
             count = c["num_experts"]
             width = c["moe_intermediate_size"]
-            yield from norms(stem, hidden, (f"{FOUR[2]}_2", f"{FOUR[3]}_1", f"{FOUR[3]}_2"))
+            yield from norms(
+                stem, hidden, (f"{FOUR_NORMS[2]}_2", f"{FOUR_NORMS[3]}_1", f"{FOUR_NORMS[3]}_2")
+            )
             yield from weights(stem, router__proj=(count, hidden))
             yield from weights(stem, last="", router__scale=hidden, router__per_expert_scale=count)
             yield from weights(stem, last="", experts__gate_up_proj=(count, 2 * width, hidden))
             yield from weights(stem, last="", experts__down_proj=(count, hidden, width))
-        if per:
+        if layer_width:
             yield from weights(
-                stem, per_layer_input_gate=(per, hidden), per_layer_projection=(hidden, per)
+                stem,
+                per_layer_input_gate=(layer_width, hidden),
+                per_layer_projection=(hidden, layer_width),
             )
             yield from weights(stem, post_per_layer_input_norm=hidden)
 
@@ -487,7 +493,7 @@ def gemma4(c: Config) -> Iterator[Entry]:
 def write_release(
     folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]
 ) -> Path:
-    """A folder whose one file is a header; returns it."""
+    """Write a folder whose one file is a header; return it."""
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     write_hollow(folder / "model.safetensors", list(tensors(config)))
     return folder

@@ -1,8 +1,8 @@
 """Write tiny random checkpoints in the Hugging Face layout: names, config and tokenizer as published ones.
 
-Plain torch, safetensors and json; imports nothing from `spd`, so that what it writes is evidence
-independent of the program that reads it. Every tensor is drawn from (seed, tensor name), so a variant
-keeps its bits when another one changes.
+Plain torch, safetensors and json; imports nothing from `spd`, so that the checkpoints are evidence
+independent of the program that reads them. Each tensor is drawn from (seed, tensor name), so the bits of a
+variant stay when another one changes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-# How strongly the random layers speak. Attention is sharp (scores with this standard deviation) and
-# the residual stream is made by the layers rather than by the token itself, or greedy text would
-# repeat its last token; logits have LOGIT_STD, or sampling would be uniform and argmax a tie in bf16.
+# Gains of the random layers. Attention is sharp (scores with this standard deviation) and the layers
+# dominate the residual stream, or greedy text would repeat its last token; logits have LOGIT_STD, or
+# sampling would be uniform and argmax a tie in bf16.
 SCORE_STD = 2.0
 LOGIT_STD = 3.0
 EMBEDDING_STD = 0.05
@@ -72,9 +72,14 @@ EXPERTS = {
     "scoring_func": "sigmoid",
 }
 DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4, "layers": 3}
-V3 = {**LATENT, **EXPERTS, "q_lora_rank": 24}
+DEEPSEEK_V3_KEYS = {**LATENT, **EXPERTS, "q_lora_rank": 24}
 DEEPSEEK_V2 = {**DEEPSEEK, "architecture": "DeepseekV2ForCausalLM"}
-V2 = {**V3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+DEEPSEEK_V2_KEYS = {
+    **DEEPSEEK_V3_KEYS,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 GLM4 = {"architecture": "Glm4MoeForCausalLM", "attention_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -97,19 +102,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **DEEPSEEK,
         "rope": {**BOUND_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "extra": V3,
+        "extra": DEEPSEEK_V3_KEYS,
     },
-    "deepseek_v3_lite": {**DEEPSEEK, "extra": {**V3, "q_lora_rank": None}},
-    "deepseek_v3_groups": {**DEEPSEEK, "extra": {**V3, "norm_topk_prob": False, "topk_group": 4}},
+    "deepseek_v3_lite": {**DEEPSEEK, "extra": {**DEEPSEEK_V3_KEYS, "q_lora_rank": None}},
+    "deepseek_v3_groups": {
+        **DEEPSEEK,
+        "extra": {**DEEPSEEK_V3_KEYS, "norm_topk_prob": False, "topk_group": 4},
+    },
     "deepseek_v2": {
         **DEEPSEEK_V2,
         "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-        "extra": {**V2, "topk_method": "group_limited_greedy"},
+        "extra": {**DEEPSEEK_V2_KEYS, "topk_method": "group_limited_greedy"},
     },
     "deepseek_v2_lite": {
         **DEEPSEEK_V2,
         "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
-        "extra": {**V2, "q_lora_rank": None, "n_shared_experts": 2},
+        "extra": {**DEEPSEEK_V2_KEYS, "q_lora_rank": None, "n_shared_experts": 2},
     },
     "glm4_moe": {
         **GLM4,
@@ -124,7 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
         **DEEPSEEK,
         "architecture": "Glm4MoeLiteForCausalLM",
-        "extra": {**V3, **ONE_GROUP},
+        "extra": {**DEEPSEEK_V3_KEYS, **ONE_GROUP},
     },
     "qwen3_moe": {
         "architecture": QWEN3_MOE,
@@ -158,7 +166,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def model_type(architecture: str) -> str:
-    """What config.json says beside a class's name: qwen3_moe of Qwen3MoeForCausalLM."""
+    """Return the model_type of a class's name: qwen3_moe of Qwen3MoeForCausalLM."""
     stem = architecture.removesuffix("ForCausalLM").replace("MiMo", "Mimo")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", stem).lower()
 
@@ -188,8 +196,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def chosen(defaults: Json, options: Json) -> SimpleNamespace:
-    """Options beside the defaults of all that there are."""
+def with_defaults(defaults: Json, options: Json) -> SimpleNamespace:
+    """Return all options: those given, and the defaults of the others."""
     assert options.keys() <= defaults.keys(), options.keys() - defaults.keys()
     return SimpleNamespace(**{**defaults, **options})
 
@@ -197,12 +205,12 @@ def chosen(defaults: Json, options: Json) -> SimpleNamespace:
 def write_tiny(folder: Path, **options: Any) -> Path:
     """Write one random checkpoint and return its folder; the same arguments give the same bytes.
 
-    `rope` is Hugging Face's dictionary with `rope_type` and `rope_theta`; `rope_style` writes it the old
-    way ("legacy": `rope_theta` and `rope_scaling`) or the way of transformers 5 ("parameters").
-    `residual_gain` scales layer i's output projections. `extra` keys go into the configuration as they are,
-    and choose the blocks of the layers. `eos` defaults to the tokenizer's two end tokens.
+    rope: Hugging Face's dictionary with `rope_type` and `rope_theta`. rope_style: how it is written, as
+    before ("legacy": `rope_theta` and `rope_scaling`) or as in transformers 5 ("parameters").
+    residual_gain: the factor of layer i's output projections. extra: keys that are put into the
+    configuration and choose the blocks of the layers. eos: by default the tokenizer's two end tokens.
     """
-    o = chosen(DEFAULTS, options)
+    o = with_defaults(DEFAULTS, options)
     eos = ((FIRST_SPECIAL + 2, FIRST_SPECIAL) if o.tokenizer else ()) if o.eos is None else o.eos
     config: dict[str, Any] = {
         "architectures": [o.architecture],
@@ -243,6 +251,7 @@ def write_tiny(folder: Path, **options: Any) -> Path:
 
 
 def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> None:
+    """Put the rotary embedding's parameters into a configuration in a style."""
     if style == "parameters":
         config["rope_parameters"] = dict(rope)
         if "partial_rotary_factor" in config:
@@ -253,28 +262,28 @@ def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> No
     config["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
 
 
-def generator_of(name: str) -> torch.Generator:
-    """Return the generator of what has this name, the same every time."""
+def named_generator(name: str) -> torch.Generator:
+    """Return a random generator that is seeded by a name."""
     digest = hashlib.sha256(name.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def drawn(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
-    """Return a normal tensor in float32 that its name decides."""
-    return torch.randn(shape, generator=generator_of(name)) * std + mean
+def draw_normal(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+    """Return a tensor of normal numbers in float32, seeded by its name."""
+    return torch.randn(shape, generator=named_generator(name)) * std + mean
 
 
 Matrix = tuple[str, int, int, float]
-"""Name inside the layer, rows, columns, and how strongly it speaks."""
+"""Name inside the layer, rows, columns, and gain."""
 Vector = tuple[str, tuple[int, ...], float, float]
 """Name inside the layer, shape, standard deviation, mean."""
 
 ROUTER_GAIN = 1.5
-"""Scores of experts differ, yet several of them matter."""
+"""With this gain the scores of experts differ, yet several of them matter."""
 
 
 def attention_matrices(config: Json, sharpness: float, gain: float) -> Iterator[Matrix]:
-    """Latent attention where there is a rank, else queries, keys and values."""
+    """Yield latent attention's matrices where there is a rank, else queries, keys and values."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     if "kv_lora_rank" in config:
@@ -294,15 +303,15 @@ def attention_matrices(config: Json, sharpness: float, gain: float) -> Iterator[
         return
     query = heads * config["head_dim"]
     key = config["num_key_value_heads"] * config["head_dim"]
-    projection = 1.0 if normalises_heads(config) else sharpness
+    projection = 1.0 if has_head_norms(config) else sharpness
     yield "self_attn.q_proj", query, hidden, projection
     yield "self_attn.k_proj", key, hidden, projection
     yield "self_attn.v_proj", key, hidden, 1.0
     yield "self_attn.o_proj", hidden, query, 1.5 * gain
 
 
-def is_biased(config: Json, name: str) -> bool:
-    """Whether a matrix has a bias in the config's family."""
+def has_bias(config: Json, name: str) -> bool:
+    """True if a matrix has a bias in the config's family."""
     architecture = config["architectures"][0]
     if not name.startswith("self_attn"):
         return bool(config.get("mlp_bias")) and "expert" not in name
@@ -311,13 +320,13 @@ def is_biased(config: Json, name: str) -> bool:
     return bool(config.get("attention_bias"))
 
 
-def normalises_heads(config: Json) -> bool:
-    """Whether queries and keys are normalised per head."""
+def has_head_norms(config: Json) -> bool:
+    """True if queries and keys are normalised per head."""
     return config["architectures"][0] in (QWEN3, QWEN3_MOE) or bool(config.get("use_qk_norm"))
 
 
-def is_sparse(config: Json, layer: int) -> bool:
-    """Whether a layer has routed experts."""
+def has_routed_experts(config: Json, layer: int) -> bool:
+    """True if a layer has routed experts."""
     if "moe_k" in config:
         return bool(layer >= config["moe_layer_start_index"])
     if "num_experts" in config:
@@ -325,8 +334,8 @@ def is_sparse(config: Json, layer: int) -> bool:
     return "n_routed_experts" in config and layer >= config["first_k_dense_replace"]
 
 
-def _experts(config: Json) -> tuple[int, int]:
-    """Routed experts, and shared ones."""
+def _count_experts(config: Json) -> tuple[int, int]:
+    """Return the numbers of routed experts and of shared ones."""
     if "moe_k" in config:
         return config["moe_num_experts"], config["moe_num_shared_experts"]
     return config.get("num_experts") or config["n_routed_experts"], config.get(
@@ -335,18 +344,19 @@ def _experts(config: Json) -> tuple[int, int]:
 
 
 def mlp_matrices(config: Json, layer: int, gain: float) -> Iterator[Matrix]:
-    """Gate, up and down; of every expert where the layer has them."""
+    """Yield gate, up and down; of every expert where the layer has them."""
     hidden = config["hidden_size"]
 
     def gated(block: str, inner: int) -> Iterator[Matrix]:
+        """Yield gate, up and down of a block."""
         yield f"{block}.gate_proj", inner, hidden, 1.5
         yield f"{block}.up_proj", inner, hidden, 1.0
         yield f"{block}.down_proj", hidden, inner, 1.5 * gain
 
-    if not is_sparse(config, layer):
+    if not has_routed_experts(config, layer):
         yield from gated("mlp", config["intermediate_size"])
         return
-    routed, shared = _experts(config)
+    routed, shared = _count_experts(config)
     inner = config["moe_intermediate_size"]
     yield "mlp.gate", routed, hidden, ROUTER_GAIN
     for expert in range(routed):
@@ -355,21 +365,21 @@ def mlp_matrices(config: Json, layer: int, gain: float) -> Iterator[Matrix]:
         yield from gated("mlp.shared_experts", shared * inner)
 
 
-def vectors(config: Json, layer: int, sharpness: float) -> Iterator[Vector]:
-    """Norms, and the corrections of routers."""
+def draw_vectors(config: Json, layer: int, sharpness: float) -> Iterator[Vector]:
+    """Yield norms, and the corrections of routers."""
     hidden = (config["hidden_size"],)
     yield "input_layernorm.weight", hidden, 0.1, 1.0
     yield "post_attention_layernorm.weight", hidden, 0.1, 1.0
-    if normalises_heads(config):
+    if has_head_norms(config):
         yield "self_attn.q_norm.weight", (config["head_dim"],), 0.1, sharpness
         yield "self_attn.k_norm.weight", (config["head_dim"],), 0.1, sharpness
     if "kv_lora_rank" in config:
         yield "self_attn.kv_a_layernorm.weight", (config["kv_lora_rank"],), 0.1, 1.0
         if config["q_lora_rank"] is not None:
             yield "self_attn.q_a_layernorm.weight", (config["q_lora_rank"],), 0.1, 1.0
-    if is_sparse(config, layer) and "moe_k" in config:
+    if has_routed_experts(config, layer) and "moe_k" in config:
         yield "mlp.moe_statics.e_score_correction_bias", (1, config["moe_num_experts"]), 0.1, 0.0
-    elif is_sparse(config, layer) and config.get("topk_method") == "noaux_tc":
+    elif has_routed_experts(config, layer) and config.get("topk_method") == "noaux_tc":
         yield "mlp.gate.e_score_correction_bias", (config["n_routed_experts"],), 0.1, 0.0
 
 
@@ -379,11 +389,11 @@ def random_tensors(config: Json, seed: int, residual_gain: Callable[[int], float
     tensors: Tensors = {}
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
-        tensors[name] = drawn(f"{seed}/{name}", shape, std, mean)
+        tensors[name] = draw_normal(f"{seed}/{name}", shape, std, mean)
 
     draw("model.embed_tokens.weight", (config["vocab_size"], hidden), EMBEDDING_STD)
-    # q·k / sqrt(d) has the standard deviation wanted when each factor carries its square root
-    # (where heads are normalised their norms carry it, since they undo any scale of the projections).
+    # q·k / sqrt(d) has the standard deviation SCORE_STD when each factor has its square root
+    # (where heads are normalised their norms have it, since they undo any scale of the projections).
     sharpness = math.sqrt(SCORE_STD)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -394,9 +404,9 @@ def random_tensors(config: Json, seed: int, residual_gain: Callable[[int], float
         )
         for name, rows, columns, scale in matrices:
             draw(f"{prefix}{name}.weight", (rows, columns), scale / math.sqrt(columns))
-            if is_biased(config, name):
+            if has_bias(config, name):
                 draw(f"{prefix}{name}.bias", (rows,), 0.2)
-        for name, shape, std, mean in vectors(config, layer, sharpness):
+        for name, shape, std, mean in draw_vectors(config, layer, sharpness):
             draw(f"{prefix}{name}", shape, std, mean)
     head_std = EMBEDDING_STD if config["tie_word_embeddings"] else 1.0 / math.sqrt(hidden)
     final = LOGIT_STD / (head_std * math.sqrt(hidden))
@@ -427,8 +437,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int
 def byte_alphabet() -> list[str]:
     """Return the printable stand-in of each byte, as GPT-2's byte-level BPE defines it."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    replacements = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(replacements)) for byte in range(256)]
 
 
 def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
@@ -437,18 +447,18 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     Every id below `vocab` is a token, so that any id a random model emits can be decoded.
     """
     alphabet = byte_alphabet()
-    # The specials stand in the vocabulary too, or the library would number them after its last entry.
+    # The specials are in the vocabulary too, or the library would number them after its last entry.
     ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
     common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
     last = len(common) - 1
-    wanted = vocab - SMALLEST_TOKENIZER
+    num_merges = vocab - SMALLEST_TOKENIZER
     merges = [
         [common[first], common[total - first]]
         for total in range(2 * last + 1)
         for first in range(max(0, total - last), min(total, last) + 1)
     ]
-    assert 0 <= wanted <= len(merges), vocab
-    del merges[wanted:]
+    assert 0 <= num_merges <= len(merges), vocab
+    del merges[num_merges:]
     ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
     flags = {
         "single_word": False,
@@ -466,7 +476,7 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
         "trim_offsets": True,
         "use_regex": True,
     }
-    whole = {
+    tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -488,7 +498,7 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
             "merges": merges,
         },
     }
-    write_json(folder / "tokenizer.json", whole)
+    write_json(folder / "tokenizer.json", tokenizer)
     config = {
         "add_bos_token": False,
         "add_prefix_space": False,

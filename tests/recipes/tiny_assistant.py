@@ -1,4 +1,4 @@
-"""Give a tiny Gemma 4 an assistant in a folder of its own, in the published layout."""
+"""Write an assistant for a tiny Gemma 4, in the published layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.tiny import Json, drawn, generator_of, write_json, write_tensors
+from tests.recipes.tiny import Json, draw_normal, named_generator, write_json, write_tensors
 
 NORMS = (
     "input_layernorm",
@@ -19,23 +19,23 @@ NORMS = (
 
 
 def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """Shapes of the floating-point tensors by their published names, but for clusters."""
+    """Return the shapes of the floating-point tensors by their published names, without clusters."""
     text = config["text_config"]
-    wide = config["backbone_hidden_size"]
+    target_hidden = config["backbone_hidden_size"]
     hidden = text["hidden_size"]
     inner = text["intermediate_size"]
     vocab = text["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (hidden, 2 * wide),
-        "post_projection.weight": (wide, hidden),
+        "pre_projection.weight": (hidden, 2 * target_hidden),
+        "post_projection.weight": (target_hidden, hidden),
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
     for number, kind in enumerate(text["layer_types"]):
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
         width = text["num_attention_heads"] * size
-        at = f"model.layers.{number}."
-        inside: dict[str, tuple[int, ...]] = {
+        prefix = f"model.layers.{number}."
+        layer_shapes: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (width, hidden),
             "self_attn.o_proj": (hidden, width),
             "self_attn.q_norm": (size,),
@@ -44,8 +44,8 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (hidden, inner),
             **dict.fromkeys(NORMS, (hidden,)),
         }
-        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()}
-        shapes[f"{at}layer_scalar"] = (1,)
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in layer_shapes.items()}
+        shapes[f"{prefix}layer_scalar"] = (1,)
     return shapes
 
 
@@ -54,19 +54,19 @@ HIDDEN = 32
 LAYERS = ("sliding_attention", "sliding_attention", "full_attention")
 
 
-def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int = 0) -> Path:
+def write_assistant(folder: Path, target: Path, *, clusters: int = 0, selected: int = 0) -> Path:
     """Write config.json and model.safetensors of an assistant for `target`; returns its folder.
 
     clusters: of ids, of which `kept` get logits; 0: all ids do.
     """
     outer: dict[str, Any] = json.loads((target / "config.json").read_text())
-    of = outer.get("text_config", outer)
-    wide = of["hidden_size"]
-    vocab = of["vocab_size"]
+    target_text = outer.get("text_config", outer)
+    target_hidden = target_text["hidden_size"]
+    vocab = target_text["vocab_size"]
     text = {
         **{
             key: value
-            for key, value in of.items()
+            for key, value in target_text.items()
             if key not in ("architectures", "quantization_config")
         },
         "hidden_size": HIDDEN,
@@ -83,20 +83,22 @@ def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int 
     config: dict[str, Any] = {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_assistant",
-        "backbone_hidden_size": wide,
+        "backbone_hidden_size": target_hidden,
         "text_config": text,
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
     tensors = {}
     for name, shape in assistant_shapes(config).items():
-        noise = drawn(f"0/{name}", shape, 1.0)
+        noise = draw_normal(f"0/{name}", shape, 1.0)
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 1.5 * shape[1] ** -0.5
     if clusters:
         config |= {"use_ordered_embeddings": True, "num_centroids": clusters}
-        config |= {"centroid_intermediate_top_k": kept}
-        tensors["masked_embedding.centroids.weight"] = drawn("0/centroids", (clusters, HIDDEN), 1.0)
-        order = torch.randperm(vocab, generator=generator_of("0/order"))
+        config |= {"centroid_intermediate_top_k": selected}
+        tensors["masked_embedding.centroids.weight"] = draw_normal(
+            "0/centroids", (clusters, HIDDEN), 1.0
+        )
+        order = torch.randperm(vocab, generator=named_generator("0/order"))
         tensors["masked_embedding.token_ordering"] = order
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)

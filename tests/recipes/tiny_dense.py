@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of the dense families beyond Llama and Qwen3, made of those by renaming.
+"""Write tiny random checkpoints of families beyond Llama and Qwen3, made of those by renaming.
 
-Plain torch, safetensors and json; imports nothing from `spd`, as `tests.recipes.tiny`, whose tensors and
-tokenizer these are. What a family has besides is drawn here, from (seed, tensor name) too.
+Plain torch, safetensors and json; imports nothing from `spd`, like `tests.recipes.tiny`, whose tensors and
+tokenizer these are. Further tensors of a family are drawn from (seed, tensor name) too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.recipes.tiny import (
 )
 
 WINDOW = 24
-SLIDES: dict[str, Any] = {"sliding_window": WINDOW}
-PADS: dict[str, Any] = {"pad_token_id": 0}
+SLIDING_WINDOW: dict[str, Any] = {"sliding_window": WINDOW}
+PAD_TOKEN: dict[str, Any] = {"pad_token_id": 0}
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 24,
-    **SLIDES,
+    **SLIDING_WINDOW,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
@@ -44,14 +44,14 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_positi
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC: dict[str, Any] = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-TIED: dict[str, Any] = {"architecture": LLAMA}
-PLAIN: dict[str, Any] = {"architecture": LLAMA, "tie": False}
-NORMED: dict[str, Any] = {"architecture": QWEN3}
+TIED_LLAMA: dict[str, Any] = {"architecture": LLAMA}
+UNTIED_LLAMA: dict[str, Any] = {"architecture": LLAMA, "tie": False}
+TIED_QWEN3: dict[str, Any] = {"architecture": QWEN3}
 BIAS: dict[str, Any] = {"attention_bias": True}
-BIASED: dict[str, Any] = {**PLAIN, **BIAS}
-SIDED: dict[str, Any] = {**NORMED, "rope_style": "parameters"}
-UNTIED: dict[str, Any] = {**NORMED, "tie": False}
-MAMBA = partial(to.with_single_blocks, kinds="M*-E")
+BIASED_LLAMA: dict[str, Any] = {**UNTIED_LLAMA, **BIAS}
+WITH_ROPE_PARAMETERS: dict[str, Any] = {**TIED_QWEN3, "rope_style": "parameters"}
+UNTIED_QWEN3: dict[str, Any] = {**TIED_QWEN3, "tie": False}
+AS_NEMOTRON_MOE = partial(to.with_single_blocks, kinds="M*-E")
 SPARSE: dict[str, Any] = {"architecture": QWEN3_MOE, "tie": False, "extra": EXPERTS}
 DENSE_FIRST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0]}}
 SPARSE_LAST: dict[str, Any] = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
@@ -71,7 +71,7 @@ NEMOTRON: dict[str, Any] = {
     "mlp_bias": False,
     "attention_bias": False,
 }
-"""With `time_step_min` the library bounds steps of prompts, and of no other tokens: see that it does not."""
+"""`time_step_min` is 0: with another one the library bounds the steps of prompts, and of no other tokens."""
 NEMOTRON_MOE: dict[str, Any] = {
     **NEMOTRON,
     "hybrid_override_pattern": "M*-E",
@@ -88,7 +88,7 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "attention_bias": False,
 }
-LOUD: dict[str, Any] = {"residual_multiplier": 0.7}
+GRANITE_GAIN: dict[str, Any] = {"residual_multiplier": 0.7}
 GRANITE_HYBRID: dict[str, Any] = {
     **GRANITE,
     "model_type": "granitemoehybrid",
@@ -107,7 +107,7 @@ GRANITE_HYBRID: dict[str, Any] = {
 }
 GEMMA4: dict[str, Any] = {
     "model_type": "gemma4_text",
-    **SLIDES,
+    **SLIDING_WINDOW,
     "hidden_activation": "gelu_pytorch_tanh",
     "final_logit_softcapping": 8.0,
     "global_head_dim": 32,
@@ -129,7 +129,10 @@ Family = tuple[dict[str, Any], dict[str, Any], Change]
 
 
 def family(name: str, shape: dict[str, Any], change: Change = dict, **keys: Any) -> Family:
-    """By its class's name, `write_tiny`'s options, what makes its tensors (else as Llama's), and keys."""
+    """Return the options of `write_tiny`, the keys and the change of tensors of a family.
+
+    name: of its class. change: from a Llama's or Qwen3's tensors; by default none.
+    """
     architecture = f"{name}ForCausalLM"
     return (
         shape,
@@ -138,28 +141,35 @@ def family(name: str, shape: dict[str, Any], change: Change = dict, **keys: Any)
     )
 
 
-def stretched(base: float) -> dict[str, Any]:
-    """A plain family's shape with YaRN."""
-    return {**PLAIN, "rope": {"rope_theta": base, **YARN}}
+def with_yarn(base: float) -> dict[str, Any]:
+    """Return an untied Llama's options with YaRN."""
+    return {**UNTIED_LLAMA, "rope": {"rope_theta": base, **YARN}}
 
 
 FAMILIES: dict[str, Family] = {
-    "mistral": family("Mistral", PLAIN, **SLIDES),
+    "mistral": family("Mistral", UNTIED_LLAMA, **SLIDING_WINDOW),
     "qwen2": family(
         "Qwen2",
         {"architecture": LLAMA, "attention_bias": True},
         to.without_output_bias,
         use_sliding_window=True,
-        **SLIDES,
+        **SLIDING_WINDOW,
         max_window_layers=1,
     ),
-    "phi3": family("Phi3", PLAIN, to.fused, partial_rotary_factor=0.75, **PADS, **SLIDES),
+    "phi3": family(
+        "Phi3",
+        UNTIED_LLAMA,
+        to.with_fused_matrices,
+        partial_rotary_factor=0.75,
+        **PAD_TOKEN,
+        **SLIDING_WINDOW,
+    ),
     "phi3_long": family(
         "Phi3",
-        TIED,
-        to.fused,
+        TIED_LLAMA,
+        to.with_fused_matrices,
         partial_rotary_factor=0.75,
-        **PADS,
+        **PAD_TOKEN,
         original_max_position_embeddings=LONG_ORIGINAL,
         rope_scaling={
             "type": "longrope",
@@ -169,44 +179,57 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": family(
         "Gemma2",
-        TIED,
+        TIED_LLAMA,
         to.with_gemma_norms,
         **{**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
     ),
     "gemma3": family(
         "Gemma3",
-        {**NORMED, "rope": {"rope_theta": 1e6, **LINEAR}},
+        {**TIED_QWEN3, "rope": {"rope_theta": 1e6, **LINEAR}},
         to.with_gemma_norms,
         **{**GEMMA3, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     ),
     "gemma": family(
-        "Gemma", {**TIED, "kv_heads": 1}, to.with_centred_norms, hidden_act="gelu_pytorch_tanh"
+        "Gemma",
+        {**TIED_LLAMA, "kv_heads": 1},
+        to.with_zero_centered_norms,
+        hidden_act="gelu_pytorch_tanh",
     ),
-    "arcee": family("Arcee", stretched(1e4), to.renamed(gate_proj="none"), hidden_act="relu2"),
-    "olmo2": family("Olmo2", PLAIN, to.with_whole_norms, **PADS),
-    "glm": family("Glm", BIASED, to.with_fused_mlp, **BIAS, partial_rotary_factor=0.5, **PADS),
+    "arcee": family(
+        "Arcee", with_yarn(1e4), to.with_renamed_parts(gate_proj="none"), hidden_act="relu2"
+    ),
+    "olmo2": family("Olmo2", UNTIED_LLAMA, to.with_full_width_norms, **PAD_TOKEN),
+    "glm": family(
+        "Glm", BIASED_LLAMA, to.with_fused_mlp, **BIAS, partial_rotary_factor=0.5, **PAD_TOKEN
+    ),
     "cohere": family(
         "Cohere",
-        TIED,
-        to.renamed(post_attention_layernorm="none"),
+        TIED_LLAMA,
+        to.with_renamed_parts(post_attention_layernorm="none"),
         layer_norm_eps=1e-5,
         logit_scale=0.7,
-        **PADS,
+        **PAD_TOKEN,
     ),
-    "ministral": family("Ministral", PLAIN, **SLIDES, layer_types=[SLIDING, FULL] * 2),
-    "smollm3": family("SmolLM3", TIED, model_type="smollm3", no_rope_layers=[1, 0, 1, 0], **PADS),
-    "olmo3": family("Olmo3", stretched(5e5), to.with_whole_norms, **SLIDES),
-    "granite": family("Granite", TIED, **GRANITE),
+    "ministral": family(
+        "Ministral", UNTIED_LLAMA, **SLIDING_WINDOW, layer_types=[SLIDING, FULL] * 2
+    ),
+    "smollm3": family(
+        "SmolLM3", TIED_LLAMA, model_type="smollm3", no_rope_layers=[1, 0, 1, 0], **PAD_TOKEN
+    ),
+    "olmo3": family("Olmo3", with_yarn(5e5), to.with_full_width_norms, **SLIDING_WINDOW),
+    "granite": family("Granite", TIED_LLAMA, **GRANITE),
     "granite_moe": family(
         "GraniteMoe",
         SPARSE,
-        to.packed_experts,
+        to.with_packed_experts,
         **{**GRANITE, "model_type": "granitemoe", **LOCAL, "num_experts_per_tok": 3},
     ),
-    "seed_oss": family("SeedOss", BIASED, to.without_output_bias, **BIAS, attention_out_bias=False),
+    "seed_oss": family(
+        "SeedOss", BIASED_LLAMA, to.without_output_bias, **BIAS, attention_out_bias=False
+    ),
     "ministral3": family(
         "Ministral3",
-        PLAIN,
+        UNTIED_LLAMA,
         rope_theta=None,
         rope_parameters={
             **YARN,
@@ -217,25 +240,27 @@ FAMILIES: dict[str, Family] = {
             "mscale_all_dim": 1.0,
         },
     ),
-    "glm4": family("Glm4", BIASED, to.with_glm4_norms, **BIAS, partial_rotary_factor=0.5, **PADS),
+    "glm4": family(
+        "Glm4", BIASED_LLAMA, to.with_glm4_norms, **BIAS, partial_rotary_factor=0.5, **PAD_TOKEN
+    ),
     "exaone4": family(
-        "Exaone4", UNTIED, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2
+        "Exaone4", UNTIED_QWEN3, to.with_only_post_norms, **SLIDING_WINDOW, sliding_window_pattern=2
     ),
     "cohere2": family(
         "Cohere2",
-        TIED,
-        to.renamed(post_attention_layernorm="none"),
-        **SLIDES,
+        TIED_LLAMA,
+        to.with_renamed_parts(post_attention_layernorm="none"),
+        **SLIDING_WINDOW,
         layer_norm_eps=1e-5,
         logit_scale=0.7,
         layer_types=[SLIDING, FULL] * 2,
-        **PADS,
+        **PAD_TOKEN,
     ),
-    "gemma4": family("Gemma4", SIDED, to.with_sides, **GEMMA4),
+    "gemma4": family("Gemma4", WITH_ROPE_PARAMETERS, to.with_layer_embeddings, **GEMMA4),
     "gemma4_moe": family(
         "Gemma4",
-        SIDED,
-        partial(to.with_sides, sparse=True),
+        WITH_ROPE_PARAMETERS,
+        partial(to.with_layer_embeddings, sparse=True),
         **GEMMA4,
         enable_moe_block=True,
         num_experts=8,
@@ -244,33 +269,33 @@ FAMILIES: dict[str, Family] = {
     ),
     "muse_glimmer": family(
         "MuseGlimmer",
-        {**PLAIN, "rope_style": "parameters"},
-        to.with_apart_gates,
+        {**UNTIED_LLAMA, "rope_style": "parameters"},
+        to.with_separate_gates,
         model_type="muse_glimmer_text",
         hidden_activation="silu",
-        **SLIDES,
+        **SLIDING_WINDOW,
         layer_rope_theta=[0, 1e4, 1e4, 0],
         layer_types=[FULL, SLIDING, SLIDING, FULL],
         qk_scale_factor=1.7,
         output_multiplier=0.7,
         final_logit_softcapping=8.0,
         post_norm_eps=1e-3,
-        **PADS,
+        **PAD_TOKEN,
     ),
     "gpt_oss": family(
         "GptOss",
         {**SPARSE, "attention_bias": True, "heads": 4},
         to.with_sinks,
         attention_bias=True,
-        **SLIDES,
+        **SLIDING_WINDOW,
         **LOCAL,
         rope_theta=1e4,
         rope_scaling={**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
     "hunyuan": family(
         "HunYuanDenseV1",
-        {**NORMED, "rope": DYNAMIC},
-        to.renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
+        {**TIED_QWEN3, "rope": DYNAMIC},
+        to.with_renamed_parts(q_norm="query_layernorm", k_norm="key_layernorm"),
         model_type="hunyuan_v1_dense",
     ),
     "hunyuan_moe": family(
@@ -282,9 +307,11 @@ FAMILIES: dict[str, Family] = {
         moe_intermediate_size=[32] * 4,
         num_shared_expert=[1] * 4,
         intermediate_size=32,
-        **PADS,
+        **PAD_TOKEN,
     ),
-    "granite_hybrid": family("GraniteMoeHybrid", TIED, to.with_mamba, **{**GRANITE_HYBRID, **LOUD}),
+    "granite_hybrid": family(
+        "GraniteMoeHybrid", TIED_LLAMA, to.with_mamba, **{**GRANITE_HYBRID, **GRANITE_GAIN}
+    ),
     "granite_hybrid_moe": family(
         "GraniteMoeHybrid",
         SPARSE,
@@ -300,26 +327,26 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "nemotron_h": family(
-        "NemotronH", PLAIN, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON
+        "NemotronH", UNTIED_LLAMA, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON
     ),
-    "nemotron_h_moe": family("NemotronH", SPARSE_LAST, MAMBA, **NEMOTRON_MOE),
+    "nemotron_h_moe": family("NemotronH", SPARSE_LAST, AS_NEMOTRON_MOE, **NEMOTRON_MOE),
     "nemotron_h_latent": family(
         "NemotronH",
         SPARSE_LAST,
-        partial(MAMBA, latent=24),
+        partial(AS_NEMOTRON_MOE, latent=24),
         **{**NEMOTRON_MOE, "routed_scaling_factor": 2.5, "moe_latent_size": 24},
         mtp_hybrid_override_pattern="*E",
     ),
     "lfm2": family(
         "Lfm2",
-        {**NORMED, "intermediate": 80},
+        {**TIED_QWEN3, "intermediate": 80},
         to.with_convolutions,
         norm_eps=1e-5,
         conv_L_cache=3,
         block_ff_dim=120,
         block_multiple_of=16,
         full_attn_idxs=[2],
-        **PADS,
+        **PAD_TOKEN,
     ),
     "lfm2_moe": family(
         "Lfm2Moe",
@@ -337,7 +364,7 @@ FAMILIES: dict[str, Family] = {
         {**DENSE_FIRST, "rope_style": "parameters"},
         to.with_head_gates,
         share_expert_dim=48,
-        **SLIDES,
+        **SLIDING_WINDOW,
         moe_num_experts=8,
         moe_top_k=3,
         moe_layers_enum="1,2,3",
@@ -362,7 +389,7 @@ FAMILIES: dict[str, Family] = {
         {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"},
         to.with_narrow_values,
         v_head_dim=10,
-        **SLIDES,
+        **SLIDING_WINDOW,
         n_routed_experts=8,
         layer_types=[FULL, *[SLIDING] * 3],
         mlp_layer_types=["dense", *["sparse"] * 3],
@@ -394,7 +421,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_listed": family(
         "Gemma3",
-        NORMED,
+        TIED_QWEN3,
         to.with_gemma_norms,
         **{**GEMMA3, "layer_types": [FULL, SLIDING, SLIDING, FULL], "rope_theta": None},
         rope_parameters={
@@ -406,19 +433,21 @@ FAMILIES: dict[str, Family] = {
 
 
 def write_dense(folder: Path, family: str, **options: Any) -> Path:
-    """Write one checkpoint of a family, of four layers; options are `write_tiny`'s, and `config`: keys of
-    config.json on top. Returns its folder."""
+    """Write one checkpoint of a family, of four layers; return its folder.
+
+    options: those of `write_tiny`, and `config`, further keys of config.json.
+    """
     shape, keys, change = FAMILIES[family]
-    extra = options.pop("config", {})
+    config_keys = options.pop("config", {})
     write_tiny(folder, **{"layers": 4} | shape | options)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    named = {"num_local_experts", "moe_num_experts"} & keys.keys()
-    for key in ("attention_bias", "mlp_bias", *(("num_experts",) if named else ())):
+    renames_experts = {"num_local_experts", "moe_num_experts"} & keys.keys()
+    for key in ("attention_bias", "mlp_bias", *(("num_experts",) if renames_experts else ())):
         config.pop(key, None)
     if {"layer_norm_eps", "norm_eps", "layer_norm_epsilon"} & keys.keys():
         config.pop("rms_norm_eps")
-    write_json(path, {**config, **keys, **extra})
+    write_json(path, {**config, **keys, **config_keys})
     write_tensors(folder, change(load_file(folder / "model.safetensors")))
     return folder
 
@@ -428,23 +457,26 @@ NOT_CONVERTED = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router"
 NOT_CONVERTED += ["model.embed_tokens", "lm_head"]
 
 
-def mxfp4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [E, N, K / 32, 16], the first of two low, and scales [E, N, K / 32] near values [E, N, K]."""
-    groups = wide.unflatten(-1, (-1, 32))
+def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [E, N, K / 32, 16] and scales [E, N, K / 32] of values [E, N, K].
+
+    A byte has two codes, the first in its low bits.
+    """
+    groups = values.unflatten(-1, (-1, 32))
     exponent = (groups.abs().amax(-1) / 6).log2().ceil()
-    values = torch.cat((E2M1, -E2M1))
-    codes = (groups[..., None] / exponent.exp2()[..., None, None] - values).abs().argmin(-1)
+    signed_values = torch.cat((E2M1, -E2M1))
+    codes = (groups[..., None] / exponent.exp2()[..., None, None] - signed_values).abs().argmin(-1)
     return (codes[..., 0::2] | codes[..., 1::2] << 4).byte(), (exponent + 127).byte()
 
 
 def write_mxfp4(folder: Path, **options: Any) -> Path:
-    """Write a gpt-oss as it is published: its experts in MXFP4. Returns its folder."""
+    """Write a gpt-oss with its experts in MXFP4, as published; return its folder."""
     write_dense(folder, "gpt_oss", **options)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name).mT)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = quantize_mxfp4(tensors.pop(name).mT)
     write_tensors(folder, tensors)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    how = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_CONVERTED}
-    write_json(folder / "config.json", {**config, "quantization_config": how})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_CONVERTED}
+    write_json(folder / "config.json", {**config, "quantization_config": quantization})
     return folder

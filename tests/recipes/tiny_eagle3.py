@@ -1,12 +1,12 @@
-"""Give a tiny target an EAGLE-3 head in a folder of its own, in the published layouts.
+"""Write a tiny EAGLE-3 head for a tiny target, in the published layouts.
 
-Two kinds. A `random` head: everything in it matters, so that any slip in its conventions changes what it
-drafts. A `copy` of the target's first layer: in a target whose later layers speak softly it often agrees,
-at every depth, so that runs of drafts are accepted and others rejected (see `write_tiny_pair`).
+Two kinds. A `random` head: all of its tensors matter, so that any error in its conventions changes its
+drafts. A `copy` of the target's first layer: it often agrees with a target whose later layers have a small
+gain, at every depth, so that runs of drafts are accepted and others rejected (see `write_tiny_pair`).
 
-A head goes on from its own states, and what goes on is the residual stream, which would grow with every
-draft. The copy has as many attention heads again, as wide as the state, that look at their own row only: they
-bring the token, which stands in no residual here, and take most of the old state away.
+A head's next step reads its state, the residual stream, which would grow with every draft. The copy has as
+many further attention heads, as wide as the state, that attend to their row only: they add the token, which
+is in no residual here, and subtract most of the old state.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from torch import Tensor
 
 from tests.recipes import tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
-from tests.recipes.tiny_mtp import below
+from tests.recipes.tiny_mtp import select_below
 
 LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
-"""What stands before the names of a head's one layer, by layout."""
+"""Beginnings of the names of a head's layer, by layout."""
 ARCHITECTURES = {"research": "LlamaForCausalLMEagle3", "vllm": "Eagle3LlamaForCausalLM"}
-OWN_SHAPE = {
+RANDOM_HEAD_SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
     "intermediate_size": 96,
 }
-"""A random head's, none of them the tiny target's."""
-OWN_ROPE = 5000.0
-OWN_EPSILON = 1e-3
-"""The rotary base of a random head, and what its norms add: enough to be seen beside a quiet embedding."""
-SHARPEST = 60.0
-"""About the score of a row with itself in the heads that look nowhere else."""
-QUIET = 0.085
-"""About how loud the residual stream of a soft target is."""
+"""Sizes of a random head, none of them the tiny target's."""
+RANDOM_HEAD_ROPE = 5000.0
+RANDOM_HEAD_EPSILON = 1e-3
+"""The rotary base of a random head, and the epsilon of its norms: large enough to matter beside a small
+embedding."""
+SELF_SCORE = 60.0
+"""About the score of a row with itself in the heads that attend to it alone."""
+SOFT_STREAM_STD = 0.085
+"""About the standard deviation of a soft target's residual stream."""
 
 Draw = Callable[..., Tensor]
 
 
-def soft(layer: int) -> float:
-    """The gain of a target that its first layer's copy can follow."""
+def soft_gain(layer: int) -> float:
+    """Return the gain of a target's layer that its first layer's copy can follow."""
     return 0.04 if layer == 0 else 0.003
 
 
@@ -60,7 +61,7 @@ def write_tiny_pair(
     target_options: tiny.Json | None = None,
     **options: Any,
 ) -> Path:
-    """Write a variant of a tiny checkpoint and an EAGLE-3 head for it; returns the head's folder.
+    """Write a variant of a tiny checkpoint and an EAGLE-3 head for it; return the head's folder.
 
     Seven layers, so that the default auxiliary indices differ. A `copy` gets a target that it can follow,
     and more ids than a random head. options: see `write_tiny_eagle3`.
@@ -68,13 +69,13 @@ def write_tiny_pair(
     if variant in FAMILIES:
         write_dense(target, variant, layers=7)
     else:
-        quiet = {"residual_gain": soft} if kind == "copy" else {}
+        gains = {"residual_gain": soft_gain} if kind == "copy" else {}
         options = {"draft_vocab": 288, **options} if kind == "copy" else options
         shape = {
             **tiny.VARIANTS[variant],
             "tie": False,
             "layers": 7,
-            **quiet,
+            **gains,
             **(target_options or {}),
         }
         tiny.write_tiny(target, **shape)
@@ -100,36 +101,36 @@ DEFAULTS: dict[str, Any] = {
 
 
 def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
-    """Write config.json and model.safetensors of a head for the checkpoint in `target`; returns its folder.
+    """Write config.json and model.safetensors of a head for the checkpoint in `target`; return its folder.
 
-    aux: entering indices (j = the residual stream that enters the target's layer j; as many as it has
-    layers: the one after the last), written in the layout's own convention; None leaves them out.
-    norm_before_residual: None leaves it out, which says yes in the speculators layout and no in the others.
-    draft_vocab: how many of the target's ids the head can say; None for all, which the target's own output
-    can say too where own_head is false. hidden_share: how much of the old state a copy keeps.
+    aux: indices j of the layers at whose input the residual stream is read (the number of layers: the
+    stream after the last), written in the layout's convention; None: left out.
+    norm_before_residual: None: left out, which means yes in the speculators layout and no in the others.
+    draft_vocab: the number of the target's ids that the head has logits for; None: all, with the target's
+    output head where own_head is false. hidden_share: the share of the old state that a copy keeps.
     """
-    o = tiny.chosen(DEFAULTS, options)
+    o = tiny.with_defaults(DEFAULTS, options)
     verifier = json.loads((target / "config.json").read_text())
-    wide = verifier["hidden_size"]
+    target_hidden = verifier["hidden_size"]
     vocab = verifier["vocab_size"]
-    hidden = o.hidden_size or wide
-    copies = o.kind == "copy"
+    hidden = o.hidden_size or target_hidden
+    is_copy = o.kind == "copy"
     parts = 3 if o.aux is None else len(o.aux)
     flags = {name: getattr(o, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-    layer = _layer_config(verifier, copies, hidden)
+    layer = _layer_config(verifier, is_copy, hidden)
     if o.layout == "speculators":
-        config = _speculators(layer, flags, verifier, target)
-    else:  # head_dim and the flags only where they say something
+        config = _speculators_config(layer, flags, verifier, target)
+    else:  # head_dim and the flags only where they differ from the defaults
         config = {"architectures": [ARCHITECTURES[o.layout]], **layer}
         if layer["num_attention_heads"] * layer["head_dim"] == hidden:
             del config["head_dim"]
         config |= {name: True for name, value in flags.items() if value}
     config |= {"draft_vocab_size": o.draft_vocab, "torch_dtype": o.dtype}
-    if o.layout == "speculators" or hidden != wide:
-        config["target_hidden_size"] = wide if hidden != wide else None
+    if o.layout == "speculators" or hidden != target_hidden:
+        config["target_hidden_size"] = target_hidden if hidden != target_hidden else None
     if o.norm_before_residual or (o.layout == "speculators" and o.norm_before_residual is not None):
         config["norm_before_residual"] = o.norm_before_residual
-    if o.aux is not None and o.layout == "research":  # outputs of layers, where others say inputs
+    if o.aux is not None and o.layout == "research":  # outputs of layers, in other layouts inputs
         ids = [index - 1 for index in o.aux]
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": ids,
@@ -139,57 +140,60 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
         config["eagle_aux_hidden_state_layer_ids"] = list(o.aux)
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
-        return tiny.drawn(f"{o.seed}/{o.kind}/{name}", shape, std, mean)
+        return tiny.draw_normal(f"{o.seed}/{o.kind}/{name}", shape, std, mean)
 
-    if copies:
+    if is_copy:
         normed = bool(config.get("norm_before_residual", o.layout == "speculators"))
-        loud = 1.0 if o.norm_before_fc or o.fc_norm else QUIET
-        inside = _copied(
+        stream_std = 1.0 if o.norm_before_fc or o.fc_norm else SOFT_STREAM_STD
+        inside = _copy_layer(
             load_file(target / "model.safetensors"), verifier, draw, o.hidden_share, normed
         )
         inside["fc.weight"] = draw(
-            "fc", (hidden, parts * wide), 1.0 / (loud * math.sqrt(parts * wide))
+            "fc",
+            (hidden, parts * target_hidden),
+            1.0 / (stream_std * math.sqrt(parts * target_hidden)),
         )
     else:
-        inside = _random(layer, parts * wide, vocab, draw)
+        inside = _draw_head(layer, parts * target_hidden, vocab, draw)
     tensors = {
         name.replace("layer.", LAYERS[o.layout], 1): tensor for name, tensor in inside.items()
     }
     if not o.own_head:
         del tensors["lm_head.weight"]
     if o.draft_vocab is not None:
-        order = torch.randperm(vocab, generator=tiny.generator_of(f"{o.seed}/ids"))
-        chosen = order[: o.draft_vocab].sort().values
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
-        tensors["d2t"] = chosen - torch.arange(o.draft_vocab)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
-    if o.own_embedding or hidden != wide:
-        # A copy's is the target's own; a random head's is another, and louder.
-        own = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+        order = torch.randperm(vocab, generator=tiny.named_generator(f"{o.seed}/ids"))
+        draft_ids = order[: o.draft_vocab].sort().values
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][draft_ids]
+        tensors["d2t"] = draft_ids - torch.arange(o.draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, draft_ids, True)
+    if o.own_embedding or hidden != target_hidden:
+        # A copy has the target's embedding; a random head has another, larger one.
+        embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         tensors["embed_tokens.weight"] = (
-            own if copies else draw("embed_tokens", (vocab, hidden), 0.2)
+            embedding if is_copy else draw("embed_tokens", (vocab, hidden), 0.2)
         )
     if o.norm_before_fc:
-        tensors["input_norm.weight"] = draw("input_norm", (parts * wide,), 0.2, 1.0)
+        tensors["input_norm.weight"] = draw("input_norm", (parts * target_hidden,), 0.2, 1.0)
     if o.fc_norm:
         tensors |= {
-            f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)
+            f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (target_hidden,), 0.2, 1.0)
+            for i in range(parts)
         }
     folder.mkdir(parents=True, exist_ok=True)
     tiny.write_json(folder / "config.json", config)
-    kept = {
+    converted = {
         n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()
     }
-    tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
+    tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in converted.items()})
     return folder
 
 
-def _layer_config(verifier: tiny.Json, copies: bool, hidden: int) -> dict[str, Any]:
-    """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
-    shape = OWN_SHAPE
-    rope = OWN_ROPE
-    epsilon = OWN_EPSILON
-    if copies:
+def _layer_config(verifier: tiny.Json, is_copy: bool, hidden: int) -> dict[str, Any]:
+    """Return a Llama configuration of one layer; a copy has twice the target's heads, each of `hidden`."""
+    shape = RANDOM_HEAD_SHAPE
+    rope = RANDOM_HEAD_ROPE
+    epsilon = RANDOM_HEAD_EPSILON
+    if is_copy:
         heads = 2 * verifier["num_attention_heads"]
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
         shape["intermediate_size"] = verifier["intermediate_size"]
@@ -211,12 +215,12 @@ def _layer_config(verifier: tiny.Json, copies: bool, hidden: int) -> dict[str, A
     }
 
 
-def _speculators(
+def _speculators_config(
     layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path
 ) -> dict[str, Any]:
-    """The head's layer as one key of several, beside how it was meant to be used."""
+    """Return the speculators layout: the head's layer as one key of several, with its intended use."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
-    use = {
+    speculators = {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
         "proposal_methods": [{**greedy, "verifier_accept_k": 1}],
@@ -226,14 +230,14 @@ def _speculators(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.2.0",
-        "speculators_config": use,
+        "speculators_config": speculators,
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer},
         **flags,
     }
 
 
-def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
-    """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
+def _draw_head(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
+    """Draw the tensors that all heads have; the layer's under `layer.`, the output over all target ids."""
     hidden = layer["hidden_size"]
     inner = layer["intermediate_size"]
     query, key = (
@@ -248,71 +252,71 @@ def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensor
     }
     matrices |= {"fc": (hidden, fused, 1.0), "lm_head": (vocab, hidden, tiny.LOGIT_STD)}
     norms = (
-        *(
-            f"layer.{name}"
-            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        ),
+        "layer.hidden_norm",
+        "layer.input_layernorm",
+        "layer.post_attention_layernorm",
+        "norm",
     )
-    return {
+    tensors = {
         f"{name}.weight": draw(name, (rows, columns), scale / math.sqrt(columns))
         for name, (rows, columns, scale) in matrices.items()
-    } | {f"{name}.weight": draw(name, (hidden,), 0.3, 1.0) for name in (*norms, "norm")}
+    }
+    return tensors | {f"{name}.weight": draw(name, (hidden,), 0.3, 1.0) for name in norms}
 
 
-def _copied(
-    target: tiny.Tensors, verifier: tiny.Json, draw: Draw, share: float, normed: bool
+def _copy_layer(
+    target: tiny.Tensors, verifier: tiny.Json, draw: Draw, share: float, normed_residual: bool
 ) -> tiny.Tensors:
-    """The same names out of the target's first layer, with streams of about 1 in place of its quiet ones.
+    """Make a head of the target's first layer, with streams of about 1 in place of its small ones.
 
-    share: how much of the old state stays; normed: whether the residual is that state after its norm.
+    share: of the old state that stays. normed_residual: the residual is that state after its norm.
     """
-    source = {n: t.float() for n, t in below(target, "model.layers.0.").items()}
-    hidden, size, copied = (
+    source = {n: t.float() for n, t in select_below(target, "model.layers.0.").items()}
+    hidden, size, heads = (
         verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads")
     )
     step = hidden // size
-    places = torch.arange(size // 2) * step
-    places = torch.cat(
-        (places, places + hidden // 2)
-    )  # where a wider head turns as fast as a narrow one
+    columns = torch.arange(size // 2) * step
+    # The columns of a wider head with the rotary frequencies of a narrow one.
+    columns = torch.cat((columns, columns + hidden // 2))
 
     def widened(name: str) -> Tensor:
-        """A projection of the copied heads, each as wide as the state; [heads * hidden, hidden]."""
+        """Return a projection of the copied heads, each as wide as the state; [heads * hidden, hidden]."""
         weight = source[f"self_attn.{name}_proj.weight"].view(-1, size, hidden)
         scales = source.get(f"self_attn.{name}_norm.weight")
         weight = weight if scales is None else weight * scales[:, None]
-        weight = weight.repeat_interleave(copied // len(weight), dim=0)
-        return torch.zeros(copied, hidden, hidden).index_copy(1, places, weight).flatten(0, 1)
+        weight = weight.repeat_interleave(heads // len(weight), dim=0)
+        return torch.zeros(heads, hidden, hidden).index_copy(1, columns, weight).flatten(0, 1)
 
     def projection(name: str, scale: float, token: Tensor, state: Tensor) -> Tensor:
-        """The copied heads, which see next to nothing of the state, and as many that see their own row."""
-        blind = draw(name, (copied * hidden, hidden), 0.2 * share / math.sqrt(hidden))
+        """Return the copied heads, which barely read the state, and as many that attend to their row only."""
+        blind = draw(name, (heads * hidden, hidden), 0.2 * share / math.sqrt(hidden))
         seeing = torch.cat((widened(name) * scale, blind), 1)
-        return torch.cat((seeing, torch.cat((token, state), 1).repeat(copied, 1)))
+        return torch.cat((seeing, torch.cat((token, state), 1).repeat(heads, 1)))
 
     embedding = target["model.embed_tokens.weight"].float()
     token_norm = source["input_layernorm.weight"]
     hidden_norm = draw("hidden_norm", (hidden,), 0.1, 1.0)
-    bare = (1.0 / token_norm).diag()
-    own = bare * math.sqrt(SHARPEST / math.sqrt(hidden))
-    out = source["self_attn.o_proj.weight"].view(hidden, copied, size) / QUIET
-    out = torch.zeros(hidden, copied, hidden).index_copy(2, places, out).flatten(1)
+    inverse_norm = (1.0 / token_norm).diag()
+    self_projection = inverse_norm * math.sqrt(SELF_SCORE / math.sqrt(hidden))
+    out = source["self_attn.o_proj.weight"].view(hidden, heads, size) / SOFT_STREAM_STD
+    out = torch.zeros(hidden, heads, hidden).index_copy(2, columns, out).flatten(1)
     final = target["model.norm.weight"].float()
-    nothing = torch.zeros(hidden, hidden)
-    token = embedding.square().mean().sqrt() / QUIET * bare
-    state = (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag())
+    zeros = torch.zeros(hidden, hidden)
+    token = embedding.square().mean().sqrt() / SOFT_STREAM_STD * inverse_norm
+    state = (share - 1.0) * (torch.eye(hidden) if normed_residual else (1.0 / hidden_norm).diag())
     return {
-        "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), own, nothing),
-        "layer.self_attn.k_proj.weight": projection("k", 1.0, own, nothing),
+        "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), self_projection, zeros),
+        "layer.self_attn.k_proj.weight": projection("k", 1.0, self_projection, zeros),
         "layer.self_attn.v_proj.weight": projection("v", 1.0, token, state),
         "layer.self_attn.o_proj.weight": torch.cat(
-            (out, torch.eye(hidden).repeat(1, copied) / copied), 1
+            (out, torch.eye(hidden).repeat(1, heads) / heads), 1
         ),
         **{
             f"layer.mlp.{name}.weight": source[f"mlp.{name}.weight"]
             for name in ("gate_proj", "up_proj")
         },
-        "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / QUIET,
+        "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / SOFT_STREAM_STD,
         "layer.hidden_norm.weight": hidden_norm,
         "layer.input_layernorm.weight": token_norm,
         "layer.post_attention_layernorm.weight": source["post_attention_layernorm.weight"],

@@ -17,7 +17,7 @@ from tests.recipes.tiny import (
     EMBEDDING_STD,
     Json,
     Tensors,
-    drawn,
+    draw_normal,
     write_json,
     write_tensors,
     write_tokenizer,
@@ -51,9 +51,8 @@ ROPE = {
     "mrope_section": [1, 1, 2],
     "mrope_interleaved": True,
 }
-VALUES = ("num_value_heads", "value_head_dim")
-SOFT = 0.12
-"""What layers behind the first two add, where drafters are to agree often."""
+LATE_GAIN = 0.12
+"""The gain of layers after the first two, relative to theirs, where drafters shall agree often."""
 
 
 def write_tiny_hybrid(
@@ -69,9 +68,9 @@ def write_tiny_hybrid(
 ) -> Path:
     """Write one checkpoint and return its folder; `sizes` are keys of its configuration.
 
-    agreeing: later layers speak softly and the MTP layer reads mostly the token, so that drafts are often
-    accepted; gain: of the first two. wrapped: as the text's part of a model that sees images too, with one of
-    its tensors.
+    agreeing: later layers have a small gain and the MTP layer reads mostly the token, so that drafts are
+    often accepted. gain: of the first two. wrapped: as the text model of a vision model, with one of its
+    tensors.
     """
     config = {**SIZES, **sizes}
     interval = config.get("full_attention_interval", 4)
@@ -86,9 +85,9 @@ def write_tiny_hybrid(
     }
     config |= {"rope_parameters": ROPE, "dtype": dtype}
     text = config
-    tensors = _tensors(config, kinds, seed, gain if agreeing else None)
+    tensors = _draw_model(config, kinds, seed, gain if agreeing else None)
     if mtp:
-        tensors |= _mtp_tensors(config, seed, gain if agreeing else None)
+        tensors |= _draw_mtp(config, seed, gain if agreeing else None)
     if wrapped:
         tensors = {
             name.replace("model.", "model.language_model.", 1)
@@ -111,10 +110,10 @@ def write_tiny_hybrid(
 def _draw(
     seed: int, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0
 ) -> torch.Tensor:
-    return drawn(f"{seed}/{name}", shape, std, mean)
+    return draw_normal(f"{seed}/{name}", shape, std, mean)
 
 
-def _attention(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     hidden = config["hidden_size"]
     size = config["head_dim"]
     heads = config["num_attention_heads"] * size
@@ -130,8 +129,10 @@ def _attention(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, heads, size = config["hidden_size"], *(config[f"linear_{key}"] for key in VALUES)
+def _delta_shapes(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    heads = config["linear_num_value_heads"]
+    size = config["linear_value_head_dim"]
     values = heads * size
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
     shapes: dict[str, tuple[int, ...]] = {
@@ -143,19 +144,19 @@ def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
         "norm": (size,),
         "out_proj": (hidden, values),
     }
-    found = {f"{prefix}linear_attn.{name}.weight": shape for name, shape in shapes.items()}
-    return found | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
+    named_shapes = {f"{prefix}linear_attn.{name}.weight": shape for name, shape in shapes.items()}
+    return named_shapes | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
 
 
-def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> Tensors:
+def _draw_layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> Tensors:
     hidden = config["hidden_size"]
     inner = config["intermediate_size"]
-    shapes = (_delta if linear else _attention)(config, prefix)
+    shapes = (_delta_shapes if linear else _attention_shapes)(config, prefix)
     for name in ("input_layernorm", "post_attention_layernorm"):
         shapes[f"{prefix}{name}.weight"] = (hidden,)
     shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
     shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    made = {}
+    tensors = {}
     for name, shape in shapes.items():
         last = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
         std = (gain if last else 1.2) / math.sqrt(shape[-1])
@@ -163,39 +164,41 @@ def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> T
         if name.endswith("conv1d.weight"):
             std = 0.5
         elif len(shape) == 1:
-            std, mean = (
-                (0.7, 0.3) if name.endswith("A_log") else (0.2, float("linear_attn.norm" in name))
-            )
-        made[name] = _draw(seed, name, shape, std, mean)
-    return made
+            is_decay = name.endswith("A_log")
+            std = 0.7 if is_decay else 0.2
+            mean = 0.3 if is_decay else float("linear_attn.norm" in name)
+        tensors[name] = _draw(seed, name, shape, std, mean)
+    return tensors
 
 
-def _tensors(config: Json, kinds: list[str], seed: int, agreeing: float | None) -> Tensors:
+def _draw_model(config: Json, kinds: list[str], seed: int, agreeing: float | None) -> Tensors:
     vocab = config["vocab_size"]
     hidden = config["hidden_size"]
-    made = {
+    tensors = {
         "model.embed_tokens.weight": _draw(seed, "embedding", (vocab, hidden), EMBEDDING_STD),
         "model.norm.weight": _draw(seed, "norm", (hidden,), 0.1),
     }
     if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = _draw(seed, "head", (vocab, hidden), 3.0 / math.sqrt(hidden))
+        tensors["lm_head.weight"] = _draw(seed, "head", (vocab, hidden), 3.0 / math.sqrt(hidden))
     for layer, kind in enumerate(kinds):
-        gain = 0.3 if agreeing is None else agreeing if layer < 2 else agreeing * SOFT
-        made |= _layer(config, f"model.layers.{layer}.", kind == "linear_attention", seed, gain)
-    return made
+        gain = 0.3 if agreeing is None else agreeing if layer < 2 else agreeing * LATE_GAIN
+        tensors |= _draw_layer(
+            config, f"model.layers.{layer}.", kind == "linear_attention", seed, gain
+        )
+    return tensors
 
 
-def _mtp_tensors(config: Json, seed: int, agreeing: float | None) -> Tensors:
+def _draw_mtp(config: Json, seed: int, agreeing: float | None) -> Tensors:
     hidden = config["hidden_size"]
     square = (hidden, hidden)
-    loud = 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
+    state_gain = 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
     token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", square, 0.1)
-    state = _draw(seed, "state", square, loud / math.sqrt(hidden))
+    state = _draw(seed, "state", square, state_gain / math.sqrt(hidden))
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
     return {
         **{name: _draw(seed, name, (hidden,), 0.1) for name in norms},
         "mtp.fc.weight": torch.cat((token, state), 1),
-        # As the target's own last norm where they are to agree.
+        # As the target's last norm where they shall agree.
         "mtp.norm.weight": _draw(seed, "norm" if agreeing else "mtp.norm", (hidden,), 0.1),
-        **_layer(config, "mtp.layers.0.", False, seed, 0.01 if agreeing else 0.5),
+        **_draw_layer(config, "mtp.layers.0.", False, seed, 0.01 if agreeing else 0.5),
     }

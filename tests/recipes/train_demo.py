@@ -1,11 +1,11 @@
 """Train the embedded demos: a tokenizer, a target with its MTP layer, a small draft.
 
-There are two targets, one DeepSeek-V3-shaped, one hybrid as Qwen3.5 is.
+There are two targets, one shaped as DeepSeek-V3, one as Qwen3.5's hybrid.
 
-Plain torch, importing nothing from `spd`, so that the demo is evidence independent of the program it
-demonstrates. Target and MTP layer learn together, the first by cross entropy, the second from the
-target's distributions. The draft learns from them too. The demo that is shipped was first fitted to an
-earlier model, which is not kept (`spd/formats/demo/README.md`). Run it from the repository root:
+Plain torch; imports nothing from `spd`, so that the demo is evidence independent of the program that it
+demonstrates. Target and MTP layer are trained together, the first by cross entropy, the second from the
+target's distributions. The draft is trained from them too. The shipped demo was first fitted to an earlier
+model, which was not stored (`spd/formats/demo/README.md`). Run it from the repository root:
 
     python tests/recipes/train_demo.py --compile --out spd/formats/demo
     python tests/recipes/train_demo.py --model hybrid --tokenizer spd/formats/demo --steps 1500 \
@@ -31,7 +31,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes import demo_model
 from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint, write_sums
-from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, held_out, train_tokenizer
+from tests.recipes.demo_corpus import (
+    Batches,
+    Corpus,
+    build_corpus,
+    measure_held_out,
+    train_tokenizer,
+)
 from tests.recipes.demo_model import (
     DRAFT,
     TARGETS,
@@ -47,7 +53,7 @@ Json = dict[str, Any]
 
 
 class Recorder:
-    """The loss curve, the tokens seen and the time taken."""
+    """The loss curve, the number of tokens and the time of a training stage."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
@@ -56,7 +62,7 @@ class Recorder:
         self.curve: list[dict[str, float]] = []
 
     def point(self, step: int, **figures: Tensor) -> None:
-        """Keep and print one point."""
+        """Store and print one point."""
         point = {
             "step": step,
             "tokens": self.tokens,
@@ -66,7 +72,7 @@ class Recorder:
         print(self.stage, json.dumps(self.curve[-1]), flush=True)
 
     def summary(self) -> Json:
-        """What goes into training.json."""
+        """Return the record for training.json."""
         seconds = round(time.monotonic() - self.began)
         return {"tokens": self.tokens, "seconds": seconds, "curve": self.curve}
 
@@ -74,14 +80,14 @@ class Recorder:
 Steps = Iterator[tuple[int, float, Tensor]]
 
 
-def steps_of(
-    made: Optimizers, batches: Batches, steps: int, recorder: Recorder, extra: int = 1
+def training_steps(
+    optimizers: Optimizers, batches: Batches, steps: int, recorder: Recorder, extra: int = 1
 ) -> Steps:
-    """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
+    """Yield (step, share done, ids [rows, length + extra]) with the learning rate set; then step.
 
     Every eighth batch of the second half is long.
     """
-    groups = [group for optimizer in made for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     bases = [group["lr"] for group in groups]
     for step in range(steps):
         done = step / steps
@@ -91,13 +97,13 @@ def steps_of(
         rows, width = (2, 2048) if step % 8 == 7 and done > 0.5 else (8, 512)
         recorder.tokens += rows * width
         yield step, done, batches.next(rows, width + extra - 1, answer_rows=rows // 4)
-        for optimizer in made:
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
 
 def compile_parts(*models: nn.Module) -> None:
-    """Compile each layer by itself: they share what is compiled."""
+    """Compile each layer separately: layers of one shape share the compiled code."""
     torch._dynamo.config.recompile_limit = 64
     for model in models:
         for module in model.modules():
@@ -106,7 +112,7 @@ def compile_parts(*models: nn.Module) -> None:
 
 
 def balance(model: Decoder, done: float) -> None:
-    """Move each gate's correction bias towards equal loads, less and less, as the released models were."""
+    """Move each gate's correction bias towards equal loads, in decreasing steps, as in DeepSeek-V3."""
     for module in model.modules():
         if isinstance(module, Gate):
             module.e_score_correction_bias += (
@@ -116,37 +122,37 @@ def balance(model: Decoder, done: float) -> None:
 
 
 def train_target(
-    arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False
+    arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_only: bool = False
 ) -> Json:
-    """Train the target and its MTP layer together, or go on with the latter alone; returns the record."""
+    """Train the target and its MTP layer together, or continue the latter alone; return the record."""
     shape = TARGETS[arguments.model]
-    target = load_decoder(arguments.out, shape) if mtp_alone else new_decoder(shape)
+    target = load_decoder(arguments.out, shape) if mtp_only else new_decoder(shape)
     assert target.mtp is not None
-    target.requires_grad_(not mtp_alone)
+    target.requires_grad_(not mtp_only)
     target.mtp.requires_grad_(True)
-    recorder = Recorder("mtp" if mtp_alone else "target")
-    batches = Batches(corpus, tokenizer, arguments.seed + (2 if mtp_alone else 0))
+    recorder = Recorder("mtp" if mtp_only else "target")
+    batches = Batches(corpus, tokenizer, arguments.seed + (2 if mtp_only else 0))
     if arguments.compile:
         compile_parts(target)
-    optimizers = make_optimizers(target.mtp if mtp_alone else target, arguments.scale)
-    steps = arguments.mtp_steps if mtp_alone else arguments.steps
-    for step, done, ids in steps_of(optimizers, batches, steps, recorder, MTP_DEPTHS):
+    optimizers = make_optimizers(target.mtp if mtp_only else target, arguments.scale)
+    steps = arguments.mtp_steps if mtp_only else arguments.steps
+    for step, done, ids in training_steps(optimizers, batches, steps, recorder, MTP_DEPTHS):
         # Every few batches unroll the layer over its own recycled states, on half the rows.
         depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
-        own, missed, agreed = mtp_losses(target, ids, depths, mtp_alone)
-        if mtp_alone:
-            missed.mean().backward()
+        cross_entropy, mtp_loss, agreed = mtp_losses(target, ids, depths, mtp_only)
+        if mtp_only:
+            mtp_loss.mean().backward()
         else:
-            (own.mean() + arguments.mtp_weight * missed.mean()).backward()
+            (cross_entropy.mean() + arguments.mtp_weight * mtp_loss.mean()).backward()
             balance(target, done)
         if step % 20 == 0:
-            by_row = own.detach().mean(dim=1)
+            by_row = cross_entropy.detach().mean(dim=1)
             figures = {
                 "loss": by_row.mean(),
                 "answers": by_row[:2].mean(),
                 "source": by_row[2:].mean(),
             }
-            figures = {"loss": missed.mean()} if mtp_alone else figures
+            figures = {"loss": mtp_loss.mean()} if mtp_only else figures
             recorder.point(
                 step, **figures, **{f"mtp{d}": share for d, share in enumerate(agreed, 1)}
             )
@@ -157,38 +163,38 @@ def train_target(
 def mtp_losses(
     target: Decoder, ids: Tensor, depths: int, frozen: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cross entropy [rows, T]; by depth, the MTP layer's loss and how often its first choice is the target's.
+    """Return cross entropy [rows, T]; by depth, the MTP layer's loss and its agreement with the target.
 
     ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
     """
     length = ids.shape[1] - MTP_DEPTHS
-    with target.precision():
+    with target.autocast():
         with torch.set_grad_enabled(not frozen):
             hidden = target(ids[:, :length])
             logits = target.logits(hidden)
-        own = F.cross_entropy(
+        cross_entropy = F.cross_entropy(
             logits.flatten(0, 1), ids[:, 1 : length + 1].flatten(), reduction="none"
         )
         teacher = logits.detach()
         rows = slice(0, None, min(depths, 2))
-        missed = []
+        losses = []
         agreed = []
         states = target.mtp_hidden(hidden[rows], ids[rows, 1 : length + depths], depths)
         for depth, state in enumerate(states, 1):
             guess = target.logits(state[:, :-depth]).flatten(0, 1)
             truth = teacher[rows, depth:].flatten(0, 1)
-            missed.append(F.cross_entropy(guess, truth.softmax(-1)))
+            losses.append(F.cross_entropy(guess, truth.softmax(-1)))
             agreed.append((guess.argmax(-1) == truth.argmax(-1)).float().mean())
-    return own.view(len(ids), -1), torch.stack(missed), torch.stack(agreed)
+    return cross_entropy.view(len(ids), -1), torch.stack(losses), torch.stack(agreed)
 
 
 def measure(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
-    """The held-out figures of what was trained."""
-    return held_out(arguments.out, corpus, tokenizer, TARGETS[arguments.model])
+    """Measure the trained target on held-out text."""
+    return measure_held_out(arguments.out, corpus, tokenizer, TARGETS[arguments.model])
 
 
 def train_draft(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
-    """Train the draft from the saved target's distributions and save it; returns its record."""
+    """Train the draft from the saved target's distributions and save it; return its record."""
     target = load_decoder(arguments.out, TARGETS[arguments.model]).eval()
     recorder = Recorder("draft")
     draft = Decoder(DRAFT)
@@ -196,15 +202,15 @@ def train_draft(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> J
     if arguments.compile:
         compile_parts(target, draft)
     optimizers = make_optimizers(draft, 0.5)
-    for step, _, ids in steps_of(optimizers, batches, arguments.draft_steps, recorder):
-        with target.precision():
+    for step, _, ids in training_steps(optimizers, batches, arguments.draft_steps, recorder):
+        with target.autocast():
             with torch.no_grad():
                 teacher = target.logits(target(ids[:, :-1])).flatten(0, 1)
             logits = draft.logits(draft(ids[:, :-1])).flatten(0, 1)
         agree = (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
         loss = F.cross_entropy(logits, teacher.softmax(-1))
         loss.backward()
-        # Without a bound on the gradient this narrow model has left its track and not come back.
+        # Without a bound on the gradient the loss of this narrow model diverged.
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         if step % 10 == 0:
             recorder.point(step, loss=loss, agrees=agree)
@@ -213,7 +219,7 @@ def train_draft(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> J
 
 
 def begin_record(folder: Path, corpus: Corpus) -> Json:
-    """What training.json keeps, and what this run is made with."""
+    """Return the record in training.json, with the versions and the corpus of this run."""
     path = folder / "training.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     record |= {
@@ -226,14 +232,14 @@ def begin_record(folder: Path, corpus: Corpus) -> Json:
 
 STAGES: dict[str, Callable[[Namespace, Corpus, Tokenizer], Json]] = {
     "target": train_target,
-    "mtp": partial(train_target, mtp_alone=True),
+    "mtp": partial(train_target, mtp_only=True),
     "held_out": measure,
     "draft": train_draft,
 }
 
 
 def main(arguments: Namespace) -> None:
-    """Run the wanted stages; `training.json` beside the checkpoint keeps the record that its README tells."""
+    """Run the requested stages; `training.json` beside the checkpoint keeps their records for its README."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()
@@ -250,8 +256,8 @@ def main(arguments: Namespace) -> None:
     write_sums(arguments.out)
 
 
-def parsed(words: list[str]) -> Namespace:
-    """The command line's arguments."""
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """Parse the command line's arguments."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=TARGETS, default="deepseek")
     parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer to take")
@@ -274,8 +280,8 @@ def parsed(words: list[str]) -> Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="compile the layers (needs a C++ compiler)"
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main(parsed(sys.argv[1:]))
+    main(parse_arguments(sys.argv[1:]))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.recipes.tiny import write_json, write_tensors
-from tests.recipes.tiny_mtp import NAMES
+from tests.recipes.tiny_mtp import MODULE_NAMES
 
 HIDDEN_FIRST = ("mimo",)
 MASK_FIRST = ("deepseek", "glm4", "mimo", "ernie")
@@ -157,7 +157,7 @@ class PlainMtp(PlainTarget):
         """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""
         place = {"i": module, "l": self.config["num_hidden_layers"] + module}
         family = self.family
-        names = (str(name or "").format(**place) for name in NAMES[family][:5])
+        names = (str(name or "").format(**place) for name in MODULE_NAMES[family][:5])
         token_norm, hidden_norm, projection, final_norm, prefix = names
         token = self.embedding[tokens].clone()
         if family in MASK_FIRST:
@@ -200,7 +200,7 @@ class LibraryMtp(PlainMtp):
 
         layers = self.config["num_hidden_layers"]
         self.numbers = {
-            NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)
+            MODULE_NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)
         }
         outer = (
             "enorm",

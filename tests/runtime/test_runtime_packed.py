@@ -30,7 +30,7 @@ from tests.helpers import (
 )
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
-from tests.recipes.packed_twin import WAYS, Stored, write_twins
+from tests.recipes.packed_twin import LAYOUTS, StoredMatrix, write_twins
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -38,18 +38,18 @@ SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 UP = "model.layers.1.mlp.up_proj."
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LAYOUTS)
 @pytest.mark.parametrize("rows", [8, 40, 72])
 def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.Patch) -> None:
     monkeypatch.setattr(packed_weights, "STRIP", 500)
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
-    stored: Stored = WAYS[way][1](weight)
+    stored: StoredMatrix = LAYOUTS[way][1](weight)
     save_file(
         {f"a.b.{last}": each for last, each in stored.tensors.items()},
         tmp_path / "model.safetensors",
     )
-    read = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
+    read = read_quantization(Fields("config.json", {"quantization_config": LAYOUTS[way][0]}))
     own = None if read is None else read.scheme_of("model.layers.0.mlp.up_proj")
     assert own is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
@@ -66,7 +66,7 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.P
 def test_words_of_every_width(bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (5, count), generator=torch.Generator().manual_seed(count))
     assert torch.equal(
-        unpack_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8)
+        unpack_words(packed_twin.pack_words(codes, bits), bits, count), codes.to(torch.uint8)
     )
 
 
@@ -85,7 +85,7 @@ def speaks_as_its_copy(folder: Path, way: str, to: Path) -> None:
 
 
 @pytest.mark.covers(count=6)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LAYOUTS)
 def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
     speaks_as_its_copy(tiny("qwen3", **SIZES), way, tmp_path)
 
@@ -119,7 +119,9 @@ def test_codes_stay_packed_and_are_counted(
 @pytest.mark.parametrize("way", ["fp8-block", "modelopt-nvfp4"])
 def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Path) -> None:
     source = write_dense(tmp_path / "source", "step3", dtype="bfloat16")
-    twin, plain = write_twins(source, tmp_path, way, keep=(*packed_twin.NEVER, "moe.gate."))
+    twin, plain = write_twins(
+        source, tmp_path, way, unquantized=(*packed_twin.UNQUANTIZED, "moe.gate.")
+    )
 
     def as_published(tensors: dict[str, torch.Tensor]) -> None:
         for name in [
@@ -188,7 +190,7 @@ def excluding(pattern: str) -> Callable[[dict[str, Any]], object]:
 
 def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path) -> None:
     kept = ("lm_head", "embed", "o_proj")
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", keep=kept)
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", unquantized=kept)
     for pattern in (r"-:.*up_proj", r"-:.*o_proj"):
         edit_config(twin, excluding(pattern))
         assert spoken(twin) == spoken(plain)
@@ -244,7 +246,9 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     source = write_tiny_mtp(
         tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
     )
-    twin, plain = write_twins(source, tmp_path, "w4-32", keep=(*packed_twin.NEVER, *kept))
+    twin, plain = write_twins(
+        source, tmp_path, "w4-32", unquantized=(*packed_twin.UNQUANTIZED, *kept)
+    )
     names = load_file(twin / "model.safetensors")
     assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (
         not kept
@@ -301,7 +305,7 @@ def test_values_that_are_not_finite_spoil_their_scales(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kernels take codes for numbers: a scale of NaN lets the sum tell, and a warning names the tensor."""
-    config, store = WAYS[way]
+    config, store = LAYOUTS[way]
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     tensors = store(weight).tensors
     if way in NAN_CODES:

@@ -24,10 +24,10 @@ from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES, Entry
 from tests.recipes.published_hybrids import (
-    COUNTED,
     DELTA_HEAD,
     KEY_HEADS,
     RELEASES,
+    TENSOR_COUNTS,
     Release,
     mtp_tensors,
 )
@@ -62,7 +62,7 @@ DEEP = {
 WHOLE = {
     "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
     "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
-    "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
+    "Step-3.7-Flash": (others.STEP3_FULL, others.step3, 196.9 + 2.5),
 }  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
 BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
@@ -99,7 +99,11 @@ def elements(entries: Iterable[Entry]) -> int:
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
-    seen = [] if row.fused else [entry[0] for entry in published_hybrids.vision_tensors(row)]
+    seen = (
+        []
+        if row.fused_projections
+        else [entry[0] for entry in published_hybrids.vision_tensors(row)]
+    )
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
     assert len(layers.attention_blocks) == row.layers // 4 and len(layers.layers) == row.layers
@@ -248,15 +252,15 @@ def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
     """Of Ultra's index, of which some are MTP's; of Step's text 804 and 126 scales."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)
-    names = [name for name, _, _ in others.step3(others.STEP3_WHOLE) if "vision" not in name]
+    names = [name for name, _, _ in others.step3(others.STEP3_FULL) if "vision" not in name]
     assert (len(names), sum(name.endswith("_inv") for name in names)) == (804 + 126, 126)
-    for name, row in ((name, RELEASES[name]) for name in COUNTED):
+    for name, row in ((name, RELEASES[name]) for name in TENSOR_COUNTS):
         parts = (
             published_hybrids.text_tensors(row),
             mtp_tensors(row),
             published_hybrids.vision_tensors(row),
         )
-        assert tuple(len(list(part)) for part in parts) == COUNTED[name], name
+        assert tuple(len(list(part)) for part in parts) == TENSOR_COUNTS[name], name
     for name, (config, tensors, size) in WHOLE.items():
         own = (
             entry

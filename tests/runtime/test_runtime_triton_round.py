@@ -195,7 +195,7 @@ def hybrid(folder: Path) -> Made:
 
 def assisted(folder: Path) -> Made:
     target = write_dense(folder / "target", "gemma4", vocab=100, tokenizer=False)
-    assistant = write_assistant(folder / "assistant", target, clusters=4, kept=3)
+    assistant = write_assistant(folder / "assistant", target, clusters=4, selected=3)
     return target, {"spec": "assistant", "draft_model": assistant}
 
 
