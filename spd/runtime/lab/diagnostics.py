@@ -226,7 +226,7 @@ def check_cuda_devices() -> Finding:
         devices.append(
             {"name": name, "capability": capability, "free_bytes": free, "total_bytes": total}
         )
-        kind = "sm_{}{}".format(*capability)
+        kind = f"sm_{capability[0]}{capability[1]}"
         device_texts.append(f"{index} {name} {kind} {free / GIB:.1f} of {total / GIB:.1f} GiB free")
     line = f"{'; '.join(device_texts)} · driver {driver or 'unknown'}"
     return Finding(OK, line, (), facts)

@@ -21,7 +21,7 @@ class Replay:
 
     plans: tuple[dict[str, Any], dict[str, Any]]
     tokens: int
-    speculated: int  # accepted drafts of the candidate: with none, nothing was tried
+    speculated: int  # accepted drafts of the candidate; with none the comparison shows nothing
     differences: list[Difference]
 
 

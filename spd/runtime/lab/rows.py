@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import zip_longest
 from math import ceil, exp, log, pi, sqrt
-from operator import itemgetter
 from statistics import fmean, median, stdev
 from typing import Any, TypedDict
 
@@ -115,27 +114,37 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
 
 def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """Return the ratio to the plain row of the same workload, repetition by repetition."""
-    same = itemgetter("model", *KEYS, *MACHINE_SETTINGS)
-    plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
-    return None if row["method"] == "plain" or not plain else _ratio(row, plain[0])
+    names = ("model", *KEYS, *MACHINE_SETTINGS)
+    identity = _values(row, names)
+    plain = [
+        other for other in rows if other["method"] == "plain" and _values(other, names) == identity
+    ]
+    if row["method"] == "plain" or not plain:
+        return None
+    return _ratio(row["tokens_per_second"], plain[0]["tokens_per_second"])
 
 
 def _over_first_model(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
     """Return the ratio to the same work and method with the model that was named first."""
-    names = (*KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp")
-    # A K that adapts is bounded by what each model's drafter can.
-    same = itemgetter(*names, *([] if row["adaptive"] else ["draft_max"]))
+    names = [*KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp"]
+    if not row["adaptive"]:
+        names.append("draft_max")  # an adaptive k has each model's own limit
+    identity = _values(row, names)
     first = [other for other in rows if other["model"] == rows[0]["model"]]
-    partner = next((other for other in first if same(other) == same(row)), None)
-    return None if partner is None or row in first else _ratio(row, partner)
+    partner = next((other for other in first if _values(other, names) == identity), None)
+    if partner is None or row in first:
+        return None
+    return _ratio(row["tokens_per_second"], partner["tokens_per_second"])
 
 
-def _ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Interval:
-    """Return the ratio of two rows' tokens a second, paired by repetition."""
-    pairs = zip(
-        row["tokens_per_second"]["values"], other["tokens_per_second"]["values"], strict=False
-    )
-    return repeat_interval([mine / its for mine, its in pairs])
+def _values(row: Mapping[str, object], names: Sequence[str]) -> tuple[object, ...]:
+    return tuple(row[name] for name in names)
+
+
+def _ratio(speed: Interval, base: Interval) -> Interval:
+    """Return the ratio of two speeds, paired by repetition."""
+    pairs = zip(speed["values"], base["values"], strict=False)
+    return repeat_interval([value / base_value for value, base_value in pairs])
 
 
 def verdict(spread: Interval | None) -> str:
@@ -158,18 +167,27 @@ def compare_results(
 
     Rows of two models match where each result holds one; that they are two is then a condition.
     """
-    models = [models_of(result) for result in (before, after)]
-    renamed = models[0] != models[1] and len(models[0]) == len(models[1]) == 1
-    old, new = (_keyed(result, ignore_model=renamed) for result in (before, after))
-    pairs = [("model", models[0][0], models[1][0])] if renamed else []
-    plans = [result["plans"][0] if result["plans"] else {} for result in (before, after)]
-    pairs += [(name, *(plan.get(name) for plan in plans)) for name in CONDITIONS]
+    old_models = models_of(before)
+    new_models = models_of(after)
+    renamed = old_models != new_models and len(old_models) == len(new_models) == 1
+    old = _keyed(before, ignore_model=renamed)
+    new = _keyed(after, ignore_model=renamed)
+    conditions: list[tuple[str, object, object]] = []
+    if renamed:
+        conditions.append(("model", old_models[0], new_models[0]))
+    old_plan = before["plans"][0] if before["plans"] else {}
+    new_plan = after["plans"][0] if after["plans"] else {}
+    conditions += [(name, old_plan.get(name), new_plan.get(name)) for name in CONDITIONS]
     return {
         "changes": [_change(old[key], row, threshold) for key, row in new.items() if key in old],
         "only_before": len(old.keys() - new.keys()),
         "only_after": len(new.keys() - old.keys()),
-        "models": [models[0][0], models[1][0]] if renamed else [],
-        "conditions": [f"{name} {then} → {now}" for name, then, now in pairs if then != now],
+        "models": [old_models[0], new_models[0]] if renamed else [],
+        "conditions": [
+            f"{name} {old_value} → {new_value}"
+            for name, old_value, new_value in conditions
+            if old_value != new_value
+        ],
     }
 
 
@@ -181,10 +199,10 @@ def models_of(result: Mapping[str, Any]) -> list[str]:
 
 def _keyed(
     result: Mapping[str, Any], *, ignore_model: bool
-) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+) -> dict[tuple[object, ...], Mapping[str, Any]]:
     """Return rows by what two must share to be compared: workload, method, real weights or not."""
     settings = result["settings"]
-    rows_by_key = dict[tuple[Any, ...], Mapping[str, Any]]()
+    rows_by_key: dict[tuple[object, ...], Mapping[str, Any]] = {}
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(
@@ -192,7 +210,7 @@ def _keyed(
         )
         model = "" if ignore_model else row.get("model") or result["model"]
         work = (settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)({**row, "model": model}))
+        key = (*work, row["acceptance"], *_values({**row, "model": model}, IDENTITY))
         rows_by_key[key] = {**row, "model": row.get("model") or result["model"]}
     return rows_by_key
 
@@ -204,21 +222,27 @@ def _change(
 
     It is noise where either run's interval holds the other's median.
     """
-    old, new = (row["tokens_per_second"] for row in (before, after))
-    then = old["median"]
-    now = new["median"]
-    crossed = ((old, now), (new, then))
-    noise = any(
-        run["low"] is None or run["low"] <= median <= run["high"] for run, median in crossed
-    )
+    old: Interval = before["tokens_per_second"]
+    new: Interval = after["tokens_per_second"]
+    old_speed = old["median"]
+    new_speed = new["median"]
+    is_noise = _holds(old, new_speed) or _holds(new, old_speed)
+    verdict = "faster" if new_speed > old_speed else "slower"
     return {
         **{name: after[name] for name in IDENTITY},
-        "before": then,
-        "after": now,
-        "change": now / then - 1,
-        "verdict": "within noise" if noise else "faster" if now > then else "slower",
-        "regressed": not noise and now < (1 - threshold) * then,
+        "before": old_speed,
+        "after": new_speed,
+        "change": new_speed / old_speed - 1,
+        "verdict": "within noise" if is_noise else verdict,
+        "regressed": not is_noise and new_speed < (1 - threshold) * old_speed,
     }
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    """True if a value lies in an interval, or if that is unknown."""
+    low = interval["low"]
+    high = interval["high"]
+    return low is None or high is None or low <= value <= high
 
 
 def percentile(values: Sequence[float], share: float) -> float:

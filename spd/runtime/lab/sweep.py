@@ -77,7 +77,8 @@ class Sweep:
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))
         for index, engine in enumerate(engines):
-            requests = self._requests(index, *units[0], "warming up")
+            work, numbers = units[0]
+            requests = self._requests(index, work, numbers, "warming up")
             run_pass(engine, requests, watch=self.watch)
             self.report("warming up", index + 1, len(engines))
         start = time.perf_counter()
@@ -87,15 +88,15 @@ class Sweep:
         repetition = 0
         while planned is None or repetition < planned:
             for number, (work, numbers) in enumerate(units):
-                ran: dict[int, Pass] = {}
+                passes: dict[int, Pass] = {}
                 for turn in range(len(engines)):
                     index = (repetition + number + turn) % len(engines)
-                    ran[index] = self._pass(index, engines[index], work, numbers, repetition)
+                    passes[index] = self._pass(index, engines[index], work, numbers, repetition)
                     done += 1
                     self.report(
                         "measuring", done, (planned or MIN_REPETITIONS) * passes_per_repetition
                     )
-                self._compare(work, numbers, ran)
+                self._compare(work, numbers, passes)
             repetition += 1
             if planned is None:
                 share = self.settings.seconds / len(self.settings.loads)
@@ -154,7 +155,7 @@ class Sweep:
         """Return the names of prompts, which are the same for every configuration."""
         return [self.prompts[0][number].prompt.name for number in numbers]
 
-    def _compare(self, work: Workload, numbers: Sequence[int], ran: Mapping[int, Pass]) -> None:
+    def _compare(self, work: Workload, numbers: Sequence[int], passes: Mapping[int, Pass]) -> None:
         """Compare the texts of a unit with plain decoding of the model on as many ranks.
 
         Only where equality is promised. More ranks add in another order, which was seen to decide
@@ -162,15 +163,15 @@ class Sweep:
         """
         plain = {
             (self.configs[i].model, self.configs[i].tp): i
-            for i in sorted(ran, reverse=True)
+            for i in sorted(passes, reverse=True)
             if self.configs[i].spec == "off"
         }
-        for index, candidate in sorted(ran.items()):
+        for index, candidate in sorted(passes.items()):
             config = self.configs[index]
             sampled_otherwise = config.verify != "coupled" and work.temperature
             if config.spec == "off" or config.synthetic_acceptance is not None or sampled_otherwise:
                 continue
-            expected = ran[plain[config.model, config.tp]]
+            expected = passes[plain[config.model, config.tp]]
             tokens, differences = compare_texts(self._names(numbers), expected, candidate)
             self.compared += tokens
             self.differences += [{"config": index, **difference} for difference in differences]

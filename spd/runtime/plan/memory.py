@@ -59,9 +59,8 @@ class EngineShape:
     pages: int | None = None
     """Pages of the caches; None: for all slots at full length, for one where `minimal_pages`."""
     minimal_pages: bool = False
-    stores_distributions: bool = (
-        False  # whether what each draft was drawn from is kept until it is verified
-    )
+    stores_distributions: bool = False
+    """True: the distribution that each draft was drawn from is stored until its verification."""
     model_drafts: int = 0
     """The most tokens that a draft model or head drafts; lookup may draft `draft_max`."""
     mtp: MtpSource | None = None
@@ -323,9 +322,8 @@ def _workspace_bytes(
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in set(layout.layers))
     gathered = ranks + 2 if ranks > 1 else 0  # a part of the hidden state from every rank
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
-    tables = (
-        2 if model.local_rope is None else 4
-    )  # of sines and cosines, others for layers that slide
+    # Tables of sines and cosines; layers with a sliding window may have other ones.
+    tables = 2 if model.local_rope is None else 4
     rotary = tables * ctx * max(size for *_, size in shapes) * width
     return logits + history + attention + activations + rotary
 

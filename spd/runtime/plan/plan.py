@@ -331,8 +331,11 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     _check_synthetic_acceptance(config.synthetic_acceptance, draft_max)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, weights_reason = form_of(model, target)
+    draft_form = WIDE
+    if (source := drafter.source()) is not None:
+        draft_config, draft_folder = source
+        draft_form, _ = form_of(draft_config, draft_folder)
     ctx = _resolve_context(config.ctx, model)
-    source = drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
     draft_tp, why_ranks = choose_draft_ranks(config, model, draft, mtp)
@@ -353,7 +356,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         mtp=mtp,
         head_embedding=drafter.head_embedding,
         form=form,
-        draft_form=form_of(*source)[0] if source else WIDE,
+        draft_form=draft_form,
         tp=config.tp,
         draft_tp=draft_tp,
         checkpoints=(CHECKPOINTS + 2 * config.slots)

@@ -60,7 +60,7 @@ class ProcessGroup:
         """Return the parts of all ranks in rank order: [N, *part.shape]; shapes must be equal."""
         part = part.contiguous()
         gathered = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        # As bytes: not every backend knows every dtype, and nothing is computed on the way.
+        # As bytes: not every backend knows every dtype, and an all-gather computes nothing.
         sent = part.view(-1).view(torch.uint8)
         received = gathered.view(-1).view(torch.uint8)
         options = c10d.AllgatherOptions()

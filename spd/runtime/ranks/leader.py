@@ -68,7 +68,7 @@ def start_rank_process(spec: RankSpec, descriptors: Sequence[int] = ()) -> subpr
         spec = {**spec, "stderr": stderr_copy.fileno(), "lines": list(descriptors)}
     assert process.stdin is not None
     process.stdin.write(json.dumps(spec).encode() + b"\n")
-    process.stdin.flush()  # and left open: its end says that this process has ended
+    process.stdin.flush()  # and stays open: it closes when this process ends
     return process
 
 
@@ -84,7 +84,7 @@ class Leader:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pending: list[RankConnection] = []
         self._connections: dict[int, RankConnection] = {}
-        self.broken = False  # whether an order broke off, or the others were ended
+        self.broken = False  # True once an order broke off, or the others were ended
         self._host = LOOPBACK
         self._store_address = ""
         try:
@@ -135,7 +135,7 @@ class Leader:
         while hasattr(master, "underlying_store"):
             master = master.underlying_store
         with socket.create_connection((master.host, master.port), timeout=30) as probe:
-            self._host = str(probe.getsockname()[0])  # on the way to the others
+            self._host = str(probe.getsockname()[0])  # the interface towards the other ranks
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         with socket.create_server((self._host, 0), family=family, backlog=128) as listener:
             address: RankSpec = {
