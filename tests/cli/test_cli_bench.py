@@ -72,8 +72,12 @@ def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.Mon
     assert facts["rows left out"] == "1, where replies ended at the first token"
     assert facts["best"] == f"one repetition does not say: {best} in it; -r 3 or more"
     for median, verdict in ((0.8, "slower"), (1.0, "within noise"), (1.2, "faster")):
-        speed_up = {"median": median, "low": median - 0.1, "high": median + 0.1}
-        rows[1]["speed_up"] |= {**speed_up, "half_width": 0.85}
+        rows[1]["speed_up"] |= {
+            "median": median,
+            "low": median - 0.1,
+            "high": median + 0.1,
+            "half_width": 0.85,
+        }
         text = "\n".join(bench_text(result))
         way = f"draft k=2 (code, T 0), {median:.2f} × plain, {verdict}\n"
         slow = f"best              plain decoding: no drafter is faster; {way}"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,9 +129,10 @@ def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
     questions = encode_prompts(
         demo_folder(), select_prompts(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS
     )
-    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
+    request = questions[0].request("r", 0, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    request = replace(request, params=replace(request.params, logprobs=2))
     engine = Engine(EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1))
-    events = engine.stream([questions[0].request("r", 0, **params)])
+    events = engine.stream([request])
     tops = [entry.top for event in events for entry in event.logprobs]
     assert len(tops) == NUM_TOKENS and min(first[1] - second[1] for first, second in tops) > 0.25
 

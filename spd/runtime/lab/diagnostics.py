@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from spd.formats.hub import cache_folder, list_cached_models, spd_cache_folder
 from spd.kernels.native.build import processor_features
@@ -199,6 +199,15 @@ def check_processor() -> Finding:
     return Finding(WARNING if fix else OK, line, fix, facts)
 
 
+class CudaDevice(TypedDict):
+    """One CUDA device, as JSON."""
+
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+
+
 def check_cuda_devices() -> Finding:
     """List every CUDA device with its memory, and the driver."""
     import torch
@@ -206,7 +215,7 @@ def check_cuda_devices() -> Finding:
     from spd.runtime.load.token_tiles import driver_version
 
     driver = driver_version()
-    devices: list[dict[str, Any]] = []
+    devices: list[CudaDevice] = []
     facts = {"devices": devices, "driver": driver}
     if not torch.cuda.is_available():
         if driver and torch.version.cuda is None:

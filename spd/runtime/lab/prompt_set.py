@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from spd.errors import UsageError
 from spd.formats.chat_template import encode_rendered, render_chat
@@ -43,10 +42,21 @@ class EncodedPrompt:
     ids: tuple[int, ...]
     prompt_tokens: int | None = None
 
-    def request(self, name: str, number: int, **params: Any) -> Request:
+    def request(
+        self,
+        name: str,
+        number: int,
+        *,
+        temperature: float,
+        max_tokens: int,
+        ignore_eos: bool = False,
+    ) -> Request:
         """Return a request for the reply of this number, with a seed of its own."""
         seed = derived_seed(0, self.prompt.name, number)
-        return Request(name, self.ids, SamplingParams(seed=seed, **params))
+        params = SamplingParams(
+            seed=seed, temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
+        return Request(name, self.ids, params)
 
 
 def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:

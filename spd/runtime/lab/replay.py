@@ -42,14 +42,14 @@ def make_requests(
     for number in count():
         for prompt, temperature in product(prompts, temperatures):
             if temperature or not number:
-                params = {
-                    "temperature": temperature,
-                    "max_tokens": max_tokens,
-                    "ignore_eos": ignore_eos,
-                }
-                requests.append(
-                    (prompt.prompt.name, prompt.request(str(len(requests)), number, **params))
+                request = prompt.request(
+                    str(len(requests)),
+                    number,
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    ignore_eos=ignore_eos,
                 )
+                requests.append((prompt.prompt.name, request))
         if len(requests) * max_tokens >= min_tokens or not any(temperatures):
             break
     return requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import zip_longest
 from math import ceil, exp, log, pi, sqrt
 from statistics import fmean, median, stdev
@@ -24,6 +24,57 @@ class Interval(TypedDict):
     half_width: float | None
 
 
+class Latency(TypedDict):
+    """Statistics of one latency, in milliseconds."""
+
+    median: float
+    mean: float
+    p99: float
+
+
+class Row(TypedDict):
+    """One way of decoding on one workload: its identity, speeds, latencies and acceptance."""
+
+    model: str
+    concurrency: int
+    rate: float | None
+    category: str
+    temperature: float
+    prompt_tokens_asked: int | None
+    method: str
+    adaptive: bool
+    draft_max: int
+    verify: str
+    draft_tp: int
+    lag: int
+    graphs: bool
+    tp: int
+    acceptance: str
+    prompts: list[str]
+    repetitions: int
+    tokens_per_second: Interval
+    ttft_ms: Latency | None
+    tpot_ms: Latency | None
+    itl_ms: Latency | None
+    acceptance_length: float
+    acceptance_rate: float | None
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    rounds: int
+    speed_up: Interval | None
+    over_first_model: Interval | None
+
+
+class Result(TypedDict):
+    """The fields of a result of `spd bench --json` that a comparison reads."""
+
+    model: str
+    settings: Mapping[str, object]
+    prompts: Mapping[str, str]
+    plans: Sequence[Mapping[str, object]]
+    rows: Sequence[Mapping[str, Any]]
+
+
 KEYS = tuple(field.name for field in fields(Workload))
 """The fields of a workload, which a row and its plain partner share."""
 MACHINE_SETTINGS = ("lag", "graphs", "tp")
@@ -34,7 +85,7 @@ IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_S
 
 def make_rows(
     samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]], models: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return rows of complete repetitions in the order measured, those over all categories last.
 
     plans, models: of each configuration its plan and the name of its model.
@@ -61,9 +112,7 @@ def make_rows(
             speeds = [_speed(samples_of) for samples_of in complete]
             if complete and all(speeds):
                 model = models[config] if models else ""
-                rows.append(
-                    {"model": model, **asdict(work), **_row(plans[config], complete, speeds)}
-                )
+                rows.append(_row(model, work, plans[config], complete, speeds))
     for row in rows:
         row["speed_up"] = _speed_up(row, rows)
         row["over_first_model"] = _over_first_model(row, rows)
@@ -78,32 +127,52 @@ def _speed(samples: Iterable[Sample]) -> float:
 
 
 def _row(
-    plan: Mapping[str, Any], repetitions: Sequence[Sequence[Sample]], speeds: Sequence[float]
-) -> dict[str, Any]:
+    model: str,
+    work: Workload,
+    plan: Mapping[str, Any],
+    repetitions: Sequence[Sequence[Sample]],
+    speeds: Sequence[float],
+) -> Row:
+    """Return the row of a configuration on a workload, without its ratios to other rows."""
     samples = [sample for repetition in repetitions for sample in repetition]
     rounds = sum(sample.rounds for sample in samples)
     drafted = _sums(sample.drafted_per_position for sample in samples)
     accepted = _sums(sample.accepted_per_position for sample in samples)
     after_first = sum(sample.tokens_after_first for sample in samples)
     return {
+        "model": model,
+        "concurrency": work.concurrency,
+        "rate": work.rate,
+        "category": work.category,
+        "temperature": work.temperature,
+        "prompt_tokens_asked": work.prompt_tokens_asked,
         "method": "plain" if plan["spec"] == "off" else plan["spec"],
         "adaptive": plan["adaptive"] and plan["spec"] != "off",
-        **{name: plan[name] for name in (*DRAFTING_SETTINGS, *MACHINE_SETTINGS)},
+        "draft_max": plan["draft_max"],
+        "verify": plan["verify"],
+        "draft_tp": plan["draft_tp"],
+        "lag": plan["lag"],
+        "graphs": plan["graphs"],
+        "tp": plan["tp"],
         "acceptance": "imposed" if plan["synthetic_acceptance"] is not None else "natural",
         "prompts": sorted({name for sample in samples for name in sample.prompts}),
         "repetitions": len(repetitions),
         "tokens_per_second": repeat_interval(speeds),
-        **{name: _latency(samples, name) for name in ("ttft_ms", "tpot_ms", "itl_ms")},
+        "ttft_ms": _latency([ms for sample in samples for ms in sample.ttft_ms]),
+        "tpot_ms": _latency([ms for sample in samples for ms in sample.tpot_ms]),
+        "itl_ms": _latency([ms for sample in samples for ms in sample.itl_ms]),
         "acceptance_length": after_first / rounds if rounds else 0.0,
         "acceptance_rate": sum(accepted) / sum(drafted) if drafted else None,
         "drafted_per_position": drafted,
         "accepted_per_position": accepted,
         "rounds": rounds,
+        "speed_up": None,
+        "over_first_model": None,
     }
 
 
-def _latency(samples: Sequence[Sample], name: str) -> dict[str, float] | None:
-    if not (values := [value for sample in samples for value in getattr(sample, name)]):
+def _latency(values: Sequence[float]) -> Latency | None:
+    if not values:
         return None
     return {"median": median(values), "mean": fmean(values), "p99": percentile(values, 0.99)}
 
@@ -112,7 +181,7 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
-def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
+def _speed_up(row: Row, rows: Sequence[Row]) -> Interval | None:
     """Return the ratio to the plain row of the same workload, repetition by repetition."""
     names = ("model", *KEYS, *MACHINE_SETTINGS)
     identity = _values(row, names)
@@ -124,7 +193,7 @@ def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Inte
     return _ratio(row["tokens_per_second"], plain[0]["tokens_per_second"])
 
 
-def _over_first_model(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Interval | None:
+def _over_first_model(row: Row, rows: Sequence[Row]) -> Interval | None:
     """Return the ratio to the same work and method with the model that was named first."""
     names = [*KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp"]
     if not row["adaptive"]:
@@ -160,9 +229,7 @@ CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 """Fields of a plan that a comparison may be about: rows match although they differ; it is reported."""
 
 
-def compare_results(
-    before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
-) -> dict[str, Any]:
+def compare_results(before: Result, after: Result, threshold: float) -> dict[str, Any]:
     """Return the matched rows of two results, unmatched counts, and differing conditions.
 
     Rows of two models match where each result holds one; that they are two is then a condition.
@@ -191,18 +258,16 @@ def compare_results(
     }
 
 
-def models_of(result: Mapping[str, Any]) -> list[str]:
+def models_of(result: Result) -> list[str]:
     """Return the names of the models of a result, the first one first."""
     names = (row.get("model") or result["model"] for row in result["rows"])
     return list(dict.fromkeys(names)) or [result["model"]]
 
 
-def _keyed(
-    result: Mapping[str, Any], *, ignore_model: bool
-) -> dict[tuple[object, ...], Mapping[str, Any]]:
+def _keyed(result: Result, *, ignore_model: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
     """Return rows by what two must share to be compared: workload, method, real weights or not."""
     settings = result["settings"]
-    rows_by_key: dict[tuple[object, ...], Mapping[str, Any]] = {}
+    rows_by_key = dict[tuple[object, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(

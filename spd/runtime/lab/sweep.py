@@ -10,7 +10,16 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import Load, Pass, Sample, Workload, compare_texts, run_pass, take_sample
+from spd.runtime.lab.load import (
+    Difference,
+    Load,
+    Pass,
+    Sample,
+    Workload,
+    compare_texts,
+    run_pass,
+    take_sample,
+)
 from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
@@ -37,6 +46,12 @@ class Settings:
     """A pass of concurrent requests has at least so many times as many as run together."""
 
 
+class SweepDifference(Difference):
+    """A difference from plain decoding, and the number of the configuration that gave it."""
+
+    config: int
+
+
 class Sweep:
     """A sweep of engines; `samples` holds all that was measured so far, also after an interrupt."""
 
@@ -57,7 +72,7 @@ class Sweep:
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []  # one a configuration; of the first load
         self.compared = 0  # tokens that were compared with those of plain decoding
-        self.differences: list[dict[str, Any]] = []
+        self.differences: list[SweepDifference] = []
 
     def run(self) -> None:
         """Measure everything. Raises what `watch` raises, and what an engine refuses."""
@@ -129,11 +144,13 @@ class Sweep:
         self, index: int, work: Workload, numbers: Sequence[int], tag: str
     ) -> list[Request]:
         """Return requests of a configuration, with the same seeds for every engine and repetition."""
-        settings = self.settings
-        params = {"max_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         return [
             self.prompts[index][prompt_number].request(
-                f"{tag}.{number}", number, temperature=work.temperature, **params
+                f"{tag}.{number}",
+                number,
+                temperature=work.temperature,
+                max_tokens=self.settings.max_tokens,
+                ignore_eos=self.settings.ignore_eos,
             )
             for number, prompt_number in enumerate(numbers)
         ]

@@ -221,7 +221,7 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     ]
     question = EncodedPrompt(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [[question]] * 3, Settings())
-    request = question.request("r", 0)
+    request = question.request("r", 0, temperature=0.0, max_tokens=8)
     lines = [
         Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])
     ]

@@ -10,6 +10,7 @@ import pytest
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.load import Workload, per_position
 from spd.runtime.lab.rows import (
+    Result,
     compare_results,
     make_rows,
     repeat_interval,
@@ -58,7 +59,7 @@ def test_rates_by_position() -> None:
     assert per_position(records) == ([3, 2], [2, 1])  # drafted and accepted
 
 
-def result(speeds: Sequence[float], **settings: Any) -> dict[str, Any]:
+def result(speeds: Sequence[float], **settings: Any) -> Any:
     samples = [make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)]
     return {
         "rows": make_rows(samples, PLANS),
@@ -69,9 +70,7 @@ def result(speeds: Sequence[float], **settings: Any) -> dict[str, Any]:
     }
 
 
-def change(
-    before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03
-) -> dict[str, Any]:
+def change(before: Result, after: Result, threshold: float = 0.03) -> dict[str, Any]:
     (row_change,) = compare_results(before, after, threshold)["changes"]
     return dict(row_change)
 
@@ -101,17 +100,19 @@ def test_only_the_same_work_is_compared() -> None:
         1,
         1,
     )
-    real = result([100.0])
-    imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
-    for other in (
-        imposed,
-        {**real, "prompts": {"code/1": "abd"}},
-        {**real, "plans": [{"load": "dummy"}]},
-    ):
+    real: Result = result([100.0])
+    imposed: Result = {
+        **real,
+        "rows": [{**row, "acceptance": "imposed"} for row in real["rows"]],
+    }
+    other_prompt: Result = {**real, "prompts": {"code/1": "abd"}}
+    dummy: Result = {**real, "plans": [{"load": "dummy"}]}
+    for other in (imposed, other_prompt, dummy):
         assert compare_results(real, other, 0.03)["changes"] == []
-    with_another_prompt = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
-    assert change(real, with_another_prompt), "a prompt of other rows"
-    wide = compare_results(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]}, 0.03)
+    one_prompt_more: Result = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
+    assert change(real, one_prompt_more), "a prompt of other rows"
+    in_float32: Result = {**real, "plans": [{"load": "auto", "dtype": "float32"}]}
+    wide = compare_results(real, in_float32, 0.03)
     assert len(wide["changes"]) == 1 and wide["conditions"] == ["dtype bfloat16 → float32"]
 
 
