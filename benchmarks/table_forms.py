@@ -385,8 +385,10 @@ def gpu_gates(result: Result) -> str:
         lines.append(["**this version**", "all of it", "**not measured**"])
     for gate in GATES:
         verdict = gate.judge(result["probes"].get(gate.probe, {}).get("result"))
-        goal_text = f"at least {gate.least:,g}" if gate.most is None else f"at most {gate.most:g}"
-        goal_text = "reported" if gate.reported else "none" if gate.most == 0 else goal_text
+        goal_text = (
+            f"at least {gate.minimum:,g}" if gate.maximum is None else f"at most {gate.maximum:g}"
+        )
+        goal_text = "reported" if gate.reported else "none" if gate.maximum == 0 else goal_text
         if verdict.figure is None:
             unknown.append(gate.name if gate.reported else f"{gate.name} ({goal_text})")
         else:

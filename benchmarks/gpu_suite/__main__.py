@@ -18,7 +18,7 @@ gpu_suite needs a CUDA GPU, and torch sees none here.
   Run it on a machine with one: python -m benchmarks.gpu_suite --out benchmarks/results
   Its kernels are compiled without a GPU by: pytest tests/benchmarks/test_gpu_suite_compiles.py"""
 
-BESIDE = REPORT.replace(".", ".2.")
+SECOND_REPORT = REPORT.replace(".", ".2.")
 NOTES = """\
 probes and the seconds that each may take:
   {usual}
@@ -39,20 +39,22 @@ exit status, of the probes that were run:
   5  there is no GPU"""
 
 
-def words_of_help() -> str:
-    """What stands below the options in --help."""
+def describe_probes() -> str:
+    """Return the text below the options in --help."""
 
-    def listed(usual: bool) -> str:
-        words = ", ".join(
-            f"{probe.name} {probe.seconds:g}" for probe in PROBES if probe.usual == usual
+    def list_probes(is_default: bool) -> str:
+        descriptions = ", ".join(
+            f"{probe.name} {probe.seconds:g}" for probe in PROBES if probe.is_default == is_default
         )
-        return textwrap.fill(words, 100, subsequent_indent="  ")
+        return textwrap.fill(descriptions, 100, subsequent_indent="  ")
 
-    return NOTES.format(usual=listed(True), named=listed(False), report=REPORT, beside=BESIDE)
+    return NOTES.format(
+        usual=list_probes(True), named=list_probes(False), report=REPORT, beside=SECOND_REPORT
+    )
 
 
 def gpu_is_there() -> bool:
-    """Return whether torch is there and sees a CUDA GPU."""
+    """Return True if torch is installed and sees a CUDA GPU."""
     try:
         import torch
     except ImportError:
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite, or with --child one probe in this process."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_suite",
-        epilog=words_of_help(),
+        epilog=describe_probes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -87,15 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.child:
         return run_here(options.child, options.child_result, options.child_seconds)
-    usual = [probe.name for probe in PROBES if probe.usual]
-    wanted = options.only.split(",") if options.only else usual
-    unknown = sorted(set(wanted) - {probe.name for probe in PROBES})
+    default_names = [probe.name for probe in PROBES if probe.is_default]
+    requested = options.only.split(",") if options.only else default_names
+    unknown = sorted(set(requested) - {probe.name for probe in PROBES})
     if unknown:
         parser.error(f"--only {','.join(unknown)}: the probes are {names}")
     if not gpu_is_there():
         print(NO_GPU, file=sys.stderr)
         return 5
-    probes = [probe for probe in PROBES if probe.name in wanted]
+    probes = [probe for probe in PROBES if probe.name in requested]
     report = run_suite(
         options.out,
         probes,
@@ -105,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep=options.only is not None,
     )
     print(digest(report))
-    return exit_status({name: one for name, one in report["probes"].items() if name in wanted})
+    return exit_status(
+        {name: answer for name, answer in report["probes"].items() if name in requested}
+    )
 
 
 if __name__ == "__main__":

@@ -34,21 +34,21 @@ def wrapped_sum(values: torch.Tensor) -> int:
 def measure_read(gib: float, device: str = "cuda", repeats: int = 30) -> dict[str, Any]:
     """Time a Triton read-reduce for every config; the best one's rate is `bytes_per_second`."""
     x = random_words(int(gib * GIB) // 4, device)
-    wanted = wrapped_sum(x)
+    expected = wrapped_sum(x)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    found = []
+    rates = []
     for block, warps, programs in CONFIGS:
         partial = torch.full((programs * multiprocessors,), -1, dtype=torch.int32, device=device)
         read_sum(x, partial, block, warps)
-        if wrapped_sum(partial) != wanted:
+        if wrapped_sum(partial) != expected:
             raise AssertionError(f"read_sum with block {block} and {warps} warps gave another sum")
         times = time_calls([_read_call(x, partial, block, warps)], repeats)
         config = {"block": block, "warps": warps, "programs_per_multiprocessor": programs}
-        found.append(
+        rates.append(
             {**config, "ms": times, "bytes_per_second": x.nbytes / (times["median"] / 1e3)}
         )
-    best = max(found, key=lambda one: float(one["bytes_per_second"]))
-    return {"bytes": x.nbytes, "bytes_per_second": best["bytes_per_second"], "configs": found}
+    best = max(rates, key=lambda rate: float(rate["bytes_per_second"]))
+    return {"bytes": x.nbytes, "bytes_per_second": best["bytes_per_second"], "configs": rates}
 
 
 def _read_call(
@@ -67,7 +67,7 @@ def run(gib: float = 4.0) -> dict[str, Any]:
     if not torch.equal(x, out):
         raise AssertionError("copy_kernel did not copy")
     floats = x.view(torch.float32).nan_to_num_().clamp_(-1, 1)
-    others = {
+    sizes = {
         "read_torch_sum": (time_calls([lambda: floats.sum()]), x.nbytes),
         "copy_triton": (time_calls([lambda: copy(x, out, programs, 4096, 8)]), 2 * x.nbytes),
         "copy_torch": (time_calls([lambda: out.copy_(x)]), 2 * x.nbytes),
@@ -75,6 +75,6 @@ def run(gib: float = 4.0) -> dict[str, Any]:
     }
     rates = {
         name: {"ms": times, "bytes_per_second": moved / (times["median"] / 1e3)}
-        for name, (times, moved) in others.items()
+        for name, (times, moved) in sizes.items()
     }
     return {"read_triton": read, **rates}

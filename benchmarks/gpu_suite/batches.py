@@ -75,17 +75,19 @@ class Runner:
     def turn(self) -> None:
         """Run one span and note its tokens a second, as its rounds commit on average."""
         span = run_span(self.engine, self.recorder, tokens=SPAN_TOKENS * self.slots)
-        expected = sum(mean_length(self.rate, one.k) for one in span.records) / len(span.records)
+        expected = sum(mean_length(self.rate, record.k) for record in span.records) / len(
+            span.records
+        )
         self.rates.append(self.slots * expected * span.rounds / span.seconds)
         self.spans.append(span)
 
     def describe(self) -> dict[str, Any]:
-        """Wall time of a round, tokens a second as counted and as expected, and the chosen k."""
+        """Return a round's wall time, tokens a second as counted and as expected, and the chosen k."""
         rounds, seconds = (
             sum(getattr(s, name) for s in self.spans) for name in ("rounds", "seconds")
         )
         tokens = sum(span.tokens for span in self.spans)
-        chosen = Counter(one.k for span in self.spans for one in span.records)
+        chosen = Counter(record.k for span in self.spans for record in span.records)
         return {
             "round_us": 1e6 * seconds / rounds,
             "tokens_a_second": tokens / seconds,
@@ -95,7 +97,7 @@ class Runner:
 
 
 def ratio(over: Sequence[float], under: Sequence[float], together: bool = True) -> dict[str, Any]:
-    """The ratio of two runners' tokens a second: median, interval, number of turns.
+    """Return the ratio of two runners' tokens a second: median, interval, number of turns.
 
     Within a turn where they took turns; else of their medians, without an interval.
     """
@@ -122,13 +124,13 @@ class ScriptedLengths(DraftLength):
 
 
 def every_pair(values: Sequence[int]) -> list[int]:
-    """The shortest sequence in which every value is followed by every value (de Bruijn, order 2)."""
-    found: list[int] = []
+    """Return the shortest sequence in which every value follows every value (de Bruijn, order 2)."""
+    pairs: list[int] = []
     for index, value in enumerate(values):
-        found.append(value)
+        pairs.append(value)
         for other in values[index + 1 :]:
-            found += [value, other]
-    return [*found, *values[:1]]
+            pairs += [value, other]
+    return [*pairs, *values[:1]]
 
 
 def capture_every_length(engine: Engine) -> None:
@@ -142,10 +144,16 @@ def capture_every_length(engine: Engine) -> None:
 
 
 def config_of_kind(
-    parent: Path, target: Shape, draft: Shape, kind: str, slots: int, length: float, **rest: Any
+    parent: Path,
+    target: Shape,
+    draft: Shape,
+    kind: str,
+    slots: int,
+    length: float,
+    **overrides: Any,
 ) -> EngineConfig:
-    """An engine of one kind ("plain", "fixed", "auto"); refused where a slot could not reach its context."""
-    options = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
+    """Return the config of one kind ("plain", "fixed", "auto"); raise if a slot cannot reach its context."""
+    options = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **overrides}
     options["cache_pages"] = slots * pages_per_slot(options["ctx"])
     if kind == "plain":
         return config_of(parent, target, **options)
@@ -153,7 +161,7 @@ def config_of_kind(
 
 
 def build(config: EngineConfig, kind: str, vocab: int, length: float) -> Runner:
-    """The engine with all slots running and its graphs captured."""
+    """Return the engine with all slots running and its graphs captured."""
     engine = Engine(config)
     prompts = [random_prompt(PROMPT, vocab, seed) for seed in range(config.slots)]
     start(engine, prompts, GREEDY, 2)
@@ -192,26 +200,26 @@ PAIRS = (("auto", "plain"), ("auto", "fixed"), ("fixed", "plain"))
 
 
 def compare_kinds(configs: Mapping[str, EngineConfig], vocab: int, length: float) -> dict[str, Any]:
-    """Let the kinds take turns, as many at once as fit; their descriptions and ratios."""
+    """Run the kinds in turns, as many at once as fit; return their descriptions and ratios."""
     free_memory()
     plans = {kind: plan_anyway(config) for kind, config in configs.items()}
     needs = {kind: needed_bytes(plan) for kind, plan in plans.items()}
     first = next(iter(configs))
     groups = side_by_side(needs, usable_bytes(configs[first], plans[first].device))
-    found: dict[str, Any] = {"side_by_side": groups, "needed_bytes": needs}
+    report: dict[str, Any] = {"side_by_side": groups, "needed_bytes": needs}
     rates: dict[str, list[float]] = {}
     for group in groups:
-        few = {kind: configs[kind] for kind in group}
-        runners = take_turns(few, vocab, length, SECONDS_A_CASE / len(groups))
-        found |= {kind: runner.describe() for kind, runner in runners.items()}
+        group_configs = {kind: configs[kind] for kind in group}
+        runners = take_turns(group_configs, vocab, length, SECONDS_A_CASE / len(groups))
+        report |= {kind: runner.describe() for kind, runner in runners.items()}
         rates |= {kind: runner.rates for kind, runner in runners.items()}
         for over, under in PAIRS:
             if over in runners and under in runners:
-                found[f"{over}_over_{under}"] = ratio(rates[over], rates[under])
+                report[f"{over}_over_{under}"] = ratio(rates[over], rates[under])
     for over, under in PAIRS:
-        if over in rates and under in rates and f"{over}_over_{under}" not in found:
-            found[f"{over}_over_{under}"] = ratio(rates[over], rates[under], together=False)
-    return found
+        if over in rates and under in rates and f"{over}_over_{under}" not in report:
+            report[f"{over}_over_{under}"] = ratio(rates[over], rates[under], together=False)
+    return report
 
 
 def run(
@@ -219,27 +227,27 @@ def run(
     draft: Shape = EAGLE_SIZE,
     cases: Sequence[tuple[int, float, Sequence[str]]] = CASES,
     read_rate: float | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Every number of slots at the reference acceptance, then a poor drafter; yields after each."""
+    """Run every number of slots at the reference acceptance, then a poor drafter; yield after each."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
-    found: dict[str, Any] = {}
-    report = {"read_bytes_per_second": rate, "k": K, "cases": found}
+    results: dict[str, Any] = {}
+    report = {"read_bytes_per_second": rate, "k": K, "cases": results}
     with tempfile.TemporaryDirectory() as place:
         for slots, length, kinds in cases:
             name = f"{slots} slots, length {length}"
             began = time.perf_counter()
             try:
                 configs = {
-                    kind: config_of_kind(Path(place), target, draft, kind, slots, length, **rest)
+                    kind: config_of_kind(Path(place), target, draft, kind, slots, length, **options)
                     for kind in kinds
                 }
                 case = compare_kinds(configs, target.vocab, length)
                 context = PROMPT + WARM + SPAN_TOKENS * case["auto_over_plain"]["turns"] // 2
                 floor_us = 1e6 * round_bytes(target, None, [context] * slots, 0) / rate
                 case["plain"]["share_of_floor"] = floor_us / case["plain"]["round_us"]
-                found[name] = case
+                results[name] = case
             except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-            found[name]["seconds"] = round(time.perf_counter() - began, 1)
+                results[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+            results[name]["seconds"] = round(time.perf_counter() - began, 1)
             yield report

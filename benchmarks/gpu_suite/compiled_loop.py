@@ -21,7 +21,7 @@ EPSILON = 1e-6
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Root-mean-square norm in float32."""
+    """Return the root-mean-square norm in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * weight
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, last: Tensor, where: Tensor, mask: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The states [T, hidden] and what is to be added to them, from those of the layer before.
+        """Return the states [T, hidden] and what is to be added to them, from those of the layer before.
 
         Positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim].
         """
@@ -117,24 +117,24 @@ class Loop(nn.Module):
         self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril())
 
     def begin(self, ids: Tensor, where: Tensor) -> tuple[Tensor, ...]:
-        """The first layer's inputs but for the positions: states, nothing to add, mask, cosines and sines."""
+        """Return the first layer's inputs: states, nothing to add, mask, cosines and sines."""
         x = self.embedding[ids]
         return x, torch.zeros_like(x), self.mask[where], self.cos[where], self.sin[where]
 
     def end(self, x: Tensor, last: Tensor) -> Tensor:
-        """The likeliest token int64 [1] after the last row."""
+        """Return the likeliest token int64 [1] after the last row."""
         logits = F.linear(rms_norm((x + last)[-1:], self.norm), self.head)
         return logits.float().argmax(dim=-1)
 
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:
-        """The likeliest token int64 [1] after the rows ids [T] at positions where [T]."""
+        """Return the likeliest token int64 [1] after the rows ids [T] at positions where [T]."""
         x, last, mask, cos, sin = self.begin(ids, where)
         for layer in self.layers:
             x, last = layer.forward(x, last, where, mask, cos, sin)
         return self.end(x, last)
 
     def compile_step(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """`forward` of compiled parts, for one row."""
+        """Compute `forward` by compiled parts, for one row."""
         begin = torch.compile(self.begin, fullgraph=True)
         end = torch.compile(self.end, fullgraph=True)
         for layer in self.layers:
@@ -190,7 +190,7 @@ class CompiledLoop:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """The step as one graph, after it was compiled on a stream of its own."""
+        """Capture the step as one graph, after compiling it on another stream."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -204,16 +204,16 @@ class CompiledLoop:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
-        """So many tokens, greedily; the host reads them once, at the end."""
+        """Generate so many tokens greedily; the host reads them once, at the end."""
         ids = torch.tensor(prompt, device=self.token.device)
         where = torch.arange(len(prompt), device=self.token.device)
         self.token.copy_(self.model(ids, where))
         self.place.copy_(where[-1:] + 1)
-        found = [self.token.clone()]
+        token_tensors = [self.token.clone()]
         for _ in range(tokens - 1):
             if self.graph is None:
                 self._advance()
             else:
                 self.graph.replay()
-            found.append(self.token.clone())
-        return [int(one) for one in torch.cat(found).tolist()]
+            token_tensors.append(self.token.clone())
+        return [int(token) for token in torch.cat(token_tensors).tolist()]

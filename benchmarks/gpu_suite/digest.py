@@ -29,7 +29,7 @@ def _device(result: Mapping[str, Any]) -> list[str]:
 
 def _bandwidth(result: Mapping[str, Any]) -> list[str]:
     rates = ", ".join(
-        f"{name} {one['bytes_per_second'] / 1e12:.2f}" for name, one in result.items()
+        f"{name} {rate['bytes_per_second'] / 1e12:.2f}" for name, rate in result.items()
     )
     return [f"TB/s: {rates}"]
 
@@ -56,7 +56,11 @@ def _spd(result: Mapping[str, Any]) -> list[str]:
 
 
 def _forms(result: Mapping[str, Any]) -> list[str]:
-    return [f"{form}: {line}" for form, found in result["forms"].items() for line in _spd(found)]
+    return [
+        f"{form}: {line}"
+        for form, form_result in result["forms"].items()
+        for line in _spd(form_result)
+    ]
 
 
 def _sparse(result: Mapping[str, Any]) -> list[str]:

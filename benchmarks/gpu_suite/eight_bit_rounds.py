@@ -42,7 +42,7 @@ def run(
     prompts: Sequence[Sequence[int]] | None = None,
     tokens: int = TOKENS,
     runs: Sequence[str] = tuple(RUNS),
-    **rest: Any,
+    **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Compare every setting with plain decoding, form by form of the weights."""
     from tests.recipes.packed_twin import write_twin
@@ -53,7 +53,7 @@ def run(
             folder = (
                 write_twin(demo_folder(), Path(place) / "twin") if form == "fp8" else demo_folder()
             )
-            for found in compare(
+            for form_report in compare(
                 folder,
                 demo_draft_folder(),
                 prompts or demo_prompts(),
@@ -62,9 +62,11 @@ def run(
                 reference=Setting("off", slots=16),
                 runs=runs,
                 **FORMS[form],
-                **rest,
+                **options,
             ):
-                report["forms"][form] = found
+                report["forms"][form] = form_report
                 yield report
-    rows = [(form, found["settings"]) for form, found in report["forms"].items()]
-    assert_complete({f"{form} {name}": row for form, found in rows for name, row in found.items()})
+    rows = [(form, form_report["settings"]) for form, form_report in report["forms"].items()]
+    assert_complete(
+        {f"{form} {name}": row for form, form_report in rows for name, row in form_report.items()}
+    )

@@ -70,9 +70,9 @@ def config_of(
     draft: Shape | None = None,
     k: int = 0,
     length: float | None = None,
-    **rest: Any,
+    **overrides: Any,
 ) -> EngineConfig:
-    """An engine on random weights at fixed k, with `length` tokens a round imposed where that is built."""
+    """Return the config of an engine on random weights at fixed k, with `length` tokens a round imposed."""
     options: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
     if draft is not None:
         method = "eagle3" if isinstance(draft, Eagle3Shape) else "draft"
@@ -82,68 +82,68 @@ def config_of(
             field.name for field in fields(EngineConfig)
         }:
             options["synthetic_acceptance"] = length
-    return EngineConfig(model=write_folder(target, parent), **{**options, **rest})
+    return EngineConfig(model=write_folder(target, parent), **{**options, **overrides})
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The work's answer with the seconds it took, or why there is none: one fault must not end the rest."""
+    """Return the work's answer and its seconds, or its error: one failure must not end the other cases."""
     began = time.perf_counter()
     try:
-        found = work()
+        result = work()
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
     free_memory()
-    return {**found, "seconds": round(time.perf_counter() - began, 2)}
+    return {**result, "seconds": round(time.perf_counter() - began, 2)}
 
 
 def floor_share(
-    found: dict[str, Any], target: Shape, slots: int, read_rate: float
+    result: dict[str, Any], target: Shape, slots: int, read_rate: float
 ) -> dict[str, Any]:
-    """The measured rounds with their byte floor and its share of the wall time, for plain decoding."""
-    parts = round_parts(target, None, [found["context"]] * slots, 0)
+    """Return plain decoding's measured rounds with their byte floor and its share of the wall time."""
+    parts = round_parts(target, None, [result["context"]] * slots, 0)
     floor_us = 1e6 * sum(parts.values()) / read_rate
     return {
-        **found,
+        **result,
         "bytes": parts,
         "floor_us": floor_us,
-        "share_of_floor": floor_us / found["wall_us"],
+        "share_of_floor": floor_us / result["wall_us"],
     }
 
 
 def plain_rounds(engine: Engine, target: Shape, load: Load, read_rate: float) -> dict[str, Any]:
-    """One load on a fresh engine."""
-    found = measure_load(engine, Recorder.of(engine), load, target.vocab)
-    return floor_share(found, target, load.slots, read_rate)
+    """Measure one load on a new engine."""
+    result = measure_load(engine, Recorder.of(engine), load, target.vocab)
+    return floor_share(result, target, load.slots, read_rate)
 
 
 def sweep_contexts(
     engine: Engine, target: Shape, load: Load, contexts: Sequence[int], read_rate: float
 ) -> dict[str, Any]:
-    """Several contexts in one engine, whose static tensors are as wide as the longest needs."""
+    """Measure several contexts in one engine, whose static tensors are as wide as the longest needs."""
     recorder = Recorder.of(engine)
-    found = {}
+    results = {}
     for context in contexts:
         measured = measure_load(engine, recorder, replace(load, prompt=context), target.vocab)
-        found[str(context)] = floor_share(measured, target, 1, read_rate)
-    return found
+        results[str(context)] = floor_share(measured, target, 1, read_rate)
+    return results
 
 
 def host_reads(engine: Engine, rounds: int) -> dict[str, Any]:
-    """`count_syncs` among the steady rounds of one short request."""
+    """Return `count_syncs` of the steady rounds of one short request."""
     start(engine, [tuple(range(64))], GREEDY, 8)
-    found = count_syncs(engine, rounds)
+    counts = count_syncs(engine, rounds)
     stop(engine, 1)
-    return found
+    return counts
 
 
 def sample_kinds(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
-    """What drawing costs a round beside greedy choice; and host reads among its rounds."""
+    """Measure rounds that sample and rounds that choose greedily, and their host reads."""
     recorder = Recorder.of(engine)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, params in (("greedy", GREEDY), ("noise", WARM), ("filtered", FILTERED)):
-        found[name] = measure_load(engine, recorder, replace(load, params=params), target.vocab)
-    found["host_reads"] = host_reads(engine, load.rounds)
-    return found
+        results[name] = measure_load(engine, recorder, replace(load, params=params), target.vocab)
+    results["host_reads"] = host_reads(engine, load.rounds)
+    return results
 
 
 def run_plain(
@@ -151,9 +151,9 @@ def run_plain(
     load: Load = LOAD,
     contexts: Sequence[int] = CONTEXTS,
     read_rate: float | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Shares of the byte floor at batch 1 for every shape; first token, sampling, contexts at the first."""
+    """Measure every shape's share of the byte floor at batch 1; of the first also latency and contexts."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     models: dict[str, Any] = {}
     report: dict[str, Any] = {"read_bytes_per_second": rate, "models": models}
@@ -162,7 +162,7 @@ def run_plain(
         def on_engine(
             shape: Shape, ctx: int, work: Callable[[Engine], dict[str, Any]]
         ) -> dict[str, Any]:
-            config = config_of(Path(place), shape, ctx=ctx, **rest)
+            config = config_of(Path(place), shape, ctx=ctx, **options)
             return attempt(partial(with_engine, config, work))
 
         def first_of_all(engine: Engine, shape: Shape) -> dict[str, Any]:
@@ -176,12 +176,12 @@ def run_plain(
             models[shape.name] = on_engine(shape, load.context(0), work)
             yield report
             if shape is shapes[0]:
-                few = replace(load, rounds=load.rounds // 2)
-                kinds = partial(sample_kinds, target=shape, load=few)
+                short_load = replace(load, rounds=load.rounds // 2)
+                kinds = partial(sample_kinds, target=shape, load=short_load)
                 report["sampling"] = on_engine(shape, load.context(0), kinds)
                 yield report
                 sweep = partial(
-                    sweep_contexts, target=shape, load=few, contexts=contexts, read_rate=rate
+                    sweep_contexts, target=shape, load=short_load, contexts=contexts, read_rate=rate
                 )
                 widest = replace(load, prompt=max(contexts)).context(0)
                 report["contexts"] = on_engine(shape, widest, sweep)
@@ -189,26 +189,26 @@ def run_plain(
 
 
 def judge(
-    found: dict[str, Any],
+    result: dict[str, Any],
     plain: dict[str, Any],
     target: Shape,
     draft: Shape,
     k: int,
     read_rate: float,
 ) -> dict[str, Any]:
-    """The measured rounds with their gain at the acceptance length that was to be imposed."""
+    """Return the measured rounds with their gain at the imposed acceptance length."""
     length = reference_length(k)
     plain_floor = round_bytes(target, None, [plain["context"]], 0) / read_rate
-    parts = round_parts(target, draft, [found["context"]], k)
+    parts = round_parts(target, draft, [result["context"]], k)
     floor = sum(parts.values()) / read_rate
-    judged = gain(length, 1e-6 * plain["wall_us"], 1e-6 * found["wall_us"], plain_floor, floor)
-    verified = found["verify_us"][0] / plain["verify_us"][0]
+    judged = gain(length, 1e-6 * plain["wall_us"], 1e-6 * result["wall_us"], plain_floor, floor)
+    verified = result["verify_us"][0] / plain["verify_us"][0]
     floors = {"bytes": parts, "floor_us": 1e6 * floor}
-    return {**found, **floors, "length": length, **asdict(judged), "verify_over_plain": verified}
+    return {**result, **floors, "length": length, **asdict(judged), "verify_over_plain": verified}
 
 
 def fix_draft_length(engine: Engine, k: int) -> None:
-    """Let an engine draft k tokens from now on: loading the weights again for every k would take minutes.
+    """Set an engine's draft length to k: loading the weights again for every k would take minutes.
 
     Imposed acceptance stays right, for its rate is one and the same at every k.
     """
@@ -216,7 +216,7 @@ def fix_draft_length(engine: Engine, k: int) -> None:
 
 
 def gaps_at_reference(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
-    """`token_gaps` of a request that runs about as many rounds as a load."""
+    """Return `token_gaps` of a request that runs about as many rounds as a load."""
     fix_draft_length(engine, REFERENCE_K)
     return token_gaps(
         engine, load.prompt, round(load.rounds * reference_length(REFERENCE_K)), target.vocab
@@ -231,13 +231,13 @@ def sweep_drafts(
     read_rate: float,
     load: Load,
 ) -> Iterator[dict[str, Any]]:
-    """One pair at every k, on one engine that may draft the most; yields what it has after each k."""
+    """Measure one pair at every k, on one engine for the largest; yield the results after each k."""
     free_memory()
     engine = Engine(config)
     recorder = Recorder.of(engine)
     imposed = engine.plan.config.synthetic_acceptance
     by_k: dict[str, Any] = {}
-    found = {"plain": plain, "acceptance": "natural" if imposed is None else "imposed", "k": by_k}
+    results = {"plain": plain, "acceptance": "natural" if imposed is None else "imposed", "k": by_k}
 
     def rounds_at(k: int) -> dict[str, Any]:
         fix_draft_length(engine, k)
@@ -249,9 +249,11 @@ def sweep_drafts(
         for k in LENGTHS_OF_K:
             by_k[str(k)] = attempt(partial(rounds_at, k))
             if k == REFERENCE_K:
-                found["host_reads"] = host_reads(engine, load.rounds // 2)
-                found["gaps"] = {"async": attempt(partial(gaps_at_reference, engine, target, load))}
-            yield found
+                results["host_reads"] = host_reads(engine, load.rounds // 2)
+                results["gaps"] = {
+                    "async": attempt(partial(gaps_at_reference, engine, target, load))
+                }
+            yield results
     finally:
         engine.close()
 
@@ -260,46 +262,46 @@ def run_draft(
     pairs: Sequence[tuple[Shape, Shape]] = PAIRS,
     load: Load = LOAD,
     read_rate: float | None = None,
-    **rest: Any,
+    **overrides: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Every pair of target and draft: plain rounds, then speculation at every k at imposed acceptance.
+    """Measure every pair of target and draft: plain rounds, then every k at imposed acceptance.
 
     The first pair also reads every round at once, beside reading it while the next one runs.
     """
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
-    found: dict[str, Any] = {}
-    report: dict[str, Any] = {"read_bytes_per_second": rate, "pairs": found}
+    results: dict[str, Any] = {}
+    report: dict[str, Any] = {"read_bytes_per_second": rate, "pairs": results}
     plains: dict[str, dict[str, Any]] = {}
-    most = max(LENGTHS_OF_K)
+    max_k = max(LENGTHS_OF_K)
     with tempfile.TemporaryDirectory() as place:
         parent = Path(place)
         for target, draft in pairs:
             name = f"{draft.name} > {target.name}"
             if target.name not in plains:
                 work = partial(plain_rounds, target=target, load=load, read_rate=rate)
-                config = config_of(parent, target, ctx=load.context(0), **rest)
+                config = config_of(parent, target, ctx=load.context(0), **overrides)
                 plains[target.name] = attempt(partial(with_engine, config, work))
             plain = plains[target.name]
-            options = {"ctx": load.context(most), **rest}
-            config = config_of(parent, target, draft, most, reference_length(most), **options)
+            options = {"ctx": load.context(max_k), **overrides}
+            config = config_of(parent, target, draft, max_k, reference_length(max_k), **options)
             try:
                 for pair in sweep_drafts(config, target, draft, plain, rate, load):
-                    found[name] = pair
+                    results[name] = pair
                     yield report
                 if (target, draft) == pairs[0]:
                     work = partial(gaps_at_reference, target=target, load=load)
                     free_memory()
                     sync = replace(config, lag=0)
-                    found[name]["gaps"]["sync"] = attempt(partial(with_engine, sync, work))
+                    results[name]["gaps"]["sync"] = attempt(partial(with_engine, sync, work))
                     yield report
             except Exception as error:
-                found[name] = {
-                    **found.get(name, {}),
+                results[name] = {
+                    **results.get(name, {}),
                     "error": f"{type(error).__name__}: {str(error)[:400]}",
                 }
                 yield report
 
 
-def run_eagle3(**rest: Any) -> Iterator[dict[str, Any]]:
-    """An 8B model with an EAGLE-3 head of its own width, which reads the model's streams between layers."""
-    yield from run_draft(((QWEN3_8B, EAGLE3_8B),), **rest)
+def run_eagle3(**options: Any) -> Iterator[dict[str, Any]]:
+    """Measure an 8B model with an EAGLE-3 head of its width, which reads the streams between layers."""
+    yield from run_draft(((QWEN3_8B, EAGLE3_8B),), **options)

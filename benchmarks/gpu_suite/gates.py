@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 Figures = Sequence[float]
-MANY_EXPERTS = ("experts Qwen3-30B-A3B", "experts GLM-4.5-Air")
+EXPERT_CASES = ("experts Qwen3-30B-A3B", "experts GLM-4.5-Air")
 """Cases with 128 experts, eight for each token."""
-FEW_ROWS = ("1", "4", "8")
+DECODE_ROWS = ("1", "4", "8")
 RECURRENT = ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
-ENOUGH_TOKENS = 100_000
-A_FEW_TOKENS = 8_000
+MIN_TOKENS = 100_000
+MIN_TOKENS_8B = 8_000
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Gate:
     name: str
     probe: str
     figures: Callable[[Mapping[str, Any]], Figures]
-    least: float = 0.0
+    minimum: float = 0.0
     goal: float | None = None
-    most: float | None = None
+    maximum: float | None = None
     reported: bool = False
 
     def judge(self, result: Mapping[str, Any] | None) -> Verdict:
-        """What was found in the probe's result, None where it left none."""
-        found = [] if result is None else self.figures(result)
-        if not found:
+        """Return the verdict of a probe's result, or of None without one."""
+        figures = [] if result is None else self.figures(result)
+        if not figures:
             return Verdict(self, None, False)
-        worst = min(found) if self.most is None else max(found)
-        enough = worst >= self.least if self.most is None else worst <= self.most
-        return Verdict(self, worst, enough or self.reported)
+        deciding = min(figures) if self.maximum is None else max(figures)
+        is_met = deciding >= self.minimum if self.maximum is None else deciding <= self.maximum
+        return Verdict(self, deciding, is_met or self.reported)
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,28 @@ class Verdict:
     met: bool
 
     def line(self) -> str:
-        """The gate, what was found and whether it is met, in words."""
+        """Return the gate, its figure and whether it is met as a line of text."""
         gate = self.gate
         figure = self.figure
         if gate.reported:
             return f"gate: {gate.name} (reported): {'not measured' if figure is None else f'{figure:.2f}'}"
-        wanted = f"at least {gate.least:g}" if gate.most is None else f"at most {gate.most:g}"
-        wanted = "none" if gate.most == 0 else wanted
-        wanted += "" if gate.goal is None else f", goal {gate.goal:g}"
+        requirement = (
+            f"at least {gate.minimum:g}" if gate.maximum is None else f"at most {gate.maximum:g}"
+        )
+        requirement = "none" if gate.maximum == 0 else requirement
+        requirement += "" if gate.goal is None else f", goal {gate.goal:g}"
         if figure is None:
-            return f"gate: {gate.name} ({wanted}): not measured"
-        shown = f"{figure:.0f}" if gate.most == 0 or figure >= 1000 else f"{figure:.2f}"
-        return f"gate: {gate.name} ({wanted}): {shown}, {'met' if self.met else 'NOT met'}"
+            return f"gate: {gate.name} ({requirement}): not measured"
+        display_text = f"{figure:.0f}" if gate.maximum == 0 or figure >= 1000 else f"{figure:.2f}"
+        return (
+            f"gate: {gate.name} ({requirement}): {display_text}, {'met' if self.met else 'NOT met'}"
+        )
 
 
 def _rows(
     result: Mapping[str, Any], beginnings: Sequence[str], sizes: Sequence[str]
 ) -> Iterator[Sequence[float | None]]:
-    """Time, share of the read rate and rival's time of cases whose names begin so, at these sizes."""
+    """Yield time, share of the read rate and rival's time of cases by the beginnings of their names."""
     for name, case in result["cases"].items():
         if name.startswith(tuple(beginnings)):
             yield from (case["rows"][size] for size in sizes if size in case.get("rows", {}))
@@ -88,18 +92,18 @@ def _chunk_rates(result: Mapping[str, Any], part: str) -> Figures:
 
 
 def _against_wide(result: Mapping[str, Any], kind: str) -> Figures:
-    rows = _rows(result, [f"{kind} "], FEW_ROWS)
+    rows = _rows(result, [f"{kind} "], DECODE_ROWS)
     return [rival / us for us, _, rival in rows if us is not None and rival is not None]
 
 
 def _ceiling(result: Mapping[str, Any], k: int) -> Figures:
-    """A round's floor counts its drafts, so its share is that of the speculative byte ceiling."""
+    """Return a round's share of the speculative byte ceiling: its floor counts its drafts."""
     row = result["models"].get("MiMo-7B", {}).get(f"k={k}", {})
     return [row["share_of_floor"]] if "share_of_floor" in row else []
 
 
 def _of_forms(result: Mapping[str, Any], field: str) -> Figures:
-    return [found[field] for found in result["forms"].values() if field in found]
+    return [form[field] for form in result["forms"].values() if field in form]
 
 
 LARGE_BYTES = 64e6
@@ -108,10 +112,10 @@ SIZES = re.compile(r" (qkv|out|gate_up|down|head) (\d+)x(\d+)$")
 
 
 def _large_products(result: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The cases of 16-bit weights whose reading takes long enough to be compared with a rate."""
+    """Yield the cases of 16-bit weights large enough for their reads to be compared with a rate."""
     for name, case in result["cases"].items():
-        found = SIZES.search(name)
-        if found and 2 * int(found[2]) * int(found[3]) >= LARGE_BYTES and "rows" in case:
+        match = SIZES.search(name)
+        if match and 2 * int(match[2]) * int(match[3]) >= LARGE_BYTES and "rows" in case:
             yield case
 
 
@@ -125,8 +129,8 @@ def _eight_over_one(result: Mapping[str, Any]) -> Figures:
 
 
 def _plain(result: Mapping[str, Any], field: str, model: str = "Qwen3-8B") -> Figures:
-    found = result["models"].get(model, {}).get(field)
-    return [] if found is None else [found] if isinstance(found, float | int) else found[:1]
+    value = result["models"].get(model, {}).get(field)
+    return [] if value is None else [value] if isinstance(value, float | int) else value[:1]
 
 
 def _pair(result: Mapping[str, Any], name: str, field: str) -> Figures:
@@ -140,75 +144,90 @@ def _host_reads(result: Mapping[str, Any]) -> Figures:
 
 
 def _ratios(result: Mapping[str, Any], peers: Sequence[str]) -> Figures:
-    """Plain decoding over each of the peers that ran, in whichever contest."""
-    wanted = [f"spd plain / {peer}" for peer in peers]
+    """Return plain decoding's ratio to each of the peers that ran, in any contest."""
+    names = [f"spd plain / {peer}" for peer in peers]
     ratios = [contest.get("ratios", {}) for contest in result.values()]
-    return [found[name]["median"] for found in ratios for name in wanted if name in found]
+    return [
+        contest_ratios[name]["median"]
+        for contest_ratios in ratios
+        for name in names
+        if name in contest_ratios
+    ]
 
 
 def _tests(result: Mapping[str, Any]) -> Figures:
-    """Nothing where no test ran at all."""
+    """Return the failed tests and unfinished files, or nothing if no test ran."""
     return [len(result["failed"]) + result["of"] - result["files"]] if result["passed"] else []
 
 
 def _dense_gates() -> Iterator[Gate]:
     table = partial(Gate, probe="kernel_table")
     yield table(
-        "products of 64 MB and more, of the read rate", figures=_large_shares, least=0.9, goal=0.95
+        "products of 64 MB and more, of the read rate",
+        figures=_large_shares,
+        minimum=0.9,
+        goal=0.95,
     )
-    yield table("their time at 8 rows over that at 1", figures=_eight_over_one, most=1.05)
+    yield table("their time at 8 rows over that at 1", figures=_eight_over_one, maximum=1.05)
     large = [
         f"paged_attention {slots}" for slots in ("1 slots 32768", "16 slots 1024", "16 slots 4096")
     ]
     attention = partial(
         _shares, beginnings=[*large, "paged_attention 16 slots 32768"], sizes=["1", "5"]
     )
-    yield table("decode attention, of the read rate", figures=attention, least=0.8, goal=0.88)
+    yield table("decode attention, of the read rate", figures=attention, minimum=0.8, goal=0.88)
     plain = partial(Gate, probe="plain")
     share = partial(_plain, field="share_of_floor")
-    yield plain("8B plain at batch 1, of the byte floor", figures=share, least=0.78, goal=0.87)
-    yield plain("us between rounds", figures=partial(_plain, field="idle_us"), most=30, goal=10)
-    yield plain("host reads in rounds", figures=_host_reads, most=0)
+    yield plain("8B plain at batch 1, of the byte floor", figures=share, minimum=0.78, goal=0.87)
+    yield plain("us between rounds", figures=partial(_plain, field="idle_us"), maximum=30, goal=10)
+    yield plain("host reads in rounds", figures=_host_reads, maximum=0)
     pairs = partial(Gate, probe="draft")
-    yield pairs("host reads in rounds with drafts", figures=_host_reads, most=0)
+    yield pairs("host reads in rounds with drafts", figures=_host_reads, maximum=0)
     eagle = "EAGLE-size > Qwen3-8B"
     small = "Qwen3-0.6B > Qwen3-8B"
     ceiling = partial(_pair, name=eagle, field="share_of_ceiling")
     yield pairs(
-        "EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83
+        "EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, minimum=0.69, goal=0.83
     )
     speed = partial(_pair, name=eagle, field="speedup")
-    yield pairs("the same over plain, length 3.08", figures=speed, least=2.2, goal=2.4)
+    yield pairs("the same over plain, length 3.08", figures=speed, minimum=2.2, goal=2.4)
     ceiling = partial(_pair, name=small, field="share_of_ceiling")
-    yield pairs("0.6B drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.6)
+    yield pairs("0.6B drafter, k = 4, of the byte ceiling", figures=ceiling, minimum=0.6)
     heads = partial(Gate, probe="eagle3")
     ceiling = partial(_pair, name="EAGLE-3 > Qwen3-8B", field="share_of_ceiling")
     yield heads(
-        "EAGLE-3 head of 8B, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83
+        "EAGLE-3 head of 8B, k = 4, of the byte ceiling", figures=ceiling, minimum=0.69, goal=0.83
     )
     speed = partial(_pair, name="EAGLE-3 > Qwen3-8B", field="speedup")
-    yield heads("EAGLE-3 head of 8B over plain, length 3.08", figures=speed, least=2.2, goal=2.4)
+    yield heads("EAGLE-3 head of 8B over plain, length 3.08", figures=speed, minimum=2.2, goal=2.4)
     eager = partial(_ratios, peers=["transformers eager"])
-    yield Gate("8B over eager transformers", "peers_eager", eager, least=4)
+    yield Gate("8B over eager transformers", "peers_eager", eager, minimum=4)
     loop = partial(_ratios, peers=["compiled loop", "tuned compiled loop"])
-    yield Gate("8B over a compiled loop", "peers_loop", loop, least=1.25)
+    yield Gate("8B over a compiled loop", "peers_loop", loop, minimum=1.25)
     static = partial(_ratios, peers=["transformers static compiled"])
     yield Gate("8B over compiled transformers", "peers_static", static, reported=True)
     texts = (
-        ("spd_demo", "the demo's", ENOUGH_TOKENS),
-        ("self_draft", "the 8B shape's", A_FEW_TOKENS),
-        ("self_draft_long", "of many k, the 8B shape's", ENOUGH_TOKENS),
+        ("spd_demo", "the demo's", MIN_TOKENS),
+        ("self_draft", "the 8B shape's", MIN_TOKENS_8B),
+        ("self_draft_long", "of many k, the 8B shape's", MIN_TOKENS),
     )
     for probe, whose, enough in texts:
         changed = "tokens that speculation changed"
         otherwise = "requests that accepted otherwise"
-        yield Gate(f"{whose} {changed}", probe, lambda one: [one["differing_tokens"]], most=0)
-        yield Gate(f"{whose} {otherwise}", probe, lambda one: [one["differing_counts"]], most=0)
         yield Gate(
-            f"{whose} tokens compared", probe, lambda one: [one["compared_tokens"]], least=enough
+            f"{whose} {changed}", probe, lambda result: [result["differing_tokens"]], maximum=0
+        )
+        yield Gate(
+            f"{whose} {otherwise}", probe, lambda result: [result["differing_counts"]], maximum=0
+        )
+        yield Gate(
+            f"{whose} tokens compared",
+            probe,
+            lambda result: [result["compared_tokens"]],
+            minimum=enough,
         )
     yield Gate(
-        "GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, most=0
+        "GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, maximum=0
     )
 
 
@@ -220,46 +239,49 @@ def _sparse_gates() -> Iterator[Gate]:
         figures=partial(
             _shares, beginnings=["mla V3 16 slots", "mla V2-Lite 16 slots"], sizes=["1"]
         ),
-        least=0.65,
+        minimum=0.65,
         goal=0.78,
     )
-    for words, sizes, least in (
+    for words, sizes, minimum in (
         ("1", ["1"], 0.5),
         ("8", ["8"], 0.75),
         ("16 and more", ["16", "64"], 0.85),
     ):
-        figures = partial(_shares, beginnings=MANY_EXPERTS, sizes=sizes)
+        figures = partial(_shares, beginnings=EXPERT_CASES, sizes=sizes)
         yield table(
-            f"128 experts at {words} rows, of the touched bytes", figures=figures, least=least
+            f"128 experts at {words} rows, of the touched bytes", figures=figures, minimum=minimum
         )
     for kind in ("int8", "fp8"):
-        shares = partial(_shares, beginnings=[f"{kind} "], sizes=FEW_ROWS)
+        shares = partial(_shares, beginnings=[f"{kind} "], sizes=DECODE_ROWS)
         yield table(
-            f"{kind} products up to 8 rows, of the read rate", figures=shares, least=0.8, goal=0.88
+            f"{kind} products up to 8 rows, of the read rate",
+            figures=shares,
+            minimum=0.8,
+            goal=0.88,
         )
         ratio = partial(_against_wide, kind=kind)
-        yield table(f"{kind} products against wide ones", figures=ratio, least=1.6, goal=1.85)
-    shares = partial(_shares, beginnings=["int4 "], sizes=FEW_ROWS)
+        yield table(f"{kind} products against wide ones", figures=ratio, minimum=1.6, goal=1.85)
+    shares = partial(_shares, beginnings=["int4 "], sizes=DECODE_ROWS)
     # An H200 reads four bits faster than it unpacks them; on consumer cards the goal is 0.75.
     yield table(
-        "int4 products up to 8 rows, of the read rate", figures=shares, least=0.4, goal=0.75
+        "int4 products up to 8 rows, of the read rate", figures=shares, minimum=0.4, goal=0.75
     )
     for k in (1, 3):
         name = f"MTP at a 7B shape, k = {k}, of the speculative byte ceiling"
-        yield Gate(name, "sparse_models", partial(_ceiling, k=k), least=0.75)
+        yield Gate(name, "sparse_models", partial(_ceiling, k=k), minimum=0.75)
     forms = partial(Gate, probe="eight_bit_rounds")
     yield forms(
         "tokens that speculation changed",
         figures=partial(_of_forms, field="differing_tokens"),
-        most=0,
+        maximum=0,
     )
     yield forms(
-        "tokens compared", figures=partial(_of_forms, field="compared_tokens"), least=ENOUGH_TOKENS
+        "tokens compared", figures=partial(_of_forms, field="compared_tokens"), minimum=MIN_TOKENS
     )
     yield forms(
         "requests that accepted otherwise, eager or captured, at any lag",
         figures=partial(_of_forms, field="differing_counts"),
-        most=0,
+        maximum=0,
     )
 
 
@@ -270,15 +292,15 @@ def _recurrent_gates() -> Iterator[Gate]:
         large = [f"delta_rule {name} {slots} slots" for name in RECURRENT for slots in (16, 64)]
         figures = partial(_shares, beginnings=large, sizes=[f"k={k}"])
         name = f"states of recurrent layers read and written, k = {k}, of the read rate"
-        yield table(name, figures=figures, least=0.75, goal=0.85)
-    few = [f"short_conv {name} {slots} slots" for name in RECURRENT for slots in (1, 4, 16)]
-    times = partial(_times, beginnings=few, sizes=["k=0", "k=4"])
+        yield table(name, figures=figures, minimum=0.75, goal=0.85)
+    small_cases = [f"short_conv {name} {slots} slots" for name in RECURRENT for slots in (1, 4, 16)]
+    times = partial(_times, beginnings=small_cases, sizes=["k=0", "k=4"])
     yield table(
-        "short convolutions of up to 16 slots and 5 rows, us", figures=times, most=8, goal=5
+        "short convolutions of up to 16 slots and 5 rows, us", figures=times, maximum=8, goal=5
     )
     for part in ("rule", "convolution"):
         name = f"a prompt's chunks through a recurrent layer's {part}, million tokens a second"
-        yield table(name, figures=partial(_chunk_rates, part=part), least=2, goal=5)
+        yield table(name, figures=partial(_chunk_rates, part=part), minimum=2, goal=5)
 
 
 GATES = (*_dense_gates(), *_sparse_gates(), *_recurrent_gates())
@@ -289,7 +311,7 @@ PEERS = {"peers_eager", "peers_loop"}
 
 
 def judge(probes: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """A verdict for each gate whose probe was to run, also where the probe found nothing for it."""
+    """Return a verdict for each gate whose probe was to run, also where it has no figure."""
     return [
         gate.judge(probes.get(gate.probe, {}).get("result"))
         for gate in GATES
@@ -298,7 +320,7 @@ def judge(probes: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
 
 
 def gate_lines(probes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The verdicts in words."""
+    """Return the verdicts as lines of text."""
     return [verdict.line() for verdict in judge(probes)]
 
 
@@ -310,14 +332,14 @@ UNFINISHED = ("cut short", "not run")
 
 
 def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
-    """NOT_WELL where a gate is missed or a probe failed; else NOT_MEASURED where anything was left out."""
+    """Return NOT_WELL if a gate is missed or a probe failed, NOT_MEASURED if anything is missing."""
     verdicts = judge(probes)
     statuses = [probe["status"] for probe in probes.values()]
-    missed = any(one.figure is not None and not one.met for one in verdicts)
-    if missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
+    is_missed = any(verdict.figure is not None and not verdict.met for verdict in verdicts)
+    if is_missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
         return NOT_WELL
-    asked = [one for one in verdicts if not one.gate.reported]
-    unfinished = any(one.figure is None for one in asked) or any(
-        one in UNFINISHED for one in statuses
+    required = [verdict for verdict in verdicts if not verdict.gate.reported]
+    unfinished = any(verdict.figure is None for verdict in required) or any(
+        verdict in UNFINISHED for verdict in statuses
     )
     return NOT_MEASURED if unfinished else ALL_WELL

@@ -29,7 +29,7 @@ class Timer(Protocol):
     device: str
 
     def copies(self, nbytes: int) -> int:
-        """How many operands of `nbytes` bytes are taken in turn."""
+        """Return the number of operands of `nbytes` bytes to rotate."""
         ...
 
     def microseconds(self, calls: Sequence[Call]) -> float:
@@ -44,7 +44,7 @@ class Once:
         self.device = device
 
     def copies(self, nbytes: int) -> int:
-        """One operand is enough."""
+        """Return 1."""
         return 1
 
     def microseconds(self, calls: Sequence[Call]) -> float:
@@ -65,11 +65,11 @@ class GraphTimer:
         self.stream = torch.cuda.Stream()
 
     def copies(self, nbytes: int) -> int:
-        """Enough operands to exceed the cache, MAX_COPIES at most."""
+        """Return enough operands to exceed the cache, MAX_COPIES at most."""
         return min(MAX_COPIES, max(1, -(-ROTATED_BYTES // max(1, nbytes))))
 
     def microseconds(self, calls: Sequence[Call]) -> float:
-        """Median over the replays; every launch in the graph waits for the one before."""
+        """Return the median over replays; every launch in the graph waits for the one before."""
         stream = self.stream
         torch.cuda.synchronize()  # the operands may still be being made
         with torch.cuda.stream(stream):

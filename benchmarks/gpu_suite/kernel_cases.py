@@ -42,7 +42,7 @@ class Bench:
     def row(
         self, calls: Sequence[Call], nbytes: int | None, rival: Sequence[Call] | None = None
     ) -> Row:
-        """One line: time, share of the read rate for `nbytes` read by a call, time of the rival."""
+        """Return a row: time, share of the read rate for `nbytes` read by a call, time of the rival."""
         us = self.timer.microseconds(calls)
         share = 1e6 * nbytes / self.read_rate / us if nbytes and us else None
         return [us, share, self._rival(rival)]
@@ -55,23 +55,23 @@ class Bench:
             return None
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Random values: zeros move faster than data does."""
+        """Return random values: zeros are faster to read."""
         return torch.randn(*shape, dtype=self.dtype, device=self.timer.device).mul_(scale)
 
     def integers(self, *shape: int, fill: int = 0) -> Tensor:
-        """An int64 tensor."""
+        """Return an int64 tensor filled with a value."""
         return torch.full(shape, fill, dtype=torch.long, device=self.timer.device)
 
 
 def linear_case(
     bench: Bench, kind: str, n: int, k: int, rows: Sequence[int], dtype: torch.dtype | None = None
 ) -> Rows:
-    """A product of a layer for each number of rows, against `torch.mm` alone; kind as in `Shape.weights`.
+    """Measure a layer's product for each number of rows, against `torch.mm`; kind as in `Shape.weights`.
 
     In the bench's type where none is given.
     """
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     bench = replace(bench, dtype=dtype or bench.dtype)
     weights = bench.normal(bench.timer.copies(2 * n * k), n, k, scale=k**-0.5).unbind()
     product = SkinnyLinear(weights[0], None, kernels)
@@ -94,14 +94,14 @@ def linear_case(
             return partial(normed, x, w, None, workspace, Norm(squares, EPSILON))
 
         rival = [partial(torch.mm, x, w.t(), out=y) for w in weights]
-        found[str(count)] = bench.row([call(w) for w in weights], weights[0].nbytes, rival)
-    return found
+        table_rows[str(count)] = bench.row([call(w) for w in weights], weights[0].nbytes, rival)
+    return table_rows
 
 
 def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
-    """A layer's products one after another."""
+    """Measure a layer's products one after another."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     sizes = {kind: size for kind, size in shape.weights().items() if kind != "head"}
     nbytes = sum(2 * n * k for n, k in sizes.values())
     layers = [
@@ -127,14 +127,14 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
             inner = kernels.norm_gate_up(x, w["gate_up"], None, workspaces["gate_up"], norm)
             kernels.linear(inner, w["down"], None, workspaces["down"], None, residual)
 
-        found[str(count)] = bench.row([partial(layer, weights) for weights in layers], nbytes)
-    return found
+        table_rows[str(count)] = bench.row([partial(layer, weights) for weights in layers], nbytes)
+    return table_rows
 
 
 def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Rows:
-    """The head with the draw fused, for one slot's window, against the bare head in the rival's column."""
+    """Measure the head with the fused draw for one slot's window; the rival is the head without it."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     copies = bench.timer.copies(2 * vocab * hidden)
     weights = bench.normal(copies, vocab, hidden, scale=hidden**-0.5).unbind()
     seed = bench.integers(1, fill=7)
@@ -145,27 +145,27 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
         for temperature in (0.0, 0.8):
             draw = Draw(seed, first, 0, torch.full((1,), temperature, device=x.device), vocab)
             calls = [partial(kernels.head_sample, x, w, draw) for w in weights]
-            found[f"{count} T={temperature}"] = bench.row(calls, weights[0].nbytes, bare)
-    return found
+            table_rows[f"{count} T={temperature}"] = bench.row(calls, weights[0].nbytes, bare)
+    return table_rows
 
 
 def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
-    """Embedding, the last norm, and the norm behind a block with the sum that follows it."""
+    """Measure the embedding, the last norm, and the norm after a block with the sum that follows it."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     table = bench.normal(vocab, hidden)
     weight = bench.normal(hidden)
     for count in rows:
         ids = torch.randint(vocab, (count,), device=table.device)
         x, squares = kernels.embed(ids, table)
         rival: list[Call] = [partial(F.embedding, ids, table)]
-        found[f"embed {count}"] = bench.row([partial(kernels.embed, ids, table)], None, rival)
+        table_rows[f"embed {count}"] = bench.row([partial(kernels.embed, ids, table)], None, rival)
         rival = [partial(F.rms_norm, x, (hidden,), weight, EPSILON)]
         norm = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
-        found[f"norm {count}"] = bench.row([norm], None, rival)
+        table_rows[f"norm {count}"] = bench.row([norm], None, rival)
         norm_sum = partial(kernels.norm_residual, x, weight, EPSILON, bench.normal(count, hidden))
-        found[f"norm_residual {count}"] = bench.row([norm_sum], None, rival)
-    return found
+        table_rows[f"norm_residual {count}"] = bench.row([norm_sum], None, rival)
+    return table_rows
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Pools:
     def build(
         cls, bench: Bench, heads: AttentionHeads, slots: int, context: int, copies: int
     ) -> Pools:
-        """Full pages for `context` positions a slot, in an order that no stride predicts."""
+        """Build full pages for `context` positions a slot, in an order that no stride predicts."""
         pages = -(-context // PAGE)
         shape = (slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
         layers = [(bench.normal(*shape), bench.normal(*shape)) for _ in range(copies)]
@@ -187,14 +187,14 @@ class Pools:
         return cls(layers, table.view(slots, pages))
 
     def contiguous(self, slots: int, context: int) -> list[tuple[Tensor, ...]]:
-        """The same memory as if it held [slots, K, context, D] for a kernel without pages."""
+        """Return the same memory viewed as [slots, K, context, D] for a kernel without pages."""
 
-        def turned(pool: Tensor) -> Tensor:
+        def transposed(pool: Tensor) -> Tensor:
             kv_heads, size = pool.shape[2:]
             flat = pool.view(-1)[: slots * context * kv_heads * size]
             return flat.view(slots, context, kv_heads, size).transpose(1, 2)
 
-        return [tuple(turned(pool) for pool in layer) for layer in self.layers]
+        return [tuple(transposed(pool) for pool in layer) for layer in self.layers]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
@@ -206,9 +206,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
 def attention_case(
     bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
 ) -> Rows:
-    """Windows at the end of a context, against torch's attention over contiguous keys without a mask."""
+    """Measure windows at a context's end, against torch's attention to contiguous keys, unmasked."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     device = bench.timer.device
     nbytes = slots * context * 2 * heads.num_kv_heads * heads.head_dim * 2
     pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
@@ -228,20 +228,20 @@ def attention_case(
         ]
         plain = pools.contiguous(slots, context)
         rival = [partial(_attend, query.transpose(1, 2), k, v, scale, False) for k, v in plain]
-        found[str(width)] = bench.row(calls, nbytes, rival)
-        found[f"plan {width}"] = bench.row([planning], None)
-    return found
+        table_rows[str(width)] = bench.row(calls, nbytes, rival)
+        table_rows[f"plan {width}"] = bench.row([planning], None)
+    return table_rows
 
 
 def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequence[int]) -> Rows:
-    """A chunk of a prompt after `start` positions; the second column is teraflops a second.
+    """Measure a prompt chunk after `start` positions; the second column is teraflops a second.
 
     Torch's counterpart has a mask only where the chunk is all there is.
     """
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     pools = Pools.build(bench, heads, 1, max(starts) + chunk, 1)
-    own = pools.layers[0]
+    first_pools = pools.layers[0]
     table = pools.page_table
     query = bench.normal(chunk, heads.num_heads, heads.head_dim)
     scale = heads.head_dim**-0.5
@@ -253,16 +253,18 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
             where, torch.ones_like(where, dtype=torch.bool), table, [start + chunk], [None], start
         )
         plan = kernels.plan_attention(rows, heads, PAGE, bench.dtype)
-        call = partial(kernels.paged_attention, query[None], own, plan, AttentionParams(scale))
+        call = partial(
+            kernels.paged_attention, query[None], first_pools, plan, AttentionParams(scale)
+        )
         us, _, torch_us = bench.row([call], None, [rival])
         flops = 4 * chunk * (start + chunk / 2) * heads.num_heads * heads.head_dim
-        found[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]
-    return found
+        table_rows[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]
+    return table_rows
 
 
 def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Rows:
-    """What lies between the projection and attention, with the per-head norm."""
-    found = Rows()
+    """Measure the steps between the projection and attention, with the per-head norm."""
+    table_rows = Rows()
     size = heads.head_dim
     pools = Pools.build(bench, heads, 1, 1024, 1).layers[0]
     cos = bench.normal(1024, size)
@@ -271,10 +273,10 @@ def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Row
     for count in rows:
         qkv = bench.normal(count, (heads.num_heads + 2 * heads.num_kv_heads) * size)
         positions = torch.arange(count, device=cos.device) + 500
-        given = (RotatedRows(cos, sin, positions, positions + 2 * PAGE), weight, EPSILON, pools)
-        call = partial(bench.kernels.rotary_store, qkv, *given, heads.num_heads)
-        found[str(count)] = bench.row([call], None)
-    return found
+        arguments = (RotatedRows(cos, sin, positions, positions + 2 * PAGE), weight, EPSILON, pools)
+        call = partial(bench.kernels.rotary_store, qkv, *arguments, heads.num_heads)
+        table_rows[str(count)] = bench.row([call], None)
+    return table_rows
 
 
 Case = Callable[[Bench], Rows]

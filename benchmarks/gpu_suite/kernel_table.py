@@ -52,62 +52,64 @@ WIDE_ROW = 4096
 
 
 def heads_of(shape: Shape) -> AttentionHeads:
-    """The shape's attention."""
+    """Return the heads of the shape's attention."""
     return AttentionHeads(shape.heads, shape.kv_heads, shape.head_dim)
 
 
 def cases() -> dict[str, Case]:
-    """Every case by its name, the ones that matter most first; equal matrices of two models once."""
-    found: dict[str, Case] = {}
+    """Return every case by its name, the most important first; equal matrices of two models once."""
+    all_cases: dict[str, Case] = {}
     seen: set[tuple[str, int, int]] = set()
-    for shape in (QWEN3_8B, *(one for one in SHAPES if one != QWEN3_8B), EAGLE_SIZE):
+    for shape in (QWEN3_8B, *(other for other in SHAPES if other != QWEN3_8B), EAGLE_SIZE):
         for kind, (n, k) in shape.weights().items():
             if (kind, n, k) not in seen:
                 seen.add((kind, n, k))
-                found[f"{shape.name} {kind} {n}x{k}"] = partial(
+                all_cases[f"{shape.name} {kind} {n}x{k}"] = partial(
                     linear_case, kind=kind, n=n, k=k, rows=ROWS
                 )
     for shape in (QWEN3_8B, QWEN3_06B):
-        found[f"{shape.name} layer's products"] = partial(layer_case, shape=shape, rows=(1, 5))
+        all_cases[f"{shape.name} layer's products"] = partial(layer_case, shape=shape, rows=(1, 5))
     n, k = QWEN3_8B.weights()["gate_up"]
-    found[f"{QWEN3_8B.name} fp16 gate_up {n}x{k}"] = partial(
+    all_cases[f"{QWEN3_8B.name} fp16 gate_up {n}x{k}"] = partial(
         linear_case, kind="gate_up", n=n, k=k, rows=ROWS, dtype=torch.float16
     )
     heads = heads_of(QWEN3_8B)
     for slots in (1, 16):
         for context in (1024, 4096, 32768):
             name = f"paged_attention {slots} slots {context}"
-            found[name] = partial(
+            all_cases[name] = partial(
                 attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
             )
-    found["prefill_attention 256 after"] = partial(
+    all_cases["prefill_attention 256 after"] = partial(
         prefill_case, heads=heads, chunk=256, starts=(0, 4096, 32512)
     )
     for shape in (QWEN3_8B, QWEN3_06B):
         name = f"head_sample {shape.vocab}x{shape.hidden}"
-        found[name] = partial(draw_case, vocab=shape.vocab, hidden=shape.hidden, rows=(1, 5, 16))
+        all_cases[name] = partial(
+            draw_case, vocab=shape.vocab, hidden=shape.hidden, rows=(1, 5, 16)
+        )
     vocab = QWEN3_8B.vocab
-    found["sample_rows and row_laws"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
-    found["rotary_store"] = partial(rotary_case, heads=heads, rows=(1, 5, 16, 80))
-    found["embed and norm"] = partial(
+    all_cases["sample_rows and row_laws"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
+    all_cases["rotary_store"] = partial(rotary_case, heads=heads, rows=(1, 5, 16, 80))
+    all_cases["embed and norm"] = partial(
         row_case, hidden=QWEN3_8B.hidden, vocab=vocab, rows=(1, 5, 16)
     )
     for slots in (1, 16):
         name = f"round {slots} slots"
-        found[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
-        found[f"verify drafts {slots} slots"] = partial(
+        all_cases[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
+        all_cases[f"verify drafts {slots} slots"] = partial(
             draft_verify_case, slots=slots, k=4, vocab=vocab
         )
-    found["noise"] = partial(noise_case, vocab=vocab, rows=(1, 16))
-    found |= sparse_cases()
-    found["ngram_lookup"] = partial(
+    all_cases["noise"] = partial(noise_case, vocab=vocab, rows=(1, 16))
+    all_cases |= sparse_cases()
+    all_cases["ngram_lookup"] = partial(
         lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab
     )
-    return found
+    return all_cases
 
 
 def run_case(case: Case, bench: Bench) -> dict[str, Any]:
-    """The case's rows, with times of 8 rows over 1 where it has both; or why there are none."""
+    """Run a case; return its rows and the times of 8 rows over 1 if it has both, or its error."""
     try:
         rows: Rows = case(bench)
     except Exception as error:  # one kernel's fault must not take the others' figures with it
@@ -118,24 +120,24 @@ def run_case(case: Case, bench: Bench) -> dict[str, Any]:
 
 
 def eight_over_one(rows: Rows) -> dict[str, list[float]]:
-    """Times of 8 rows over those of 1: of spd and of torch, where both were measured."""
+    """Return times of 8 rows over those of 1, of spd and of torch, where both were measured."""
     if "1" not in rows or "8" not in rows:
         return {}
     pairs = [(rows["8"][column], rows["1"][column]) for column in (0, 2)]
-    return {"8_over_1": [eight / one for eight, one in pairs if eight and one]}
+    return {"8_over_1": [eight / single for eight, single in pairs if eight and single]}
 
 
 def _kernels() -> Kernels:
-    """As an engine here has them."""
+    """Return the kernels as an engine on this machine has them."""
     return load_kernels("triton", None, find_tile_limits("cuda", spd_cache_folder)[0])
 
 
 def run_token_tiles() -> dict[str, Any]:
-    """What spd doctor asks of the GPU, not kept."""
+    """Measure the token tiles that `spd doctor` measures, without storing them."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        asked = find_widest_tiles(lambda: Path(folder))
-    return {"seconds": time.perf_counter() - began, **asked[0]}
+        answers = find_widest_tiles(lambda: Path(folder))
+    return {"seconds": time.perf_counter() - began, **answers[0]}
 
 
 def run() -> Iterator[dict[str, Any]]:
@@ -150,20 +152,20 @@ def run_recurrent() -> Iterator[dict[str, Any]]:
 
 @torch.inference_mode()
 def _measured(cases: Mapping[str, Case]) -> Iterator[dict[str, Any]]:
-    """The report after each case, so that a kill loses one."""
+    """Yield the report after each case, so that a kill loses only one."""
     read_rate = float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     bench = Bench(_kernels(), GraphTimer(), torch.bfloat16, read_rate)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     report = {
         "read_bytes_per_second": read_rate,
         "columns": "us, share of the read rate (prefill: TFLOP/s; delta_chunks: tokens/s), us of torch "
         "(head_sample: bare head; delta_chunks: a step a token)",
-        "cases": found,
+        "cases": measured,
     }
     for name, case in cases.items():
         began = time.perf_counter()
-        found[name] = run_case(case, bench)
-        found[name]["seconds"] = round(time.perf_counter() - began, 2)
+        measured[name] = run_case(case, bench)
+        measured[name]["seconds"] = round(time.perf_counter() - began, 2)
         yield report
 
 
@@ -171,6 +173,6 @@ def _measured(cases: Mapping[str, Case]) -> Iterator[dict[str, Any]]:
 def warm_part(part: str, parts: str) -> dict[str, Any]:
     """Compile what every parts-th case launches, by running each call once; the errors by case."""
     bench = Bench(_kernels(), Once("cuda"), torch.bfloat16, 1.0)
-    every = list((cases() | recurrent_cases()).items())
-    results = {name: run_case(case, bench) for name, case in every[int(part) :: int(parts)]}
+    all_cases = list((cases() | recurrent_cases()).items())
+    results = {name: run_case(case, bench) for name, case in all_cases[int(part) :: int(parts)]}
     return {name: result["error"] for name, result in results.items() if "error" in result}

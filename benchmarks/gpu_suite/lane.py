@@ -16,27 +16,27 @@ from benchmarks.gpu_suite.together import watch_together
 AT_ONCE = 12
 SECONDS_BETWEEN = 1.0
 """Between two accounts while no file ends: as much is lost at most where the lane is killed."""
-FINE = (0, 5)
-FAILED = (1, 2)
+PASSED_STATUSES = (0, 5)
+FAILED_STATUSES = (1, 2)
 """Exit statuses of pytest: 5 where no test of a file needs a GPU, 2 where a file cannot be read."""
 
 
 def test_files(tests: Path = ROOT / "tests") -> list[Path]:
-    """The files that may hold such tests: all of tests/gpu and tests/kernels, and who names the marker.
+    """Return the files with GPU tests: all of tests/gpu and tests/kernels, and those that name the marker.
 
     Those of tests/gpu, whose rounds take longest, come first.
     """
     places = {"gpu": 0, "kernels": 1}
-    found = [
+    paths = [
         path
         for path in sorted(tests.rglob("test_*.py"))
         if path.parent.name in places or "mark.gpu" in path.read_text(encoding="utf-8")
     ]
-    return sorted(found, key=lambda path: places.get(path.parent.name, 2))
+    return sorted(paths, key=lambda path: places.get(path.parent.name, 2))
 
 
 def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
-    """Run them; yields what passed, failed (by name) and was skipped, after each file and every second.
+    """Run them; yield what passed, failed (by name) and was skipped, after each file and every second.
 
     Also of files that have not ended, whose tests at hand are "running". Raises AssertionError at the end
     where a test failed or a file broke.
@@ -46,21 +46,21 @@ def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
         logs = {name: Path(place) / f"{number}.jsonl" for number, name in enumerate(names)}
         commands = {name: _command(name, log) for name, log in logs.items()}
         statuses: dict[str, int] = {}
-        said = time.monotonic()
+        reported = time.monotonic()
         for ended in watch_together(commands, AT_ONCE):
             statuses.update([ended] if ended else [])
-            if ended or time.monotonic() - said > SECONDS_BETWEEN:
-                said = time.monotonic()
+            if ended or time.monotonic() - reported > SECONDS_BETWEEN:
+                reported = time.monotonic()
                 yield _account(logs, statuses)
-        found = _account(logs, statuses)
-    if found["failed"]:
-        raise AssertionError(f"{len(found['failed'])} failed: {', '.join(found['failed'])}")
+        account = _account(logs, statuses)
+    if account["failed"]:
+        raise AssertionError(f"{len(account['failed'])} failed: {', '.join(account['failed'])}")
 
 
 def _command(file: str, log: Path) -> list[str]:
-    """Of one file, with no option of the project's own: one needs a plugin, and the last -m rules alone."""
+    """Return the command of one file, without the project's options: one needs a plugin, the last -m wins."""
     configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts="]
-    own = [
+    options = [
         "--import-mode=importlib",
         "--strict-markers",
         "-o",
@@ -68,34 +68,34 @@ def _command(file: str, log: Path) -> list[str]:
     ]
     logging = ["-p", lane_log.__name__, "--lane-log", str(log)]
     selection = ["-m", "gpu and not slow", file]
-    return [sys.executable, "-m", "pytest", "-q", *configuration, *own, *logging, *selection]
+    return [sys.executable, "-m", "pytest", "-q", *configuration, *options, *logging, *selection]
 
 
 def _account(logs: Mapping[str, Path], statuses: Mapping[str, int]) -> dict[str, Any]:
-    """What all files say so far; a file that has begun and not ended is in `running` with its test."""
+    """Return the counts of all files so far; an unfinished file is in `running` with its test."""
     passed = skipped = 0
-    why: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     running = []
     for name, log in logs.items():
         short = name.removeprefix(f"{ROOT}/")
-        found = lane_log.read(log)
-        passed = passed + found.passed
-        skipped = skipped + found.skipped
+        ends = lane_log.read(log)
+        passed = passed + ends.passed
+        skipped = skipped + ends.skipped
         # A file that cannot be imported is a failure of no test.
-        why |= {
-            f"{short}::{test}" if test else short: lines for test, lines in found.failed.items()
+        reasons |= {
+            f"{short}::{test}" if test else short: lines for test, lines in ends.failed.items()
         }
-        at = "" if found.unfinished is None else f" in {found.unfinished}"
+        at = "" if ends.unfinished is None else f" in {ends.unfinished}"
         if name not in statuses:
             running += [f"{short}{at}"] if log.exists() else []
-        elif statuses[name] not in (*FINE, *(FAILED if found.failed else ())):
-            why.setdefault(f"{short} ended with status {statuses[name]}{at}", [])
+        elif statuses[name] not in (*PASSED_STATUSES, *(FAILED_STATUSES if ends.failed else ())):
+            reasons.setdefault(f"{short} ended with status {statuses[name]}{at}", [])
     return {
         "files": len(statuses),
         "of": len(logs),
         "passed": passed,
         "skipped": skipped,
-        "failed": list(why),
-        "why": why,
+        "failed": list(reasons),
+        "why": reasons,
         "running": running,
     }

@@ -19,14 +19,14 @@ LAST_LINES = 15
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The file that the lines are appended to."""
+    """Add the option of the file that lines are appended to."""
     parser.addoption(
         "--lane-log", type=Path, metavar="FILE", help="append a JSON line as each test ends"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nothing is written where no file is named."""
+    """Register the writer if a file is named."""
     if config.getoption("--lane-log"):
         config.pluginmanager.register(Writer(config.getoption("--lane-log")))
 
@@ -37,23 +37,23 @@ class Writer:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def write(self, nodeid: str, end: str, **more: Any) -> None:
+    def write(self, nodeid: str, end: str, **fields: Any) -> None:
         """Append a line and close the file, so that the line outlives this process."""
-        line = json.dumps({"test": nodeid.partition("::")[2], "end": end, **more})
+        line = json.dumps({"test": nodeid.partition("::")[2], "end": end, **fields})
         with self.file.open("a", encoding="utf-8") as out:
             out.write(line + "\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Write that a test begins."""
         self.write(nodeid, "begun")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test's body ended, or its preparation or its end did not pass."""
+        """Write the end of a test's body, or of a setup or teardown that did not pass."""
         if report.when == "call" or not report.passed:
             self.write(report.nodeid, report.outcome, **_why(report))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that could not be read, or is skipped as a whole."""
+        """Write the end of a file that could not be collected, or is skipped."""
         if not report.passed:
             self.write("", report.outcome, **_why(report))
 

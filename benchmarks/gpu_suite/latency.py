@@ -30,7 +30,7 @@ def run_alone(
 
 
 def compiled_kernels() -> int:
-    """Kernels in Triton's cache on disk; 0 where there is none."""
+    """Count the kernels in Triton's cache on disk; 0 without one."""
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
@@ -38,7 +38,7 @@ def compiled_kernels() -> int:
 
 
 def first_tokens(engine: Engine, prompt: int, vocab: int) -> dict[str, Any]:
-    """Milliseconds to the first token of a fresh engine's first request, and of one after it.
+    """Measure milliseconds to the first token of a new engine's first request, and of a later one.
 
     Cold is what follows loading: capture, and compiling what no cache on disk holds, of which there is a
     number. No prompt is like another.
@@ -57,7 +57,7 @@ def first_tokens(engine: Engine, prompt: int, vocab: int) -> dict[str, Any]:
 
 
 def token_gaps(engine: Engine, prompt: int, tokens: int, vocab: int) -> dict[str, Any]:
-    """Acceptance of one request and milliseconds between its emissions and a token, all captured before."""
+    """Measure one request's acceptance and ms between its emissions, after graphs are captured."""
     run_alone(engine, random_prompt(prompt, vocab, 103), WARMING)
     metrics, came = run_alone(engine, random_prompt(prompt, vocab, 104), tokens)
     gaps = [1e3 * (after - before) for before, after in pairwise(came)]

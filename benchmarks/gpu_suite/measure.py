@@ -22,8 +22,8 @@ def time_calls(calls: Sequence[Callable[[], object]], repeats: int = 30) -> dict
         call()
     torch.cuda.synchronize()
     passes = [_one_pass(calls, repeats) for _ in range(2)]
-    whole = summarize([value for one in passes for value in one.values])
-    return {**whole.as_dict(), "again_over_first": passes[1].median / passes[0].median}
+    summary = summarize([value for one_pass in passes for value in one_pass.values])
+    return {**summary.as_dict(), "again_over_first": passes[1].median / passes[0].median}
 
 
 def _one_pass(calls: Sequence[Callable[[], object]], repeats: int) -> Summary:
@@ -37,7 +37,7 @@ def _one_pass(calls: Sequence[Callable[[], object]], repeats: int) -> Summary:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """Return what the first GPU says of itself, with the versions of driver, torch and triton."""
+    """Return the first GPU's properties, with the versions of driver, torch and triton."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)

@@ -17,7 +17,7 @@ GROUPS = 256
 
 @triton.jit
 def noise_kernel(seed, position, out, stream, vocab_size, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """Bits (int64) or Gumbel noise (float32) of a row's block of token ids."""
+    """Store bits (int64) or Gumbel noise (float32) of a row's block of token ids."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     groups = first + tl.arange(0, GROUPS)
@@ -48,10 +48,10 @@ def _noise(
 
 
 def random_bits(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
-    """32 random bits for every token id: int64 [..., V] from seed [...] and position [...], int64."""
+    """Return 32 random bits for every token id: int64 [..., V] from seed [...] and position [...], int64."""
     return _noise(seed, position, stream, vocab_size, torch.int64)
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...], int64."""
+    """Return standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...], int64."""
     return _noise(seed, position, stream, vocab_size, torch.float32)

@@ -44,7 +44,7 @@ SECONDS = 8.0
 
 
 def tokens_a_second(generate: Generate) -> float:
-    """Speed between the FEW-th token and the MANY-th."""
+    """Return the speed between the FEW-th token and the MANY-th."""
     seconds = []
     for tokens in (FEW, MANY):
         synchronize()
@@ -58,7 +58,7 @@ def tokens_a_second(generate: Generate) -> float:
 def interleave(
     contenders: dict[str, Generate], turns: int = TURNS, seconds: float = SECONDS
 ) -> Iterator[dict[str, Any]]:
-    """Every contender once a turn, two turns at least; speeds so far, and ratios of spd's to the others'.
+    """Run every contender once a turn, at least two turns; yield speeds and ratios of spd's to the others'.
 
     A contender that fails is named with its error and left out from then on.
     """
@@ -81,7 +81,7 @@ def interleave(
 
 
 def _standing(speeds: Mapping[str, Sequence[float]], errors: Mapping[str, str]) -> dict[str, Any]:
-    """What the turns so far have shown."""
+    """Return speeds and ratios of the turns so far."""
     ratios = {
         f"{ours} / {peer}": paired_ratio(speeds[ours], speeds[peer]).as_dict()
         for ours in speeds
@@ -89,14 +89,14 @@ def _standing(speeds: Mapping[str, Sequence[float]], errors: Mapping[str, str]) 
         if ours.startswith("spd") and not peer.startswith("spd")
     }
     return {
-        "tokens_a_second": {name: summarize(found).as_dict() for name, found in speeds.items()},
+        "tokens_a_second": {name: summarize(values).as_dict() for name, values in speeds.items()},
         "ratios": ratios,
         "errors": dict(errors),
     }
 
 
 def spd_contender(engine: Engine, vocab: int) -> Generate:
-    """The engine as a contender; every request is alike, and nothing is shared between them."""
+    """Return the engine as a contender; all requests are equal and share no prefix."""
     prompt = random_prompt(PROMPT, vocab, 0)
 
     def generate(tokens: int) -> None:
@@ -108,11 +108,11 @@ def spd_contender(engine: Engine, vocab: int) -> Generate:
 
 @contextmanager
 def spd_running(
-    target: Shape, draft: Shape | None = None, length: float = 1.0, **rest: Any
+    target: Shape, draft: Shape | None = None, length: float = 1.0, **options: Any
 ) -> Iterator[Generate]:
-    """spd as a contender, plain or with a draft at `length` tokens a round; closed afterwards."""
+    """Yield spd as a contender, plain or with a draft at `length` tokens a round; close it afterwards."""
     with tempfile.TemporaryDirectory() as place:
-        config = config_of(Path(place), target, draft, K, length, **{"ctx": POSITIONS, **rest})
+        config = config_of(Path(place), target, draft, K, length, **{"ctx": POSITIONS, **options})
         engine = Engine(config)
         try:
             yield spd_contender(engine, target.vocab)
@@ -123,7 +123,7 @@ def spd_running(
 
 
 def random_transformer(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """A `transformers` model of this shape, its weights drawn on the device."""
+    """Return a `transformers` model of this shape with random weights, drawn on the device."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     keys = {
@@ -139,7 +139,7 @@ def random_transformer(shape: Shape, device: str, dtype: torch.dtype) -> Any:
 
 
 def transformers_contender(model: Any, **options: Any) -> Generate:
-    """`generate` of a model as a contender."""
+    """Return a model's `generate` as a contender."""
     ids = torch.tensor([random_prompt(PROMPT, model.config.vocab_size, 0)], device=model.device)
 
     @torch.inference_mode()
@@ -158,7 +158,7 @@ def transformers_contender(model: Any, **options: Any) -> Generate:
 
 
 def assisted_contender(model: Any, assistant: Any) -> Generate:
-    """Assisted generation in which every draft is accepted, since both models are made to say one token.
+    """Return assisted generation in which every draft is accepted: both models always give one token.
 
     Its acceptance cannot be imposed otherwise; compare it with spd at K + 1 tokens a round.
     """
@@ -180,18 +180,18 @@ def assisted_contender(model: Any, assistant: Any) -> Generate:
 
 
 def run_eager(
-    target: Shape = QWEN3_8B, draft: Shape = QWEN3_06B, device: str = "cuda", **rest: Any
+    target: Shape = QWEN3_8B, draft: Shape = QWEN3_06B, device: str = "cuda", **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Eager transformers against plain spd; assisted generation against spd, every draft accepted in both."""
+    """Compare eager transformers with plain spd, and assisted generation with spd, accepting every draft."""
     report: dict[str, Any] = {}
-    rest = {"device": device, **rest}
+    options = {"device": device, **options}
     model = random_transformer(target, device, torch.bfloat16)
-    with spd_running(target, **rest) as plain:
+    with spd_running(target, **options) as plain:
         contenders = {"transformers eager": transformers_contender(model), "spd plain": plain}
         for report["eager"] in interleave(contenders, EAGER_TURNS):
             yield report
     assistant = random_transformer(draft, device, torch.bfloat16)
-    with spd_running(target, draft, K + 1.0, **rest) as accepting:
+    with spd_running(target, draft, K + 1.0, **options) as accepting:
         contenders = {"transformers assisted": assisted_contender(model, assistant)}
         for report["assisted"] in interleave(
             {**contenders, "spd all accepted": accepting}, EAGER_TURNS
@@ -202,7 +202,7 @@ def run_eager(
 def loop_contender(
     shape: Shape, device: str = "cuda", compiled: bool = True, tuned: bool = False
 ) -> Generate:
-    """The compiled loop as a contender."""
+    """Return the compiled loop as a contender."""
     loop = CompiledLoop(shape, POSITIONS, device, torch.bfloat16, compiled, tuned)
     prompt = list(random_prompt(PROMPT, shape.vocab, 0))
 
@@ -213,7 +213,7 @@ def loop_contender(
 
 
 def static_contender(shape: Shape, device: str = "cuda") -> Generate:
-    """`transformers` with its static cache, whose decode step `generate` compiles by itself."""
+    """Return `transformers` with its static cache, whose decode step `generate` compiles."""
     torch.set_float32_matmul_precision("high")
     model = random_transformer(shape, device, torch.bfloat16)
     return transformers_contender(model, cache_implementation="static")
@@ -223,23 +223,23 @@ def run_compiled(
     builders: Mapping[str, Callable[[], Generate]],
     target: Shape = QWEN3_8B,
     draft: Shape = EAGLE_SIZE,
-    **rest: Any,
+    **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Each compiled peer, built when the one before is gone, against plain spd; the last one against drafts.
+    """Compare each compiled peer in turn with plain spd, and the last one with drafts, too.
 
     A peer that cannot be built or run is named with its error.
     """
     report: dict[str, Any] = {}
 
     def contest(
-        name: str, contenders: dict[str, Generate], **more: Any
+        name: str, contenders: dict[str, Generate], **extra: Any
     ) -> Iterator[dict[str, Any]]:
-        for found in interleave(contenders, TURNS):
-            report[name] = {**found, **more}
+        for result in interleave(contenders, TURNS):
+            report[name] = {**result, **extra}
             yield report
 
     peer = None
-    with spd_running(target, **rest) as plain:
+    with spd_running(target, **options) as plain:
         for name, build in builders.items():
             peer = None
             free_memory()
@@ -256,7 +256,7 @@ def run_compiled(
                 name, {name: peer, "spd plain": plain}, until_first_generation_ended_seconds=seconds
             )
     if peer is not None:
-        with spd_running(target, draft, REFERENCE_LENGTH, **rest) as drafting:
+        with spd_running(target, draft, REFERENCE_LENGTH, **options) as drafting:
             ours = {f"spd length {REFERENCE_LENGTH}": drafting}
             yield from contest(f"{name}, drafts", {name: peer, **ours})
 
@@ -267,7 +267,7 @@ STATIC = "transformers static compiled"
 
 
 def run_loop() -> Iterator[dict[str, Any]]:
-    """The loop as torch compiles it, then with the tuning that takes long, against spd."""
+    """Compare the loop as torch compiles it, then with the long tuning, with spd."""
     loops = {LOOP: False, TUNED_LOOP: True}
     yield from run_compiled(
         {name: partial(loop_contender, QWEN3_8B, tuned=tuned) for name, tuned in loops.items()}
@@ -275,7 +275,7 @@ def run_loop() -> Iterator[dict[str, Any]]:
 
 
 def run_static() -> Iterator[dict[str, Any]]:
-    """`transformers` compiled against spd."""
+    """Compare compiled `transformers` with spd."""
     yield from run_compiled({STATIC: partial(static_contender, QWEN3_8B)})
 
 

@@ -35,12 +35,12 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of queries, keys and values."""
+        """Return the channels of queries, keys and values."""
         return (2 * self.key_heads + self.heads) * self.size
 
     @property
     def state_bytes(self) -> int:
-        """Of one slot."""
+        """Return the bytes of one slot's states."""
         return self.heads * self.size * self.size * 4
 
 
@@ -48,7 +48,7 @@ SHAPES = (DeltaShape("Qwen3.5-27B", 48, 16), DeltaShape("Qwen3.5-35B-A3B", 32, 1
 
 
 def windows(bench: Bench, slots: int, k: int) -> Segments:
-    """A round's rows; half of the drafts of the round before were accepted, and are to be applied."""
+    """Return a round's rows; half of the drafts before them were accepted, and are to be applied."""
     fixed = [bench.integers(slots, fill=value) for value in (k + 1, START, START)]
     slot = torch.arange(slots, device=bench.timer.device)
     applied = bench.integers(slots, fill=START - 1 - k // 2)
@@ -56,13 +56,13 @@ def windows(bench: Bench, slots: int, k: int) -> Segments:
 
 
 def prompt(bench: Bench, rows: int) -> Segments:
-    """A whole chunk of a prompt, in the midst of it."""
+    """Return the rows of a full chunk in the middle of a prompt."""
     table = [bench.integers(1, fill=value) for value in (0, 0, rows, START, START + rows)]
     return Segments(torch.stack(table), bench.integers(1, fill=START))
 
 
 def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemory:
-    """Random states and rings, of gates between 0 and 1."""
+    """Return random states and rings, of gates between 0 and 1."""
 
     def drawn(*sizes: int) -> Tensor:
         return torch.randn(slots, *sizes, device=bench.timer.device)
@@ -74,7 +74,7 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
 
 
 def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, DeltaRule]:
-    """What the rule reads of rows: convolved channels, gates, and each head's two constants."""
+    """Return the rule's operands: convolved channels, gates, and each head's two constants."""
     device = bench.timer.device
     rate = torch.randn(shape.heads, device=device)
     bias = torch.randn(shape.heads, device=device)
@@ -85,26 +85,28 @@ def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor
 def delta_case(
     bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
 ) -> Rows:
-    """Rounds of k drafts a slot; the share counts states alone."""
-    found = Rows()
+    """Measure rounds of k drafts a slot; the share counts states alone."""
+    table_rows = Rows()
     nbytes = 2 * slots * shape.state_bytes
-    kept = [
+    memories = [
         memory(bench, shape, slots, 2 * (max(lengths) + 1))
         for _ in range(bench.timer.copies(nbytes))
     ]
     for k in lengths:
-        given = operands(bench, shape, slots * (k + 1))
+        arguments = operands(bench, shape, slots * (k + 1))
         rows = windows(bench, slots, k)
-        calls: list[Call] = [partial(bench.kernels.delta_rule, *given, one, rows) for one in kept]
-        found[f"k={k}"] = bench.row(calls, nbytes)
-    return found
+        calls: list[Call] = [
+            partial(bench.kernels.delta_rule, *arguments, copy, rows) for copy in memories
+        ]
+        table_rows[f"k={k}"] = bench.row(calls, nbytes)
+    return table_rows
 
 
 def conv_case(
     bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
 ) -> Rows:
-    """Convolutions of rounds of k drafts, and the norm of what the rule gives; torch's own convolution."""
-    found = Rows()
+    """Measure convolutions of rounds of k drafts and the gated norm, against torch's convolution."""
+    table_rows = Rows()
     device = bench.timer.device
     channels = shape.channels
     weight = torch.randn(TAPS, channels, device=device)
@@ -123,49 +125,49 @@ def conv_case(
             groups=channels,
         )
         call = partial(bench.kernels.short_conv, x[:, :channels], weight, None, ring, rows)
-        found[f"k={k}"] = bench.row([call], None, [rival])
+        table_rows[f"k={k}"] = bench.row([call], None, [rival])
         read = torch.randn(count, shape.heads, shape.size, device=device)
         norm = weight[0, : shape.size]
-        found[f"norm k={k}"] = bench.row(
+        table_rows[f"norm k={k}"] = bench.row(
             [partial(bench.kernels.gated_norm, read, x[:, channels:], norm, EPSILON)], None
         )
-    return found
+    return table_rows
 
 
 def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
-    """A chunk of a prompt; the second column is tokens a second of one layer, the rival is a step a token.
+    """Measure a prompt chunk; the second column is one layer's tokens a second, the rival a step a token.
 
     The convolution before it has the last row.
     """
-    given = operands(bench, shape, rows)
-    kept = memory(bench, shape, 1, SPARE)
+    arguments = operands(bench, shape, rows)
+    chunk_memory = memory(bench, shape, 1, SPARE)
     run = prompt(bench, rows)
-    steps = partial(bench.kernels.delta_rule, *given, memory(bench, shape, 1, 2 * rows), run)
+    steps = partial(bench.kernels.delta_rule, *arguments, memory(bench, shape, 1, 2 * rows), run)
     weight = torch.randn(TAPS, shape.channels, device=bench.timer.device)
     ring = bench.normal(1, TAPS - 1 + SPARE, shape.channels)
     convolve = partial(
         bench.kernels.short_conv, bench.normal(rows, shape.channels), weight, None, ring, run
     )
-    found = Rows()
+    table_rows = Rows()
     for name, call, rival in (
-        ("rule", partial(bench.kernels.delta_chunks, *given, kept, run), [steps]),
+        ("rule", partial(bench.kernels.delta_chunks, *arguments, chunk_memory, run), [steps]),
         ("convolution", convolve, None),
     ):
         us, _, other = bench.row([call], None, rival)
-        found[name] = [us, 1e6 * rows / us if us else None, other]
-    return found
+        table_rows[name] = [us, 1e6 * rows / us if us else None, other]
+    return table_rows
 
 
 def recurrent_cases() -> dict[str, Case]:
     """Every case by its name."""
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for shape in SHAPES:
         for slots in (1, 4, 16, 64):
-            found[f"delta_rule {shape.name} {slots} slots"] = partial(
+            cases[f"delta_rule {shape.name} {slots} slots"] = partial(
                 delta_case, shape=shape, slots=slots
             )
-            found[f"short_conv {shape.name} {slots} slots"] = partial(
+            cases[f"short_conv {shape.name} {slots} slots"] = partial(
                 conv_case, shape=shape, slots=slots
             )
-        found[f"delta_chunks {shape.name}"] = partial(chunks_case, shape=shape, rows=256)
-    return found
+        cases[f"delta_chunks {shape.name}"] = partial(chunks_case, shape=shape, rows=256)
+    return cases

@@ -19,7 +19,7 @@ Answer = dict[str, Any]
 
 
 def new_report() -> Answer:
-    """A report of no probe yet."""
+    """Return a report without probes."""
     return {
         "schema": "spd.benchmarks.gpu_suite/2",
         "machine": describe_machine(),
@@ -32,16 +32,16 @@ def new_report() -> Answer:
 
 
 def versions() -> dict[str, str]:
-    """Of what makes the kernels, where it is installed, without importing it."""
-    found = {}
+    """Return the versions of torch and triton, where installed, without importing them."""
+    installed = {}
     for name in ("torch", "triton"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def gpu_and_driver() -> str | None:
-    """Name of the first GPU and version of its driver, asked without taking any of its memory."""
+    """Return the first GPU's name and driver version, without using its memory."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -51,17 +51,17 @@ def gpu_and_driver() -> str | None:
 
 
 def digest_of_sources(root: Path = ROOT) -> str:
-    """A few digits that change with any source: a commit says nothing of a working tree that was changed."""
-    found = hashlib.sha256()
-    for room in ("spd", "benchmarks", "tests"):
-        for path in sorted((root / room).rglob("*")):
+    """Return digits that change with any source: a commit does not identify a changed working tree."""
+    digest = hashlib.sha256()
+    for folder in ("spd", "benchmarks", "tests"):
+        for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".py", ".c", ".h"):
-                found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def place_of(report: Answer, out: Path, keep: bool) -> Path:
-    """The file in `out` for a report, which takes over the probes of one of the same machine and sources.
+    """Return a report's file in `out`; add the probes of an earlier one of the same machine and sources.
 
     One of another machine or of other sources is replaced; with `keep` it is left alone, and the next
     name that is free, or whose report can be gone on with, is taken.
@@ -84,16 +84,16 @@ def _names(out: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Nothing of a file that is no report."""
+    """Read a report; empty if the file is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return report if isinstance(report, dict) else {}
 
 
 def answer_after(earlier: Answer | None, new: Answer) -> Answer:
-    """A probe's new answer; one that did not end well has beside it what was found before."""
+    """Return a probe's new answer; a failed one includes the earlier answer."""
     if earlier is None or new["status"] == "ok":
         return new
     best = earlier.get("earlier", earlier)
@@ -108,9 +108,9 @@ def write_json(path: Path, text: str) -> None:
 
 
 def report_text(report: Answer) -> str:
-    """The report as JSON, a line for each of its fields and each probe."""
+    """Return the report as JSON, a line for each of its fields and each probe."""
     probes = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["probes"].items()
+        f"  {json.dumps(name)}: {json.dumps(answer)}" for name, answer in report["probes"].items()
     )
     fields = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in report.items() if k != "probes"]
     return "{\n" + ",\n".join([*fields, f' "probes": {{\n{probes}\n }}']) + "\n}\n"

@@ -13,29 +13,32 @@ BOUNDLESS = 2**62
 
 
 def plan_anyway(config: EngineConfig) -> EnginePlan:
-    """The plan of an engine with every slot at full length, also where it has no room."""
+    """Return the plan of an engine with every slot at full length, even if it does not fit."""
     with mock.patch.object(machine, "free_memory", lambda device: BOUNDLESS):
         return make_plan(config)
 
 
 def needed_bytes(plan: EnginePlan) -> int:
-    """Bytes of all its parts."""
+    """Return the bytes of all its parts."""
     return plan.need.total
 
 
 def usable_bytes(config: EngineConfig, device: str) -> int:
-    """Bytes that engines like this one may take of what is free now."""
+    """Return the bytes that engines like this one may use of the free memory."""
     return int(machine.free_memory(device) * config.memory_fraction)
 
 
 def side_by_side(needs: Mapping[str, int], usable: int) -> list[tuple[str, ...]]:
-    """Which of several engines, by what each takes, are built together: groups that run one after another.
+    """Return groups of engines, by the bytes that each needs; a group is built together, one after another.
 
     All of them where they fit; else the first with each other one; else each by itself.
     """
-    first, *others = needs
-    ways: Sequence[list[tuple[str, ...]]] = ([tuple(needs)], [(first, other) for other in others])
+    first, *remaining = needs
+    ways: Sequence[list[tuple[str, ...]]] = (
+        [tuple(needs)],
+        [(first, other) for other in remaining],
+    )
     for groups in ways:
-        if all(sum(needs[one] for one in group) <= usable for group in groups):
+        if all(sum(needs[engine] for engine in group) <= usable for group in groups):
             return groups
-    return [(one,) for one in needs]
+    return [(engine,) for engine in needs]

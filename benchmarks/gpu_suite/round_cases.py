@@ -26,7 +26,7 @@ STEPS = {
 
 
 def one_slots_sampling(bench: Bench, vocab: int, steps: SamplingSteps) -> sampling.SamplingTensors:
-    """Parameters of one slot, and what it has seen and written."""
+    """Return one slot's sampling parameters and history."""
     device = bench.timer.device
 
     def number(value: float) -> torch.Tensor:
@@ -54,8 +54,8 @@ def one_slots_sampling(bench: Bench, vocab: int, steps: SamplingSteps) -> sampli
 
 
 def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
-    """One slot's rows by the separate sampler, and their laws, against the torch forms."""
-    found = Rows()
+    """Measure one slot's rows by the separate sampler, and their distributions, against torch."""
+    table_rows = Rows()
     device = bench.timer.device
     for count in rows:
         logits = 3 * torch.randn(1, count, vocab, device=device)
@@ -63,53 +63,58 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
         positions = (torch.arange(count, device=device) + 1000)[None]
         for name, steps in STEPS.items():
             tensors = one_slots_sampling(bench, vocab, steps)
-            given = (logits, draft, positions, tensors)
-            calls = [partial(bench.kernels.sample_rows, *given)]
-            found[f"{count} {name}"] = bench.row(
-                calls, logits.nbytes, [partial(sampling.sample_rows, *given)]
+            arguments = (logits, draft, positions, tensors)
+            calls = [partial(bench.kernels.sample_rows, *arguments)]
+            table_rows[f"{count} {name}"] = bench.row(
+                calls, logits.nbytes, [partial(sampling.sample_rows, *arguments)]
             )
             laws = (logits, draft, tensors)
-            found[f"{count} law {name}"] = bench.row(
+            table_rows[f"{count} law {name}"] = bench.row(
                 [partial(bench.kernels.row_distributions, *laws)],
                 logits.nbytes,
                 [partial(sampling.row_distributions, *laws)],
             )
-    return found
+    return table_rows
 
 
 def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
-    """The rules that test drafts, drawn from a law of their own or certain, against the torch forms."""
-    found = Rows()
+    """Measure the rules that test drafts, sampled or deterministic, against torch."""
+    table_rows = Rows()
     device = bench.timer.device
     target, drafter = (
         torch.randn(slots, rows, vocab, device=device).mul_(3).softmax(-1) for rows in (k + 1, k)
     )
     draft = torch.randint(vocab, (slots, k), device=device)
     positions = (torch.arange(k + 1, device=device) + 1000).expand(slots, k + 1).contiguous()
-    told = (draft, bench.integers(slots, fill=k), bench.integers(slots, fill=7), positions)
+    slot_arguments = (
+        draft,
+        bench.integers(slots, fill=k),
+        bench.integers(slots, fill=7),
+        positions,
+    )
     for name in ("rejection", "block"):
         for kind, laws in (("drawn", drafter), ("certain", None)):
-            given = (target, laws, *told, name == "block")
+            arguments = (target, laws, *slot_arguments, name == "block")
             ours, torchs = (
-                partial(form.verify_drafts, *given) for form in (bench.kernels, draft_verify)
+                partial(form.verify_drafts, *arguments) for form in (bench.kernels, draft_verify)
             )
-            found[f"{name} {kind}"] = bench.row([ours], None, [torchs])
-    return found
+            table_rows[f"{name} {kind}"] = bench.row([ours], None, [torchs])
+    return table_rows
 
 
 def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
-    """Gumbel noise by itself, as the fused draw has it inside, against its torch form."""
-    found = Rows()
+    """Measure Gumbel noise alone, as in the fused draw, against torch."""
+    table_rows = Rows()
     form = (
         philox
         if bench.kernels.name == "torch"
         else import_module("benchmarks.gpu_suite.noise_triton")
     )
     for count in rows:
-        given = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
-        rival: list[Call] = [partial(philox.gumbel, *given)]
-        found[str(count)] = bench.row([partial(form.gumbel, *given)], None, rival)
-    return found
+        arguments = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
+        rival: list[Call] = [partial(philox.gumbel, *arguments)]
+        table_rows[str(count)] = bench.row([partial(form.gumbel, *arguments)], None, rival)
+    return table_rows
 
 
 @dataclass
@@ -133,7 +138,7 @@ class Slots:
 
     @classmethod
     def build(cls, bench: Bench, slots: int, k: int, width: int, vocab: int) -> Slots:
-        """Running slots in the middle of their text."""
+        """Build running slots in the middle of their text."""
         device = bench.timer.device
         pages = width // PAGE
         return cls(
@@ -155,29 +160,29 @@ class Slots:
 
 
 def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows:
-    """The kernels around the two models: window, commit, clock, and a drafter's windows."""
+    """Measure the kernels around the two models: window, commit, clock, and a draft model's windows."""
     kernels = bench.kernels
     s = Slots.build(bench, slots, k, width, vocab)
-    places = Paging(PAGE, width, 0)
-    made = kernels.round_window(s, k, places, vocab)
+    paging = Paging(PAGE, width, 0)
+    window = kernels.round_window(s, k, paging, vocab)
     sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)
     finite = torch.ones_like(sampled, dtype=torch.bool)
     calls: dict[str, Call] = {
-        "round_window": partial(kernels.round_window, s, k, places, vocab),
+        "round_window": partial(kernels.round_window, s, k, paging, vocab),
         "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
-        "committed_window": partial(kernels.committed_window, s, 2, s.active, places, None),
-        "draft_step": partial(kernels.draft_step, s, sampled[:, :1], 0, max(1, k), places),
+        "committed_window": partial(kernels.committed_window, s, 2, s.active, paging, None),
+        "draft_step": partial(kernels.draft_step, s, sampled[:, :1], 0, max(1, k), paging),
         # Last, since every launch moves the lengths on; a row of `width` tokens has room for thousands.
-        "round_commit": partial(kernels.round_commit, s, made, sampled, finite),
+        "round_commit": partial(kernels.round_commit, s, window, sampled, finite),
     }
     return {name: bench.row([call], None) for name, call in calls.items()}
 
 
 def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: int) -> Rows:
-    """Prompt lookup over contexts of several lengths."""
-    found = Rows()
+    """Measure prompt lookup over contexts of several lengths."""
+    table_rows = Rows()
     for width in widths:
         s = Slots.build(bench, slots, k, width, vocab)
         call = partial(bench.kernels.ngram_lookup, s, k, 3, 8, width)
-        found[str(width)] = bench.row([call], slots * width // 2 * 8)
-    return found
+        table_rows[str(width)] = bench.row([call], slots * width // 2 * 8)
+    return table_rows

@@ -29,7 +29,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """A label for the report."""
+        """Return a label for the report."""
         graphs = {None: "", True: "_captured", False: "_eager"}[self.graphs]
         return (
             self.method
@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def counted_with(self) -> tuple[Any, ...]:
-        """Settings that must draft and accept the same share this."""
+        """Return a key shared by settings that must draft and accept the same."""
         return self.method, self.k, self.tokens
 
 

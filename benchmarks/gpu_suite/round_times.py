@@ -53,7 +53,7 @@ def synchronize() -> None:
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> tuple[int, ...]:
-    """Token ids without any meaning: with random weights there is none to have."""
+    """Return random token ids: with random weights text has no meaning."""
     generator = random.Random(seed)
     return tuple(generator.randrange(vocab) for _ in range(length))
 
@@ -143,7 +143,7 @@ def run_span(
 def start(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, warm: int
 ) -> int:
-    """Admit the prompts, step until all of them decode, then run `warm` rounds; returns the committed tokens.
+    """Admit the prompts, step until all decode, then run `warm` rounds; return the committed tokens.
 
     The rounds capture what they need. Prompts are written between rounds of those who came before, a few
     steps each: see `FILL`. Raises RuntimeError where one has ended before the last begins.
@@ -159,7 +159,7 @@ def start(
 
 
 def stop(engine: Engine, count: int) -> None:
-    """Abort the requests that `start` admitted, and let the rounds on their way run out."""
+    """Abort the requests that `start` admitted, and finish the rounds that were launched."""
     for index in range(count):
         engine.abort(f"request-{index}")
     while engine.has_work:
@@ -167,12 +167,12 @@ def stop(engine: Engine, count: int) -> None:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """[median, 90th percentile]."""
+    """Return [median, 90th percentile]."""
     return [median(values), percentile(values, 0.9)]
 
 
 def describe_span(span: Span, slots: int, lag: int) -> dict[str, Any]:
-    """Microseconds, each [median, 90th percentile] but for the wall clock's mean; tokens a slot and round.
+    """Return microseconds, [median, 90th percentile] or the wall clock's mean; tokens a slot and round.
 
     period: from a round's beginning to the next one's; idle: from a round's end to the next one's
     beginning; device: from beginning to end; verify ends at the commit, draft is what follows it.
@@ -185,17 +185,17 @@ def describe_span(span: Span, slots: int, lag: int) -> dict[str, Any]:
         "wall_us": 1e6 * span.seconds / span.rounds,
         "period_us": spread([1e-3 * (b.began - a.began) for a, b in pairs]),
         "idle_us": spread([1e-3 * (b.began - a.ended) for a, b in pairs]),
-        "device_us": spread([1e-3 * (one.ended - one.began) for one in steady]),
-        "verify_us": spread([1e-3 * (one.committed - one.began) for one in steady]),
-        "draft_us": spread([1e-3 * (one.ended - one.committed) for one in steady]),
-        "host_waits_us": mean(1e-3 * one.waited for one in steady),
-        "drafts_a_round": mean(one.k for one in steady),
+        "device_us": spread([1e-3 * (record.ended - record.began) for record in steady]),
+        "verify_us": spread([1e-3 * (record.committed - record.began) for record in steady]),
+        "draft_us": spread([1e-3 * (record.ended - record.committed) for record in steady]),
+        "host_waits_us": mean(1e-3 * record.waited for record in steady),
+        "drafts_a_round": mean(record.k for record in steady),
         "tokens_a_round": span.tokens / span.rounds / slots,
     }
 
 
 def count_syncs(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Synchronizing CUDA calls that torch sees in so many rounds, and the lines that made them.
+    """Count the synchronizing CUDA calls that torch sees in so many rounds, and list their lines.
 
     Reading a round that ran before is an event's wait, which is none of these.
     """
@@ -210,9 +210,9 @@ def count_syncs(engine: Engine, rounds: int) -> dict[str, Any]:
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("default")
     lines = Counter(
-        f"{one.filename.rpartition('/')[2]}:{one.lineno}"
-        for one in caught
-        if SYNC_WARNING in str(one.message)
+        f"{warning.filename.rpartition('/')[2]}:{warning.lineno}"
+        for warning in caught
+        if SYNC_WARNING in str(warning.message)
     )
     return {"rounds": rounds, "syncs": sum(lines.values()), "lines": dict(lines.most_common(3))}
 
@@ -228,7 +228,7 @@ class Load:
     params: SamplingParams = GREEDY
 
     def context(self, k: int) -> int:
-        """Positions that a slot can reach, with room for the window behind them."""
+        """Return the positions that a slot can reach, with space for the window after them."""
         return self.prompt + (self.warm + self.rounds + ceil(FILL * self.slots) + 8) * (k + 1) + 64
 
 
@@ -238,5 +238,5 @@ def measure_load(engine: Engine, recorder: Recorder, load: Load, vocab: int) -> 
     before = start(engine, prompts, load.params, load.warm)
     span = run_span(engine, recorder, rounds=load.rounds)
     stop(engine, load.slots)
-    found = describe_span(span, load.slots, engine.plan.lag)
-    return {**found, "context": round(load.prompt + (before + span.tokens / 2) / load.slots)}
+    result = describe_span(span, load.slots, engine.plan.lag)
+    return {**result, "context": round(load.prompt + (before + span.tokens / 2) / load.slots)}

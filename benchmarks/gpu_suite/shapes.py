@@ -29,7 +29,7 @@ class Shape:
     family: str = "qwen3"
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """The matrices [N, K] of one layer and the head as they are multiplied: fused where they share x."""
+        """Return the matrices [N, K] of one layer and the head, fused if they share x."""
         rotated = (self.heads + 2 * self.kv_heads) * self.head_dim
         return {
             "qkv": (rotated, self.hidden),
@@ -40,7 +40,7 @@ class Shape:
         }
 
     def parameters(self) -> int:
-        """All weights of a checkpoint, a tied head counted once."""
+        """Return the number of a checkpoint's weights, a tied head counted once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.family == "qwen3" else 0)
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * (self._layer_weights() + norms) + tables + self.hidden
@@ -49,23 +49,23 @@ class Shape:
         return sum(n * k for name, (n, k) in self.weights().items() if name != "head")
 
     def read_weights(self) -> int:
-        """Weights that one forward pass reads: every matrix once, the head, no embedding table."""
+        """Return the weights that a forward pass reads: every matrix once, the head, no embedding table."""
         return self.layers * self._layer_weights() + self.head_weights()
 
     def head_weights(self) -> int:
-        """Weights that a forward pass reads to make logits."""
+        """Return the weights that a forward pass reads for logits."""
         return self.vocab * self.hidden
 
     def once_a_round(self) -> int:
-        """Weights that a drafter reads once a round, however much it drafts."""
+        """Return the weights that a draft model reads once a round, for any k."""
         return 0
 
     def kv_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of keys and values for one position."""
+        """Return the bytes of keys and values for one position."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def config(self) -> dict[str, Any]:
-        """`config.json` as the published checkpoints of this family have it, with these sizes."""
+        """Return the `config.json` of this family's published checkpoints, with these sizes."""
         return {
             "architectures": ["Qwen3ForCausalLM" if self.family == "qwen3" else "LlamaForCausalLM"],
             "model_type": self.family,
@@ -91,21 +91,21 @@ class Eagle3Shape(Shape):
     draft_vocab: int = 32000
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """See `Shape`: the layer reads a token and a state side by side, the head knows some ids."""
-        found = super().weights()
-        pairs = (found["qkv"][0], 2 * self.hidden)
-        return {**found, "qkv": pairs, "head": (self.draft_vocab, self.hidden), "fuse": self.fused}
+        """Return `Shape.weights`: the layer reads a token and a state concatenated, the head has some ids."""
+        sizes = super().weights()
+        pairs = (sizes["qkv"][0], 2 * self.hidden)
+        return {**sizes, "qkv": pairs, "head": (self.draft_vocab, self.hidden), "fuse": self.fused}
 
     @property
     def fused(self) -> tuple[int, int]:
-        """The matrix [N, K] over the target's streams behind three layers."""
+        """Return the matrix [N, K] of the target's streams after three layers."""
         return self.hidden, 3 * self.hidden
 
     def _layer_weights(self) -> int:
         return sum(n * k for name, (n, k) in self.weights().items() if name not in ("head", "fuse"))
 
     def parameters(self) -> int:
-        """See `Shape`: of a head that shares its target's embeddings; four norms, and what names its ids."""
+        """Return `Shape.parameters` of a head with its target's embeddings, four norms, and a list of ids."""
         fuse = self.fused[0] * self.fused[1]
         return self._layer_weights() + fuse + self.head_weights() + 4 * self.hidden
 
@@ -114,11 +114,11 @@ class Eagle3Shape(Shape):
         return self.draft_vocab * self.hidden
 
     def once_a_round(self) -> int:
-        """See `Shape`: what makes states of the target's streams."""
+        """Return `Shape.once_a_round`: the matrix that combines the target's streams."""
         return self.fused[0] * self.fused[1]
 
     def config(self) -> dict[str, Any]:
-        """See `Shape`: the research layout."""
+        """Return `Shape.config` in the research layout."""
         return {
             **super().config(),
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -172,7 +172,7 @@ def write_folder(shape: Shape, parent: Path) -> Path:
 
 
 def shortened(shape: Shape, layers: int = 1) -> Shape:
-    """The same matrices in fewer layers: what compiles the same kernels in less time and memory."""
+    """Return the shape with fewer layers, which compiles the same kernels in less time and memory."""
     return replace(shape, name=f"{shape.name}-short", layers=min(layers, shape.layers))
 
 
@@ -181,7 +181,7 @@ Parts = dict[str, int]
 
 
 def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> Parts:
-    """Bytes that one forward pass of `rows` rows for each of the slots must read.
+    """Return the bytes that a forward pass of `rows` rows a slot must read, by part.
 
     contexts: positions each slot attends to. Weights once, every slot's keys and values once (its rows
     share one read), one embedding row a row. What is written is not counted, nor activations.
@@ -196,38 +196,41 @@ def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize
 
 
 def draft_parts(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> Parts:
-    """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
+    """Return the bytes that k drafting passes must read, by part; the first has two rows a slot."""
     passes = [
         forward_parts(shape, [c + i for c in contexts], 1 if i else 2, itemsize) for i in range(k)
     ]
-    found = {part: sum(one[part] for one in passes) for part in (passes[0] if passes else ())}
+    parts = {
+        part: sum(pass_parts[part] for pass_parts in passes)
+        for part in (passes[0] if passes else ())
+    }
     once = shape.once_a_round() * itemsize
-    return {**found, "target's streams": once} if once and passes else found
+    return {**parts, "target's streams": once} if once and passes else parts
 
 
 def round_parts(
     target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
 ) -> Parts:
-    """Bytes that one round must read: k + 1 rows a slot of the target, then k drafts; of each by part."""
-    found = {
+    """Return the bytes that a round must read, by part: k + 1 target rows a slot, then k drafts."""
+    parts = {
         f"target {part}": n for part, n in forward_parts(target, contexts, k + 1, itemsize).items()
     }
     drafts = {} if draft is None else draft_parts(draft, contexts, k, itemsize)
-    return {**found, **{f"draft {part}": n for part, n in drafts.items()}}
+    return {**parts, **{f"draft {part}": n for part, n in drafts.items()}}
 
 
 def forward_bytes(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> int:
-    """The sum of `forward_parts`."""
+    """Return the sum of `forward_parts`."""
     return sum(forward_parts(shape, contexts, rows, itemsize).values())
 
 
 def draft_bytes(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> int:
-    """The sum of `draft_parts`."""
+    """Return the sum of `draft_parts`."""
     return sum(draft_parts(shape, contexts, k, itemsize).values())
 
 
 def round_bytes(
     target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
 ) -> int:
-    """The sum of `round_parts`."""
+    """Return the sum of `round_parts`."""
     return sum(round_parts(target, draft, contexts, k, itemsize).values())

@@ -36,13 +36,19 @@ GROUP = 128
 
 
 def latent_case(
-    bench: Bench, heads: int, rank: int, turned: int, slots: int, context: int, rows: Sequence[int]
+    bench: Bench,
+    heads: int,
+    rank: int,
+    rope_dim: int,
+    slots: int,
+    context: int,
+    rows: Sequence[int],
 ) -> Rows:
-    """Decode windows over latents; shares count every slot's latents, and `partial_bytes`."""
+    """Measure decode windows over latents; shares count every slot's latents, and `partial_bytes`."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     device = bench.timer.device
-    size = rank + turned
+    size = rank + rope_dim
     pages = -(-context // PAGE)
     nbytes = slots * context * size * bench.dtype.itemsize
     pools = [bench.normal(slots * pages + 2, PAGE, size) for _ in range(bench.timer.copies(nbytes))]
@@ -64,12 +70,12 @@ def latent_case(
             bench.notes.append(
                 f"{partial_results / 1e6:.0f} MB of partial results of {width} rows counted, too"
             )
-        found[str(width)] = bench.row(calls, nbytes + partial_results)
-    return found
+        table_rows[str(width)] = bench.row(calls, nbytes + partial_results)
+    return table_rows
 
 
 def partial_bytes(rows: int, context: int, rank: int) -> int:
-    """Bytes of the chunks' float32 results, written and read again; 0 where the cache holds them.
+    """Return the bytes of the chunks' float32 results, written and read; 0 if the cache holds them.
 
     With 128 heads they are more than the latents themselves: 4 x 512 bytes for each head and 128 positions,
     against 2 x 576 a position. A share of the latents alone could not reach half of the read rate however
@@ -88,24 +94,27 @@ def experts_case(
     kind: str,
     rows: Sequence[int],
 ) -> Rows:
-    """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
+    """Measure a layer's routed experts; the share is of the read rate for the chosen experts."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     device = bench.timer.device
     gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
     down = _stacked(bench, kind, count, hidden, inner)
-    own = ExpertWeights(gate_up, down)
-    each = (_bytes(gate_up) + _bytes(down)) // count
+    expert_weights = ExpertWeights(gate_up, down)
+    expert_bytes = (_bytes(gate_up) + _bytes(down)) // count
     for number in rows:
         x = bench.normal(number, hidden)
         stream = bench.normal(number, hidden)
         ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()
         weights = torch.rand(number, per_token, device=device)
         touched = len(set(ids.flatten().tolist()))
-        turns = other_experts(ids, count, bench.timer.copies(touched * each))
-        calls = [partial(kernels.experts, x, one, weights, own, stream) for one in turns]
-        found[str(number)] = bench.row(calls, touched * each)
-    return found
+        turns = other_experts(ids, count, bench.timer.copies(touched * expert_bytes))
+        calls = [
+            partial(kernels.experts, x, expert_ids, weights, expert_weights, stream)
+            for expert_ids in turns
+        ]
+        table_rows[str(number)] = bench.row(calls, touched * expert_bytes)
+    return table_rows
 
 
 def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
@@ -115,14 +124,14 @@ def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
     pattern = ranks[ids] - 1
     touched = int(ranks[-1])
     labels = torch.randperm(count, device=ids.device)
-    most = max(1, min(turns, count // touched))
-    return [labels[pattern + turn * touched].contiguous() for turn in range(most)]
+    max_turns = max(1, min(turns, count // touched))
+    return [labels[pattern + turn * touched].contiguous() for turn in range(max_turns)]
 
 
 def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
-    """A product by eight-bit weights; in the rival's column the same product by wide ones."""
+    """Measure a product by eight-bit weights; the rival is the same product by 16-bit ones."""
     kernels = bench.kernels
-    found = Rows()
+    table_rows = Rows()
     copies = bench.timer.copies(n * k)
     wide = bench.normal(copies, n, k, scale=k**-0.5).unbind()
     narrow = [_few_bits(weight, kind) for weight in wide]
@@ -133,11 +142,11 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
         residual = bench.normal(count, n)
 
         def calls(weights: Sequence[AnyWeight], x: Tensor = x, r: Tensor = residual) -> list[Call]:
-            given = (None, product.workspace, None, r)
-            return [partial(kernels.linear, x, weight, *given) for weight in weights]
+            arguments = (None, product.workspace, None, r)
+            return [partial(kernels.linear, x, weight, *arguments) for weight in weights]
 
-        found[str(count)] = bench.row(calls(narrow), _bytes(narrow[0]), calls(wide))
-    return found
+        table_rows[str(count)] = bench.row(calls(narrow), _bytes(narrow[0]), calls(wide))
+    return table_rows
 
 
 def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
@@ -152,10 +161,10 @@ def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
 def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
-    made = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
-    first = made[0]
-    scales = torch.stack([each.scales for each in made])
-    codes = torch.stack([each.codes for each in made])
+    weights = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
+    first = weights[0]
+    scales = torch.stack([weight.scales for weight in weights])
+    codes = torch.stack([weight.codes for weight in weights])
     return replace(first, codes=codes, scales=scales, shape=torch.Size((count, n, k)))
 
 
@@ -172,25 +181,25 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def sparse_cases() -> dict[str, Case]:
-    """Every case by its name: latent attention, experts at few and more rows, products above 32 MB."""
-    found: dict[str, Case] = {}
+    """Return every case by its name: latent attention, experts, and products above 32 MB."""
+    cases: dict[str, Case] = {}
     for name, heads in (("V3", 128), ("V2-Lite", 16)):
         for slots in (1, 16):
             for context in (4096, 32768):
-                found[f"mla {name} {slots} slots {context}"] = partial(
+                cases[f"mla {name} {slots} slots {context}"] = partial(
                     latent_case,
                     heads=heads,
                     rank=512,
-                    turned=64,
+                    rope_dim=64,
                     slots=slots,
                     context=context,
                     rows=(1, 4),
                 )
     for name, sizes in SIZES.items():
-        found[f"experts {name}"] = partial(experts_case, kind="wide", rows=(1, 8, 16, 64), **sizes)
+        cases[f"experts {name}"] = partial(experts_case, kind="wide", rows=(1, 8, 16, 64), **sizes)
     v3: dict[str, Any] = {"count": 256, "per_token": 8, "hidden": 7168, "inner": 2048}
-    found["experts DeepSeek-V3 fp8"] = partial(experts_case, kind="fp8", rows=(1, 8, 16), **v3)
+    cases["experts DeepSeek-V3 fp8"] = partial(experts_case, kind="fp8", rows=(1, 8, 16), **v3)
     for kind in ("int8", "fp8", "int4"):
         for n, k in ((4096, 12288), (24576, 4096), (7168, 18432)):
-            found[f"{kind} {n}x{k}"] = partial(eight_bit_case, kind=kind, n=n, k=k, rows=(1, 4, 8))
-    return found
+            cases[f"{kind} {n}x{k}"] = partial(eight_bit_case, kind=kind, n=n, k=k, rows=(1, 4, 8))
+    return cases

@@ -64,20 +64,20 @@ class Published:
 
     @property
     def layers(self) -> int:
-        """Of the configuration, the MTP layers apart."""
+        """Return the configuration's layers without MTP layers."""
         return int(self.config["num_hidden_layers"])
 
     @property
     def fewest_layers(self) -> int:
-        """As many as it takes for one of each kind."""
+        """Return the layers that include one of each kind."""
         return int(self.config.get("first_k_dense_replace", 0)) + 1
 
     def shortened(self, layers: int) -> Published:
-        """The same in fewer layers."""
+        """Return the model with fewer layers."""
         return replace(self, config={**self.config, "num_hidden_layers": layers})
 
     def family(self) -> str:
-        """The name of the MTP layout."""
+        """Return the name of the MTP layout."""
         return {"MiMoForCausalLM": "mimo"}.get(self.config["architectures"][0], "deepseek")
 
 
@@ -234,7 +234,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
     code = CODES[config.dtype]
     layouts = [family_layout(config)]
     if model.modules:
-        family = next(each for each in FAMILIES if each.name == model.family())
+        family = next(candidate for candidate in FAMILIES if candidate.name == model.family())
         head = MtpLayout(family, model.modules, config.num_layers)
         source = MtpSource(ModelFolder(folder), head, config)
         layouts += [part.layout for part in module_parts(source, model.modules, None)]
@@ -259,7 +259,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
 
 
 def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    """A safetensors file of a header and nothing behind it."""
+    """Write a safetensors file with a header and a hole."""
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
     offset = 0
     header = {}
@@ -281,10 +281,10 @@ def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) ->
 
 
 def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
-    """Experts of a layer that the rows of one verification go to, on average. Asks the host: not timed."""
+    """Return the mean number of a layer's experts in one verification. Synchronizes: not timed."""
     counts: list[int] = []
     rows = engine.plan.shape.slots * (engine.plan.shape.draft_max + 1)
-    most = max(
+    max_experts = max(
         4 * rows, 16 if engine.plan.shape.kernels == "torch" else 0
     )  # torch's form fills rows up
     layers: Any = getattr(engine.round_queue.runner.model, "layers")  # noqa: B009
@@ -293,7 +293,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
 
         def noted(x: Any, tile: int, honest: Any = honest) -> Any:
             chosen = honest(x, tile)
-            if x.shape[0] <= most:
+            if x.shape[0] <= max_experts:
                 counts.append(int(chosen[0][:rows].unique().numel()))
             return chosen
 
@@ -303,7 +303,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
 
 
 def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, float]:
-    """Bytes that one round must read: the matrices once, `touched` experts a layer, the contexts, k drafts.
+    """Return the bytes that a round must read: matrices once, `touched` experts a layer, contexts, k drafts.
 
     A draft pass reads the module's own matrices, of experts those of one token, and the head.
     """
@@ -314,7 +314,7 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
     table = config.vocab_size * config.hidden_size
     weights = float(tensor_bytes(config, plan.shape.dtype, form)) - table * width
     for prefix, layer in (
-        (f"model.layers.{i}.", each) for i, each in enumerate(family_layout(config).layers)
+        (f"model.layers.{i}.", block) for i, block in enumerate(family_layout(config).layers)
     ):
         if isinstance(layer.mlp, MoeLayout):
             weights -= _unread(layer.mlp, prefix, form, plan.shape.dtype, touched)
@@ -329,10 +329,10 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
 
 
 def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
-    """Bytes of a layer's experts that no token goes to."""
-    found = layout.parameters()
+    """Return the bytes of a layer's experts that no token uses."""
+    sizes = layout.parameters()
     stored = sum(
-        form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down")
+        form.bytes_of(sizes[n], prefix, dtype) for n in ("experts_gate_up", "experts_down")
     )
     return float(stored * (1 - min(1.0, touched / layout.experts.num_experts)))
 
@@ -355,17 +355,22 @@ def _draft_bytes(engine: Engine, config: Any) -> float:
 
 
 def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> dict[str, Any]:
-    """Steady rounds of one engine, their floor and its share of the wall time."""
+    """Measure steady rounds of one engine, their floor and its share of the wall time."""
     vocab = engine.plan.model.config.vocab_size
-    found = measure_load(engine, Recorder.of(engine), load, vocab)
-    parts = floor_parts(engine, found["context"], touched)
+    result = measure_load(engine, Recorder.of(engine), load, vocab)
+    parts = floor_parts(engine, result["context"], touched)
     floor_us = 1e6 * sum(parts.values()) / rate
     stated = {"bytes": parts, "weights": engine.plan.weights, "touched_experts": touched}
-    return {**found, **stated, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
+    return {
+        **result,
+        **stated,
+        "floor_us": floor_us,
+        "share_of_floor": floor_us / result["wall_us"],
+    }
 
 
 def options_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
-    """An engine on random weights that drafts k tokens at imposed acceptance."""
+    """Return the options of an engine on random weights that drafts k tokens at imposed acceptance."""
     options: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
     options |= {"ctx": load.context(k), "spec": "off"}
     if k:
@@ -375,18 +380,18 @@ def options_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
 
 
 def lengths_of(model: Published) -> tuple[int, ...]:
-    """Every k that the model is measured at."""
+    """Return every k that the model is measured at."""
     return (0, *(LENGTHS if model.modules else ()))
 
 
-def shorten_to_fit(model: Published, parent: Path, load: Load, **rest: Any) -> Published:
-    """The model in as many layers as the free memory holds at every k, but no fewer than make sense."""
+def shorten_to_fit(model: Published, parent: Path, load: Load, **options: Any) -> Published:
+    """Return the model with the layers that memory holds at every k, at least `fewest_layers`."""
 
     def fits(layers: int) -> bool:
         if layers < model.fewest_layers:
             return True
         folder = write_hollow(model.shortened(layers), parent)
-        config = EngineConfig(**{**options_at(folder, load, max(lengths_of(model))), **rest})
+        config = EngineConfig(**{**options_at(folder, load, max(lengths_of(model))), **options})
         plan = plan_anyway(config)
         return needed_bytes(plan) <= usable_bytes(config, plan.device)
 
@@ -397,26 +402,28 @@ def run(
     models: Sequence[Published] = MODELS,
     load: Load = LOAD,
     read_rate: float | None = None,
-    **rest: Any,
+    **overrides: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Each model plain and, where it has MTP layers, drafting 1 and 3 tokens at imposed acceptance."""
+    """Measure each model plain and, with MTP layers, drafting 1 and 3 tokens at imposed acceptance."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
-    found: dict[str, Any] = {}
-    report: dict[str, Any] = {"read_bytes_per_second": rate, "models": found}
-    few = Load(load.slots, load.prompt, 2, 4, load.params)
+    results: dict[str, Any] = {}
+    report: dict[str, Any] = {"read_bytes_per_second": rate, "models": results}
+    short_load = Load(load.slots, load.prompt, 2, 4, load.params)
     with tempfile.TemporaryDirectory() as place:
         for model in models:
             free_memory()
-            chosen = shorten_to_fit(model, Path(place), load, **rest)
+            chosen = shorten_to_fit(model, Path(place), load, **overrides)
             folder = write_hollow(chosen, Path(place))
-            rows = found.setdefault(model.name, {})
+            rows = results.setdefault(model.name, {})
             for k in lengths_of(model):
-                options = {**options_at(folder, load, k), **rest}
+                options = {**options_at(folder, load, k), **overrides}
 
                 def rounds(options: dict[str, Any] = options) -> dict[str, Any]:
                     eager = EngineConfig(**{**options, "graphs": False})
                     vocab = ModelFolder(options["model"]).config.vocab_size
-                    touched = with_engine(eager, partial(touched_experts, load=few, vocab=vocab))
+                    touched = with_engine(
+                        eager, partial(touched_experts, load=short_load, vocab=vocab)
+                    )
                     free_memory()
                     work = partial(measure_model, load=load, rate=rate, touched=touched)
                     return with_engine(EngineConfig(**options), work)

@@ -84,27 +84,27 @@ class Outcome:
 
 
 def jobs_of(run: str, count: int) -> list[Job]:
-    """The requests of one run over the first `count` prompts."""
+    """Return the requests of one run over the first `count` prompts."""
     kinds = RUNS[run]
     return [Job(index, kinds[index % len(kinds)]) for index in range(count)]
 
 
 def limit_of(job: Job, tokens: int) -> int:
-    """Tokens that a request may have: ends that differ keep its neighbours changing."""
+    """Return a request's token limit: different ends change the batch."""
     return max(1, tokens - 3 * (job.prompt % 4))
 
 
 def build_engine(
-    folder: Path, draft: Path | None, device: str, setting: Setting, **rest: Any
+    folder: Path, draft: Path | None, device: str, setting: Setting, **options: Any
 ) -> Engine:
-    """An engine at the setting's fixed k."""
+    """Return an engine at the setting's fixed k."""
     speculation: dict[str, Any] = {"spec": setting.method}
     if setting.method != "off":
         speculation |= {"draft_max": setting.k, "adaptive": False}
     if setting.method == "draft":
         speculation["draft_model"] = draft
     fixed: dict[str, Any] = {"lag": setting.lag, "graphs": setting.graphs, "slots": setting.slots}
-    return Engine(EngineConfig(model=folder, device=device, **fixed, **speculation, **rest))
+    return Engine(EngineConfig(model=folder, device=device, **fixed, **speculation, **options))
 
 
 def generate(
@@ -119,14 +119,14 @@ def generate(
     texts: dict[str, list[int]] = {request.id: [] for request in requests.values()}
     for event in engine.stream(requests.values()):
         texts[event.request_id] += event.token_ids
-    found = {}
+    outcomes = {}
     for job, request in requests.items():
         m = engine.metrics(request.id)
         counts = (m.rounds, m.draft_n, m.draft_n_accepted_raw, tuple(m.accepted_per_position))
         latencies = m.time_per_output_token_ms, m.inter_token_latency_ms
         rejected = m.draft_n - m.draft_n_accepted_raw
-        found[job] = Outcome(tuple(texts[request.id]), counts, rejected, latencies)
-    return found
+        outcomes[job] = Outcome(tuple(texts[request.id]), counts, rejected, latencies)
+    return outcomes
 
 
 def differing_tokens(text: Sequence[int], other: Sequence[int]) -> int:
@@ -158,16 +158,16 @@ class Comparison:
         }
 
     def take_reference(self, setting: Setting) -> None:
-        """Generate every request that any run will ask for."""
-        wanted = {job: None for run in self.runs for job in jobs_of(run, len(self.prompts))}
+        """Generate every request of all runs."""
+        jobs = {job: None for run in self.runs for job in jobs_of(run, len(self.prompts))}
         engine = build_engine(self.folder, self.draft, self.device, setting, **self.config)
         try:
-            self.texts = generate(engine, list(wanted), self.prompts, self.tokens)
+            self.texts = generate(engine, list(jobs), self.prompts, self.tokens)
         finally:
             engine.close()
 
-    def hold(self, setting: Setting) -> dict[str, Any]:
-        """Generate every run in one setting and count what differs; adds to the report's sums."""
+    def measure(self, setting: Setting) -> dict[str, Any]:
+        """Generate every run in one setting and count differences; add them to the report's sums."""
         free_memory()
         engine = build_engine(self.folder, self.draft, self.device, setting, **self.config)
         row = {"tokens": 0, "differing_tokens": 0, "requests": 0, "other_counts": 0, "rejected": 0}
@@ -184,10 +184,10 @@ class Comparison:
                 seconds += time.perf_counter() - began
                 first = self.counts.setdefault((*setting.counted_with, run), outcomes)
                 for job, outcome in outcomes.items():
-                    wanted = self.texts[job].ids[: limit_of(job, tokens)]
+                    expected = self.texts[job].ids[: limit_of(job, tokens)]
                     row["tokens"] += len(outcome.ids)
                     row["requests"] += 1
-                    row["differing_tokens"] += differing_tokens(outcome.ids, wanted)
+                    row["differing_tokens"] += differing_tokens(outcome.ids, expected)
                     row["other_counts"] += job in first and first[job].counts != outcome.counts
                     row["rejected"] += outcome.rejected
                     rounds += outcome.counts[0]
@@ -201,8 +201,8 @@ class Comparison:
             **row,
             "tokens_per_second": row["tokens"] / seconds,
             "acceptance_length": row["tokens"] / rounds,
-            "tpot_ms": median(one for one, _ in latencies),
-            "itl_ms": median(one for _, one in latencies),
+            "tpot_ms": median(latency for latency, _ in latencies),
+            "itl_ms": median(latency for _, latency in latencies),
         }
 
 
@@ -218,12 +218,12 @@ def compare(
     runs: Sequence[str] = tuple(RUNS),
     **config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Hold every setting against the reference; yields the report after each. Speeds include admission."""
+    """Compare every setting with the reference; yield the report after each. Speeds include admission."""
     comparison = Comparison(folder, draft, prompts, tokens, device, runs, config)
     comparison.take_reference(reference)
     for setting in settings:
         try:
-            row = comparison.hold(setting)
+            row = comparison.measure(setting)
         except Exception as error:  # one setting's fault must not hide the others'
             row = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
         comparison.report["settings"][setting.name] = row
@@ -249,7 +249,7 @@ def assert_complete(settings: Mapping[str, Mapping[str, Any]], all_accepted: boo
 def complete(
     reports: Iterator[dict[str, Any]], all_accepted: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The same reports, and `assert_complete` behind the last."""
+    """Yield the reports, then `assert_complete` of the last."""
     report: dict[str, Any] = {"settings": {}}
     for report in reports:
         yield report
@@ -257,7 +257,7 @@ def complete(
 
 
 def demo_prompts() -> list[list[int]]:
-    """32 prompts of a few to several hundred tokens, two of them longer than a chunk of a prompt."""
+    """Return 32 prompts of a few to several hundred tokens, two of them longer than a prompt chunk."""
     tokenizer = Tokenizer.open(demo_folder())
     texts = [QUESTION.format(words.format(name)) for words in QUESTIONS for name in NAMES]
     texts += SNIPPETS + tuple(snippet * 2 for snippet in SNIPPETS[:2])
@@ -293,7 +293,7 @@ def run_self_draft(
     shape: Shape = QWEN3_8B,
     **config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The 8B shape as its own drafter: equal random weights, so none of its drafts may be rejected."""
+    """Compare on an 8B shape that drafts for itself: with equal weights no draft may be rejected."""
     with tempfile.TemporaryDirectory() as place:
         folder = write_folder(shape, Path(place))
         prompts = [random_prompt(40 + 20 * seed, shape.vocab, seed) for seed in range(16)]
@@ -314,5 +314,5 @@ def run_self_draft(
 
 
 def run_self_draft_long() -> Iterator[dict[str, Any]]:
-    """The same with more k, lags and tokens."""
+    """Run `run_self_draft` with more k, lags and tokens."""
     yield from run_self_draft(SELF_DRAFT_LONG, tokens=320)

@@ -14,12 +14,12 @@ REFERENCE_LENGTH = 3.08
 
 
 def mean_length(rate: float, k: int) -> float:
-    """Tokens a round commits on average when each of k drafts is accepted with probability `rate`."""
+    """Return a round's mean tokens when each of k drafts is accepted with probability `rate`."""
     return 1.0 + sum(rate**i for i in range(1, k + 1))
 
 
 def acceptance_rate(length: float, k: int) -> float:
-    """The probability at which a round of k drafts commits `length` tokens on average.
+    """Return the probability at which a round of k drafts commits `length` tokens on average.
 
     Raises ValueError where no probability does: length must lie in 1 to k + 1.
     """
@@ -34,7 +34,7 @@ def acceptance_rate(length: float, k: int) -> float:
 
 
 def reference_length(k: int) -> float:
-    """Tokens a round at k drafts, for the drafter that commits REFERENCE_LENGTH at REFERENCE_K."""
+    """Return tokens a round at k drafts, for a draft model with REFERENCE_LENGTH at REFERENCE_K."""
     return mean_length(acceptance_rate(REFERENCE_LENGTH, REFERENCE_K), k)
 
 

@@ -43,7 +43,7 @@ class Probe:
     name: str
     function: str
     seconds: float
-    usual: bool = True
+    is_default: bool = True
 
 
 HERE = "benchmarks.gpu_suite"
@@ -56,18 +56,18 @@ PROBES = (
     Probe("gpu_tests", f"{HERE}.lane:run", 90),
     Probe("plain", f"{HERE}.end_to_end:run_plain", 40),
     Probe("draft", f"{HERE}.end_to_end:run_draft", 60),
-    Probe("eagle3", f"{HERE}.end_to_end:run_eagle3", 60, usual=False),
-    Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, usual=False),
-    Probe("sparse_models", f"{HERE}.sparse_models:run", 240, usual=False),
+    Probe("eagle3", f"{HERE}.end_to_end:run_eagle3", 60, is_default=False),
+    Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, is_default=False),
+    Probe("sparse_models", f"{HERE}.sparse_models:run", 240, is_default=False),
     Probe("kernel_table", f"{HERE}.kernel_table:run", 25),
-    Probe("recurrent_table", f"{HERE}.kernel_table:run_recurrent", 25, usual=False),
+    Probe("recurrent_table", f"{HERE}.kernel_table:run_recurrent", 25, is_default=False),
     Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
     Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),
     Probe("batches", f"{HERE}.batches:run", 45),
-    Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, usual=False),
-    Probe("self_draft_long", f"{HERE}.spd_rounds:run_self_draft_long", 180, usual=False),
-    Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, usual=False),
-    Probe("token_tiles", f"{HERE}.kernel_table:run_token_tiles", 90, usual=False),
+    Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, is_default=False),
+    Probe("self_draft_long", f"{HERE}.spd_rounds:run_self_draft_long", 180, is_default=False),
+    Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, is_default=False),
+    Probe("token_tiles", f"{HERE}.kernel_table:run_token_tiles", 90, is_default=False),
 )
 
 
@@ -78,12 +78,12 @@ def load_function(reference: str) -> Callable[[], Answer | Iterator[Answer]]:
 
 
 def rounded(value: Any) -> Any:
-    """The same JSON value with every float to five digits, which is more than any of them means."""
+    """Return a JSON value with every float rounded to five digits, more than are significant."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
@@ -95,22 +95,22 @@ def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
     began = time.monotonic()
     answer: Answer = {}
 
-    def keep(found: Answer, whole: bool) -> None:
-        answer.update(result=rounded(found), whole=whole)
+    def store(result_so_far: Answer, is_complete: bool) -> None:
+        answer.update(result=rounded(result_so_far), whole=is_complete)
         write_json(result, json.dumps(answer))
 
     try:
-        found = load_function(function)()
-        if isinstance(found, dict):
-            keep(found, True)
+        returned = load_function(function)()
+        if isinstance(returned, dict):
+            store(returned, True)
         else:
             latest: Answer = {}
-            for latest in found:
-                keep(latest, False)
+            for latest in returned:
+                store(latest, False)
                 if time.monotonic() - began > seconds:
                     break
             else:
-                keep(latest, True)
+                store(latest, True)
     except Exception:
         answer["error"] = traceback.format_exc()
         write_json(result, json.dumps(answer))
@@ -118,13 +118,13 @@ def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
 
 
 def child_command(function: str, result: Path, seconds: float) -> list[str]:
-    """The command that runs one probe in another process."""
+    """Return the command that runs one probe in another process."""
     command = [sys.executable, "-m", HERE, "--child", function, "--child-result", str(result)]
     return [*command, "--child-seconds", str(seconds)]
 
 
 def environment() -> dict[str, str]:
-    """Of a child: this process's, with the checkout before what is installed."""
+    """Return a child's environment: this process's, with the checkout before installed packages."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -153,37 +153,43 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-        taken = {"seconds": round(time.monotonic() - began, 1)}
+        duration = {"seconds": round(time.monotonic() - began, 1)}
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         answer: Answer = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-        found = {"result": answer["result"]} if "result" in answer else {}
+        result_field = {"result": answer["result"]} if "result" in answer else {}
         if status is None:
-            return {"status": "timed out", **taken, "log": tail, **found}
+            return {"status": "timed out", **duration, "log": tail, **result_field}
         if "error" in answer:
             return {
                 "status": "failed",
-                **taken,
+                **duration,
                 "error": answer["error"].splitlines(),
                 "log": tail,
-                **found,
+                **result_field,
             }
-        if status != 0 or not found:
-            return {"status": "died", **taken, "exit_status": status, "log": tail, **found}
-        return {"status": "ok" if answer["whole"] else "cut short", **taken, **found}
+        if status != 0 or not result_field:
+            return {
+                "status": "died",
+                **duration,
+                "exit_status": status,
+                "log": tail,
+                **result_field,
+            }
+        return {"status": "ok" if answer["whole"] else "cut short", **duration, **result_field}
 
 
 def seconds_of(probes: Sequence[Probe], index: int, left: float, share: bool) -> float:
-    """What a probe may take of the seconds that are left; with `share` all that later ones do not need."""
-    own = probes[index].seconds
+    """Return a probe's time limit of the seconds left; with `share` all that later ones do not need."""
+    default_seconds = probes[index].seconds
     later = sum(probe.seconds for probe in probes[index + 1 :])
-    return min(left, max(own, left - later) if share else own)
+    return min(left, max(default_seconds, left - later) if share else default_seconds)
 
 
 def run_suite(
     out: Path,
     probes: Sequence[Probe],
     budget: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     share: bool = False,
     keep: bool = False,
@@ -196,15 +202,15 @@ def run_suite(
     began = time.monotonic()
     report = new_report()
     place = place_of(report, out, keep)
-    found = report["probes"]
-    say(f"report: {place}")
+    answers = report["probes"]
+    log(f"report: {place}")
     for index, probe in enumerate(probes):
         left = budget - (time.monotonic() - began)
         if left < min(20.0, probe.seconds):
             answer: Answer = {"status": "not run", "why": "the time budget was spent"}
         else:
             answer = run_probe(probe, seconds_of(probes, index, left, share))
-        found[probe.name] = answer_after(found.get(probe.name), answer)
+        answers[probe.name] = answer_after(answers.get(probe.name), answer)
         write_json(place, report_text(report))
-        say(f"{probe.name}: {answer['status']} ({answer.get('seconds', 0.0)} s)")
+        log(f"{probe.name}: {answer['status']} ({answer.get('seconds', 0.0)} s)")
     return report

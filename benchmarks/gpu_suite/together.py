@@ -14,26 +14,26 @@ PAUSE = 0.1
 
 
 def run_together(
-    commands: Mapping[str, Sequence[str]], most: int = 64
+    commands: Mapping[str, Sequence[str]], max_running: int = 64
 ) -> Iterator[tuple[str, int]]:
-    """Run them, `most` at a time; yields each one's name and exit status as it ends, and says nothing.
+    """Run commands, `max_running` at a time; yield each one's name and exit status as it ends.
 
     They are in this process's group, so that killing it kills them all. What still runs when the iterator is
     closed is killed, too.
     """
-    return (ended for ended in watch_together(commands, most) if ended is not None)
+    return (ended for ended in watch_together(commands, max_running) if ended is not None)
 
 
 def watch_together(
-    commands: Mapping[str, Sequence[str]], most: int = 64
+    commands: Mapping[str, Sequence[str]], max_running: int = 64
 ) -> Generator[tuple[str, int] | None, None, None]:
-    """The same, and None after every PAUSE, so that what they do meanwhile can be looked at."""
+    """Run as `run_together` does, and yield None after every PAUSE, so that the caller can look at logs."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and len(running) < max_running:
                 name, command = waiting.pop(0)
                 running[name] = subprocess.Popen(
                     command,

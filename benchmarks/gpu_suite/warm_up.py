@@ -50,7 +50,7 @@ TASKS = {
 
 
 def dry_run(name: str) -> dict[str, Any]:
-    """A few plain rounds of a shape, with every kind of sampling that is measured."""
+    """Run a few plain rounds of a shape, with every kind of sampling that is measured."""
     [shape] = [shape for shape in SHAPES if shape.name == name]
 
     def work(engine: Engine) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def dry_run(name: str) -> dict[str, Any]:
 
 
 def dry_speculation() -> dict[str, Any]:
-    """A few rounds at every k, and at every number of slots that is measured."""
-    most = max(LENGTHS_OF_K)
+    """Run a few rounds at every k, and at every number of slots that is measured."""
+    max_k = max(LENGTHS_OF_K)
 
     def work(engine: Engine) -> dict[str, Any]:
         slots = engine.plan.shape.slots
@@ -79,15 +79,17 @@ def dry_speculation() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as place:
         target = shortened(QWEN3_8B)
-        length = reference_length(most)
+        length = reference_length(max_k)
         for slots in sorted({case[0] for case in BATCH_CASES}):
-            config = config_of(Path(place), target, EAGLE_SIZE, most, length, ctx=1024, slots=slots)
+            config = config_of(
+                Path(place), target, EAGLE_SIZE, max_k, length, ctx=1024, slots=slots
+            )
             with_engine(config, work)
     return {}
 
 
 def dry_demo() -> dict[str, Any]:
-    """A few rounds of the demo with every drafter, alone and among others."""
+    """Run a few rounds of the demo with every draft method, alone and in a batch."""
     settings = [Setting(method, 7, slots=slots) for slots in (1, 16) for method in USUAL_K]
     reports = compare(
         demo_folder(), demo_draft_folder(), demo_prompts()[-3:], tokens=12, settings=settings
@@ -103,7 +105,7 @@ def run(tasks: dict[str, str] = TASKS, limit: float = LIMIT) -> Iterator[dict[st
     What still runs after `limit` seconds is killed: it compiles again where it is measured.
     """
     began = time.perf_counter()
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         results = {name: Path(place) / f"{index}.json" for index, name in enumerate(tasks)}
         commands = {
@@ -115,20 +117,20 @@ def run(tasks: dict[str, str] = TASKS, limit: float = LIMIT) -> Iterator[dict[st
                 seconds = round(time.perf_counter() - began, 1)
                 if ended is not None:
                     name, status = ended
-                    found[name] = {"seconds": seconds, **_errors(status, results[name])}
-                    yield found
+                    answers[name] = {"seconds": seconds, **_errors(status, results[name])}
+                    yield answers
                 elif seconds > limit:
                     break
     left = {
         name: {"seconds": limit, "error": "did not end in time"}
         for name in tasks
-        if name not in found
+        if name not in answers
     }
-    yield {**found, **left}
+    yield {**answers, **left}
 
 
 def _errors(status: int, result: Path) -> dict[str, Any]:
-    """What a task says went wrong; nothing where all is well."""
+    """Yield the errors of a task's answer."""
     answer = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     if "error" in answer:
         return {"error": answer["error"].splitlines()[-1]}

@@ -54,7 +54,7 @@ CASES: dict[str, kernels.Case] = {
     "round": partial(rounds.round_case, slots=2, k=4, width=512, vocab=100),
     "lookup": partial(rounds.lookup_case, slots=1, k=4, widths=(128,), vocab=100),
     "latent": partial(
-        sparse.latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)
+        sparse.latent_case, heads=2, rank=16, rope_dim=8, slots=2, context=128, rows=(1, 2)
     ),
     **{
         f"experts {kind}": partial(sparse.experts_case, kind=kind, **EXPERTS)

@@ -23,7 +23,7 @@ Work = list[tuple[tuple[int, ...], SamplingParams]]
 
 @contextmanager
 def gpu_engine(model: Path, **options: Any) -> Iterator[Engine]:
-    """An engine on the device, whose memory is given back."""
+    """Yield an engine on the device; free its memory afterwards."""
     engine = make_engine(
         model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **options}
     )
@@ -37,7 +37,7 @@ def gpu_engine(model: Path, **options: Any) -> Iterator[Engine]:
 
 
 def demo_prompts() -> list[tuple[int, ...]]:
-    """Beginnings of this file, of lengths around a tail, an attention block and a prompt chunk."""
+    """Return beginnings of this file, of lengths around a tail, an attention block and a prompt chunk."""
     ids = tuple(Tokenizer.open(demo_folder()).encode(TEXT))
     assert len(ids) > 700
     return [
@@ -47,7 +47,7 @@ def demo_prompts() -> list[tuple[int, ...]]:
 
 
 def every_kind(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int = 20) -> Work:
-    """A request of each kind over the prompts in turn; `stop` is a token that texts are likely to reach."""
+    """Return a request of each kind over the prompts in turn; `stop` is a token that texts likely reach."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8},
@@ -68,14 +68,14 @@ def every_kind(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int = 
 
 
 def run_work(engine: Engine, work: Work, lag: int | None = None) -> list[Run]:
-    """Every request to its end, with the host `lag` rounds behind."""
+    """Run every request to its end, with the host `lag` rounds behind."""
     if lag is not None:
         engine.plan = dataclasses.replace(engine.plan, lag=lag)
     return run_all(engine, [prompt for prompt, _ in work], [params for _, params in work])
 
 
 def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What speculation did to each request: must not depend on graphs, lag or neighbours."""
+    """Return each request's speculation counts, independent of graphs, lag and the batch."""
     return [
         {
             "drafts": run.drafts,
@@ -89,13 +89,13 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def write_hybrid(folder: Path, **overrides: Any) -> Path:
-    """A tiny model with recurrent layers."""
+    """Write a tiny model with recurrent layers."""
     sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16", **overrides}
     return write_tiny_hybrid(folder, agreeing=True, **sizes)
 
 
 def likely_stop(model: Path, prompt: tuple[int, ...], **options: Any) -> int:
-    """A token in the middle of the greedy text after a prompt."""
+    """Return a token in the middle of the greedy text after a prompt."""
     with gpu_engine(model, **options) as engine:
         return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[
             0

@@ -78,7 +78,7 @@ LONG = 60_000_000
 
 
 def late(values: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """The way to the device behind a long sleep."""
+    """Delay transfers to the device by a long sleep."""
     torch.cuda._sleep(LONG)
     return transfer.to_device(values, dtype, device)
 

@@ -45,12 +45,12 @@ class Model:
     plain: list[Run]
 
     def engine(self, method: str, k: int, **options: Any) -> AbstractContextManager[Engine]:
-        """One that speculates so, or not at all."""
+        """Return an engine with the method, or without speculation."""
         config_options = lane.method_options(method, k, self.draft)
         return lane.gpu_engine(self.folder, **self.options, **config_options, **options)
 
     def check(self, method: str, k: int, times: int = 1, **options: Any) -> list[Run]:
-        """Eager and captured runs, in step and behind, against the plain text and against each other.
+        """Compare eager and captured runs, at several lags, with the plain text and each other.
 
         Eager ones take many times as long, so alone they leave out the lag between.
         """
@@ -76,7 +76,7 @@ class Model:
 
 
 def make_model(name: str, place: Path) -> Model:
-    """The demo as it is stored, rounded to int8, or its twin in FP8 blocks; a tiny model of another kind."""
+    """Write the demo as it is stored, in int8 or in FP8 blocks, or a tiny model of another kind."""
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantize": "int8" if name == "int8" else "none",

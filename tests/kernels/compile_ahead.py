@@ -50,7 +50,7 @@ def pretend(arch: int) -> None:
 def compiled(
     launches: dict[str, Callable[[], Any]], without: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Every program that the cases launch, once, with its kernel and a name after kernel and case."""
+    """Yield every program that the cases launch, once, with its kernel and a name after kernel and case."""
     programs: list[tuple[Any, Any]] = []
     run = triton.JITFunction.run
 
@@ -72,7 +72,7 @@ def compiled(
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of local memory and stack, as the assembler counted them."""
+    """Return registers, and bytes of local memory and stack, as the assembler counted them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         tool = triton.knobs.nvidia.cuobjdump.path

@@ -20,26 +20,26 @@ from tests.kernels.forms import EVERY, HERE, Form, form_of, needs_compiled
     params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """Where Triton kernels run here."""
+    """Return the device that runs Triton kernels here."""
     return str(request.param)
 
 
 @pytest.fixture(params=["torch", "triton", pytest.param("native", marks=needs_compiled)])
 def op(request: pytest.FixtureRequest) -> Any:
-    """A form of the operations that a file's STEM names."""
+    """Return a form of the operations that a file's STEM names."""
     return form_of(request, request.param, request.module.STEM)
 
 
 @pytest.fixture
 def dtypes(device: str) -> tuple[torch.dtype, ...]:
-    """Types whose products can be trusted there; the interpreter gets bfloat16 ones wrong."""
+    """Return the types whose products are right there; the interpreter gets bfloat16 ones wrong."""
     both = (torch.float32, torch.float16)
     return both if device == "cpu" else (*both, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
 def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
-    """The C kernels of a set of instructions and a dtype, as `HERE` names them; kept by their source."""
+    """Return a loader of the C kernels by instructions and dtype, as `HERE` names them, cached by source."""
 
     @functools.cache
     def load(name: str) -> NativeKernels:
@@ -61,13 +61,13 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
 def native(
     request: pytest.FixtureRequest, native_with: Callable[[str], NativeKernels]
 ) -> NativeKernels:
-    """The kernels with each of the instructions that this processor has."""
+    """Return the kernels with each of the instructions that this processor has."""
     return native_with(request.param)
 
 
 @pytest.fixture(params=EVERY)
 def form(request: pytest.FixtureRequest, device: str, dtypes: tuple[torch.dtype, ...]) -> Form:
-    """One form of the operations; torch's and C's run on the CPU."""
+    """Return one form of the operations; torch's and C's run on the CPU."""
     if request.param == "torch":
         return Form("torch", load_kernels("torch"), "cpu", (torch.float32, torch.bfloat16))
     if request.param == "triton":
@@ -79,7 +79,7 @@ def form(request: pytest.FixtureRequest, device: str, dtypes: tuple[torch.dtype,
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling in blocks and chunks so small that a few hundred ids fill several."""
+    """Set sampling blocks and chunks so small that a few hundred ids fill several."""
     from spd.kernels.sampling import sampling_triton, truncation_triton
 
     monkeypatch.setattr(sampling_triton, "BLOCK", 64)
@@ -99,7 +99,7 @@ def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN (or a nonsense integer), so that an element that was not written is seen."""
+    """Fill new memory with NaN (or a nonsense integer), so that an unwritten element shows."""
     monkeypatch.setattr(torch, "empty", _poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poison(torch.Tensor.new_empty))

@@ -42,7 +42,7 @@ PAGE = 64
 def parametrize_forms(
     rows: Sequence[tuple[Any, ...]], default_rows: Sequence[int], *forms: Any
 ) -> list[Any]:
-    """(form, *row) of forms, all where none is given; of Triton's, the default lane has only `kept` rows.
+    """Return params (form, *row) of forms, or of all; the default lane has Triton's default_rows only.
 
     The interpreter is hundreds of times slower than the others.
     """
@@ -74,7 +74,7 @@ class Form:
         return self.name in HERE
 
     def types(self, turn: int) -> tuple[torch.dtype, ...]:
-        """All of them; one in its turn in the interpreter, which is slow."""
+        """Return all dtypes, or in the interpreter, which is slow, one by turns."""
         interpreted = self.name == "triton" and self.device == "cpu"
         return self.dtypes[turn % len(self.dtypes) :][:1] if interpreted else self.dtypes
 
@@ -90,7 +90,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def near(
     result: Tensor, expected: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None
 ) -> None:
-    """Error at most twice that of plain torch in the same type, and `slack` roundings of numbers of a size.
+    """Assert an error of at most twice plain torch's in the same type, plus `slack` roundings of a size.
 
     The size is 1 and that of the right ones where it is not given: plain torch may be luckily right.
     """
@@ -106,7 +106,7 @@ def near(
 
 
 def assert_rounded(result: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
-    """Within `slack` roundings of the value, or of the sums' own error where that is small."""
+    """Assert a result within `slack` roundings of the value, or of the sums' error where that is small."""
     assert result.isfinite().all()
     rounding = torch.finfo(result.dtype).eps / 2
     floor = min(floor, 1e-5) if result.dtype == torch.float32 else floor
@@ -118,7 +118,7 @@ ACTS = [SILU, GELU, RELU2, Activation("silu", 0.7), Activation("swiglu", 0.9, 1.
 
 
 def apply_activation(x: Tensor, act: Activation) -> Tensor:
-    """An activation of a first product's rows, by its definition in x's dtype."""
+    """Apply an activation to a first product's rows, by its definition in x's dtype."""
     if act.kind == "relu2":
         return x.clamp(min=0) ** 2
     gate, up = x.chunk(2, dim=-1)
@@ -135,7 +135,7 @@ def apply_activation(x: Tensor, act: Activation) -> Tensor:
 def random_rotations(
     count: int, size: int, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [count, size] of angles that have nothing in common."""
+    """Return cosines and signed sines [count, size] of random angles."""
     angles = torch.rand(count, size // 2, generator=torch.Generator().manual_seed(1)) * 6
     cos = angles.cos().repeat(1, 2)
     sin = torch.cat((-angles.sin(), angles.sin()), -1)
@@ -143,7 +143,7 @@ def random_rotations(
 
 
 def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
-    """The form `name` of what is below spd.kernels under a stem; C's library has all."""
+    """Return the form `name` of the module spd.kernels.STEM; C's library has all operations."""
     if name == "native":
         if request.getfixturevalue("device") != "cpu":
             pytest.skip("C kernels run on a CPU")
@@ -155,7 +155,7 @@ def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
 
 
 def round_state(**tensors: Tensor) -> Any:
-    """What a round keeps, with zeros for what its operation does not read, though C wants all."""
+    """Return a round's state, with zeros for tensors that the operation does not read, for C takes all."""
     flat = torch.zeros(1, 1, dtype=torch.int64)
     ring = torch.zeros(tensors.get("times", flat).shape[0], 1, 1, dtype=torch.int64)
     return SimpleNamespace(**{**dict.fromkeys(ROUND_FIELDS, flat), "ring": ring, **tensors})

@@ -51,7 +51,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False) -> AnyWeight:
-    """A weight [..., N, K] in eight bits of a kind, in codes with zeros, or in the dtype."""
+    """Return a weight [..., N, K] in eight bits of a kind, in codes with zeros, or in the dtype."""
     if kind is None:
         return of(dtype, *shape)
     *experts, n, k = shape
@@ -76,7 +76,7 @@ def dense(
     act: Activation = SILU,
     ops: Kernels = OPS,
 ) -> Launches:
-    """A layer's products; `sizes` are those of the stream, of qkv, of what comes out of attention, inside."""
+    """Return a layer's products; `sizes` are the stream's, qkv's, attention's and the MLP's."""
     hidden, qkv, out, inner = sizes
 
     def weight(n: int, k: int, normed: bool = False) -> AnyWeight:
@@ -106,7 +106,7 @@ def dense(
 
 
 def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> Launches:
-    """An 8B model's head: its logits, its draw, and the draw of a head that knows some ids only."""
+    """Return an 8B model's head: its logits, its draw, and the draw of a head with some ids only."""
     x = of(dtype, rows, 4096)
     table = of(dtype, VOCAB, 4096)
     slots = of(I64, rows)
@@ -119,7 +119,7 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
 
 
 def products() -> Launches:
-    """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
+    """Return products of an 8B and a 0.6B model, the 8B's also in eight bits, for 64 rows, and its head."""
     big = (4096, 6144, 4096, 12288)
     cases: Launches = {}
     for dtype in (BF16, F16):
@@ -145,7 +145,7 @@ def products() -> Launches:
 
 
 def attention() -> Launches:
-    """As an 8B model attends, layers that slide and cap as Gemma 2's, Gemma 4's, DeepSeek-V3's latents."""
+    """Return attention of an 8B model, of Gemma 2 and 4's layers, and of DeepSeek-V3's latents."""
     positions = of(I64, 16, 5)
     table = of(I64, 16, 64)
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
@@ -201,7 +201,7 @@ def attention() -> Launches:
 
 
 def experts() -> Launches:
-    """A layer of Qwen3-30B-A3B in bfloat16, one of DeepSeek-V3 in FP8, and experts of other activations."""
+    """Return layers of Qwen3-30B-A3B in bfloat16, of DeepSeek-V3 in FP8, and experts of other activations."""
 
     def layer(
         count: int,
@@ -245,7 +245,7 @@ def experts() -> Launches:
 
 
 def draws() -> Launches:
-    """Sampling and verification over an 8B vocabulary, with all steps and with as few as can be."""
+    """Return sampling and verification over an 8B vocabulary, with all steps and with the fewest."""
     case = random_case(2, 3, 64, 0, "cpu")
     wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
     other: dict[str, Any] = {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
@@ -281,10 +281,10 @@ def draws() -> Launches:
 
 
 def rounds() -> Launches:
-    """What stands around the forward passes: plain decoding, a usual and the widest window."""
+    """Return the kernels around forward passes: plain decoding, a common and the widest window."""
 
     def state(width: int = 4096) -> RoundState:
-        """Of four slots."""
+        """Return the state of four slots."""
         return RoundState(4, width - 32, 31, 64, "meta")
 
     slots = of(I64, 4)
@@ -328,7 +328,7 @@ def rounds() -> Launches:
 
 
 def recurrent() -> Launches:
-    """As Qwen3.5's 9B keeps states (32 value heads, 16 key heads of 128), and in odd sizes."""
+    """Return recurrent layers as in Qwen3.5 9B (32 value heads, 16 key heads of 128), and in odd sizes."""
     cases: Launches = {}
     rows = Segments(of(I64, 5, 4), of(I64, 16))
 
@@ -356,7 +356,7 @@ def recurrent() -> Launches:
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
     def scan(dtype: torch.dtype) -> None:
-        """As Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128 wide."""
+        """Launch the scan of Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128 wide."""
         read(of(F32, 20, 2 * 128 + 48 * 64), of(dtype, 20, 48), (48, 1, 128, 64), False)
         OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
 
@@ -368,5 +368,5 @@ def recurrent() -> Launches:
 
 
 def launches(capability: tuple[int, int]) -> Launches:
-    """Every case on a device of this capability."""
+    """Return every case on a device of this capability."""
     return products() | attention() | experts() | draws() | rounds() | recurrent()

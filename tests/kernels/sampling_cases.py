@@ -34,7 +34,7 @@ PLAIN = Steps(truncation=False, penalties=False, bias=False, min_length=False)
 
 
 def with_steps(tensors: SamplingTensors, steps: Steps, **overrides: Any) -> SamplingTensors:
-    """With what these steps need, and nothing else."""
+    """Return the tensors that these steps need, and no others."""
     is_needed = {"bias": steps.bias, "min_length": steps.min_length, "mask": steps.grammar}
     is_needed |= dict.fromkeys(("in_prompt", "generated"), steps.penalties)
     overrides |= {name: None for name, needed in is_needed.items() if not needed}
@@ -42,7 +42,7 @@ def with_steps(tensors: SamplingTensors, steps: Steps, **overrides: Any) -> Samp
 
 
 def map_tensors(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) -> SamplingTensors:
-    """All of them changed alike."""
+    """Return the parameters with `change` applied to each tensor."""
     changed: dict[str, Any] = {
         name: change(value) for name, value in vars(tensors).items() if isinstance(value, Tensor)
     }
@@ -64,7 +64,7 @@ class Case:
         return self.logits, self.draft, self.positions, self.with_steps(steps)
 
     def only(self, slots: list[int]) -> Case:
-        """Some slots in an order of their own."""
+        """Return the case of some slots, in another order."""
         tensors = map_tensors(self.tensors, lambda tensor: tensor[slots])
         rows = (self.logits[slots], self.draft[slots], self.positions[slots])
         return Case(*rows, tensors, self.usable_vocab)
@@ -73,7 +73,7 @@ class Case:
 def random_case(
     slots: int, k: int, vocab: int, seed: int, device: str, coarse: bool = False
 ) -> Case:
-    """Random logits, some of them -inf, on a grid with many ties if coarse; parameters of every kind."""
+    """Return random logits, some -inf, on a grid with many ties if coarse, and parameters of every kind."""
     g = torch.Generator().manual_seed(seed)
 
     def pick(*values: float) -> Tensor:
@@ -127,7 +127,7 @@ def random_case(
 
 
 def slot_count(form: Form, interpreted_count: int) -> int:
-    """How many slots: few where the interpreter takes its time."""
+    """Return the number of slots: few in the interpreter, which is slow."""
     return (
         10 * interpreted_count
         if form.name != "triton"
@@ -138,7 +138,7 @@ def slot_count(form: Form, interpreted_count: int) -> int:
 
 
 def assert_same_draws(form: Form, case: Case, steps: Steps) -> Tensor:
-    """A form's draw is the reference's tokens and flags, but where noise decides by a last bit."""
+    """Assert a form's tokens and flags equal the reference's, except where a last bit of noise decides."""
     sampled, finite = form.ops.sample_rows(*case.arguments(steps))
     expected, expected_finite = sampling.sample_rows(*case.arguments(steps))
     assert sampled.dtype == torch.int64 and finite.dtype == torch.bool

@@ -39,7 +39,7 @@ CODED = [
 def drawn(
     kind: str, width: int, depth: int, group: int, zeros: bool, wide: bool = True, count: int = 0
 ) -> GroupedWeight:
-    """A weight of every code, drawn from its sizes."""
+    """Return a random weight of any code, seeded by its sizes."""
     generator = torch.Generator().manual_seed(width * depth + group)
     rows = width * max(1, count)
     num_codes = 16 if kind in ("int4", "e2m1") else 256
@@ -58,7 +58,7 @@ def drawn(
 def make_weight(
     n: int, k: int, device: str, kind: str = "int8", columns: bool = False
 ) -> TiledWeight:
-    """A random weight in int8 whose scales differ much from row to row, or "kind group" of any codes."""
+    """Return a random int8 weight whose rows' scales differ much, or one of any codes by "kind group"."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
         weight = quantize_int8(
@@ -71,7 +71,7 @@ def make_weight(
 
 
 def exact(weight: AnyWeight) -> Tensor:
-    """The definition, value by value, in float64."""
+    """Return a weight's values by their definition, in float64."""
     if isinstance(weight, Tensor):
         return weight.double()
     if weight.group:
@@ -134,7 +134,7 @@ Keys = tuple[Tensor, Tensor, int, Tensor]
 def sample_operands(
     slots: int, window: int, device: str, dtype: torch.dtype, vocab: int = 77, k: int = 64
 ) -> tuple[Operands, Keys]:
-    """Windows of rows at positions beyond 32 bits; the first slot draws at temperature 0."""
+    """Return windows of rows at positions beyond 32 bits; the first slot draws at temperature 0."""
     seed = torch.arange(slots, device=device) * 7**20 - 2**62
     first = torch.arange(slots, device=device) * 2**31 + 5
     temperature = torch.linspace(0.0, 1.5, slots, device=device)

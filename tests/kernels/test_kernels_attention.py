@@ -73,7 +73,7 @@ class Cache:
         first_key: int = 0,
         sinks: bool = False,
     ) -> Cache:
-        """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
+        """Return the cache of a layer with a window, a cap or sinks; the plan is for plain layers, too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
         low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
         return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
@@ -86,7 +86,7 @@ class Cache:
         seed: int = 0,
         spare: int = 0,
     ) -> tuple[list[Tensor], Tensor]:
-        """Pools and a table for windows on the given slots.
+        """Return pools and a table for windows on the given slots.
 
         Pages that no slot has hold NaN; so does what lies beyond a window for Triton, which never reads it.
         """
@@ -109,7 +109,7 @@ class Cache:
         return pools, table
 
     def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
-        """One row's definition, query [H, D], in query's dtype."""
+        """Compute one row by definition, of query [H, D], in its dtype."""
         groups = self.heads.num_heads // self.heads.num_kv_heads
         heads = self.heads
         first = max(
@@ -181,7 +181,7 @@ def attend(
     slots: Any = None,
     **scattered: int,
 ) -> Tensor:
-    """The form's result for query [S, Q, H, D]; rows beyond a window are invalid and repeat its last."""
+    """Return the form's result for query [S, Q, H, D]; rows beyond a window are invalid."""
     slots = list(range(len(windows))) if slots is None else slots
     pools, table = cache.paged(form, windows, slots, **scattered)
     width = query.shape[1]
@@ -198,7 +198,7 @@ def attend(
 def prefill(
     form: Form, cache: Cache, start: int, query: Tensor, end: int | None = None, **scattered: Any
 ) -> Tensor:
-    """Rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are stored."""
+    """Return rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are stored."""
     end = start + len(query) if end is None else end
     pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
     positions = torch.arange(start, start + len(query), device=query.device)[None]
@@ -222,7 +222,7 @@ def attend_planned(form: Form, cache: Cache, rows: Windows, query: Tensor, pools
 def assert_right(
     form: Form, cache: Cache, result: Tensor, rows: Sequence[tuple[int, int, Tensor]]
 ) -> None:
-    """Rows found [N, H, D] against the definition of each (slot, position, query)."""
+    """Assert rows [N, H, D] near the definition of each (slot, position, query)."""
     assert result.isfinite().all() and result.dtype == cache.keys.dtype
     expected, plain = (
         torch.stack([cache.straight(slot, at, query.to(dtype)) for slot, at, query in rows])
@@ -258,7 +258,7 @@ def check_prompt(form: Form, cache: Cache, start: int, rows: int) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
+    """Set chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
     sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
     for name, value in {**sizes, "COMBINED_CHUNKS": (4, 4), "PLANNED_CHUNKS": 4}.items():
         monkeypatch.setattr(twin, name, value)

@@ -56,7 +56,7 @@ KNOWN_SPILLS = {
 def compile_all(
     arch: int, modules: list[str], cache: Path, without: str = NOTHING
 ) -> list[dict[str, Any]]:
-    """What the assembler says of each kernel, compiled by a process that has no interpreter."""
+    """Return the assembler's counts of each kernel, compiled by a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("compile_ahead.py")
@@ -72,7 +72,7 @@ def compile_all(
 
 
 def check(programs: list[dict[str, Any]], arch: int) -> None:
-    """No kernel of a round spills; whatever multiplies matrices does so on the units made for it."""
+    """Assert that no kernel of a round spills, and that products use the matrix units."""
     assert programs
     for kernel in programs:
         assert kernel["target"][0].startswith(f"sm_{arch}"), kernel

@@ -21,7 +21,7 @@ Arguments = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor, Tensor]
 def random_arguments(
     slots: int, k: int, vocab: int, seed: int, one_hot: bool, device: str
 ) -> Arguments:
-    """Drafters near the target, so that prefixes of every length pass."""
+    """Return distributions of drafts near the target's, so that prefixes of every length pass."""
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(slots, k + 1, vocab, generator=g)
     logits[torch.rand(logits.shape, generator=g) < 0.1] = -1e4  # probability 0
@@ -41,12 +41,12 @@ def random_arguments(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that the vocabularies fill several."""
+    """Set blocks so small that the vocabularies fill several."""
     monkeypatch.setattr(draft_verify_triton, "BLOCK", 256)
 
 
 def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What the kernels decide: as the reference but for a share of slots, where a last bit decides."""
+    """Return the kernels' decisions, checked against the reference except where a last bit decides."""
     target, laws, draft, num_drafts, seed, positions = arguments
     operands: Arguments = (target, laws, draft, num_drafts, seed, positions)
     result = draft_verify_triton.verify_drafts(*operands, rule == "block")

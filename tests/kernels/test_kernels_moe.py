@@ -60,7 +60,7 @@ def rule_of(values: tuple[Any, ...]) -> Any:
 
 
 def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[int], list[float]]:
-    """Experts and weights of one row, in plain Python."""
+    """Compute experts and weights of one row in plain Python."""
     values = logits.double()
     size = len(logits) // rule.groups
     scores = (values.sigmoid() if rule.sigmoid else values.softmax(0)).tolist()
@@ -142,7 +142,7 @@ def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(
 
 
 def prepared(form: Form, expert_weights: moe.ExpertWeights) -> moe.ExpertWeights:
-    """As the form keeps weights."""
+    """Convert weights to the form's layout."""
 
     def converted(weight: Any, gated: bool = False) -> Any:
         if form.native:
@@ -156,7 +156,7 @@ def prepared(form: Form, expert_weights: moe.ExpertWeights) -> moe.ExpertWeights
 
 
 def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> Any:
-    """Plain, in int8 by rows, or "kind group" of any codes."""
+    """Return matrices in the dtype, in int8 by rows, or of any codes by "kind group"."""
     wide = normal(count, n, k, seed=n + k) / k**0.5
     if kind == "plain":
         return wide.to(device, dtype)
@@ -184,7 +184,7 @@ def plain_matrices(matrices: moe.ExpertMatrices, dtype: torch.dtype) -> Tensor:
 def by_definition(
     x: Tensor, ids: Tensor, weights: Tensor, expert_weights: moe.ExpertWeights
 ) -> Tensor:
-    """In float64, one row and one expert after another."""
+    """Compute experts in float64, one row and one expert after another."""
     gate_up = expert_weights.gate_up
     down = expert_weights.down
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
@@ -204,7 +204,7 @@ def by_definition(
 
 
 def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, Tensor]:
-    """Ids and weights: more rows than a tile choose the first expert, and none the last of several."""
+    """Return ids and weights: more rows than a tile choose the first expert, none the last of several."""
     ids = normal(rows, max(per_token, count - 1), seed=3).argsort(-1)[:, :per_token].to(device)
     ids[:, 0] = torch.where(ids[:, 1:].eq(0).any(-1), ids[:, 0], 0)
     return ids.contiguous(), normal(rows, per_token, seed=4).abs().to(device)

@@ -38,7 +38,7 @@ CODES: list[tuple[Any, ...]] = [(*case, wide) for case in CODED for wide in (Tru
 def weight_of(
     native: NativeKernels, case: tuple[Any, ...], twice: bool = False
 ) -> Tensor | GroupedWeight:
-    """A weight (N, K), or in codes (kind, N, K, ...); or one of 2 N rows."""
+    """Return a weight (N, K), or in codes (kind, N, K, ...), or one of 2 N rows."""
     if isinstance(case[0], int):
         return noise(case[0] << twice, case[1], seed=twice).to(native.dtype)
     return drawn(case[0], case[1] << twice, *case[2:])
@@ -176,7 +176,7 @@ def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
-    """The compiler runs once for all; grows with each library that would have been compiled."""
+    """Return a list that grows with each compilation; the compiler runs once for all."""
     runs: list[int] = []
     monkeypatch.setattr(build, "UNCACHED_LIBRARIES", {})
 
@@ -189,7 +189,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
 
 
 def overwrite(place: Path) -> None:
-    """As a failing disk leaves it; loaded, it would end the program."""
+    """Overwrite a library as a failing disk would; loaded, it would end the program."""
     with place.open("rb+") as file:
         file.seek(8192)
         file.write(bytes(4096))

@@ -31,7 +31,7 @@ Found = tuple[list[int], int, int]
     params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"]
 )
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every form; Triton's kernels with one program a slot, with several, and as they are."""
+    """Return every form; Triton's kernels with one program a slot, with several, and as they are."""
     one_program = {"short": 1 << 30, "long": 8, "whole": None}
     name = "triton" if request.param in one_program else request.param
     module = form_of(request, name, "round.ngram_lookup")
@@ -56,7 +56,7 @@ def look_up(
     width: int = WIDTH,
     over: bool = False,
 ) -> list[Found]:
-    """What a batch gets in a state of one more slot; None is a silent slot whose row is full of matches.
+    """Return a batch's drafts, in a state of one more slot; None is an inactive slot full of matches.
 
     junk fills the rows after the texts; slack is how far the host's bound lies above the longest.
     """
@@ -93,7 +93,7 @@ def look_up(
 def expected(
     text: Sequence[int] | None, k: int, sizes: tuple[int, int], over: bool = False
 ) -> Found:
-    """By a plain search; silent slots keep their match, and `over` other drafts those without a match too."""
+    """Return drafts by a plain search; inactive slots keep their match, and drafts stay with `over`."""
     size = 0 if text is None else match_length(text, sizes[1])
     match = MATCH if text is None else size if size >= sizes[0] else 0
     if over and match <= 0:
@@ -103,7 +103,7 @@ def expected(
 
 
 def random_text(rng: random.Random, max_length: int = WIDTH - 20) -> list[int]:
-    """Tokens of a small alphabet, often with a piece of the past at the end."""
+    """Return tokens of a small alphabet, often with an earlier piece at the end."""
     text = [rng.randrange(rng.choice((1, 2, 3, 20))) for _ in range(rng.randint(1, max_length))]
     if rng.random() < 0.5:
         start = rng.randrange(len(text))

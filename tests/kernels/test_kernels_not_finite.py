@@ -27,7 +27,7 @@ KINDS["latent"] = (None, None)
 
 
 def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor]:
-    """The last rows, as a window and as a prompt, after all was stored, one key or value not finite."""
+    """Return the last rows, as a window and as a prompt, with one stored key or value not finite."""
     ops = form.ops
     device = form.device
     dtype = form.dtypes[0]

@@ -36,12 +36,12 @@ class Shape:
 
     @property
     def gates(self) -> int:
-        """Columns of raw gates: corrections and steps, or steps alone."""
+        """Return the columns of raw gates: corrections and steps, or steps alone."""
         return (1 + self.corrects) * self.heads
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
+        """Return the convolution's channels: queries, keys, values."""
         return 2 * self.key_heads * self.width + self.heads * self.size
 
 
@@ -88,17 +88,17 @@ class Layer:
         self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:
-        """A projection's rows [rows, channels + heads * size + gates]."""
+        """Return a projection's rows [rows, channels + heads * size + gates]."""
         width = self.shape.channels + self.shape.heads * self.shape.size + self.shape.gates
         drawn = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
         return drawn.to(self.device, self.dtype)
 
     def rows(self, *runs: tuple[int, int, int, int, int]) -> Segments:
-        """Segments of (slot, first, count, start, keep)."""
+        """Return segments of (slot, first, count, start, keep)."""
         return Segments(torch.tensor(runs, device=self.device).T.contiguous(), self.applied)
 
     def run(self, x: Tensor, *runs: tuple[int, int, int, int, int]) -> Tensor:
-        """The layer's output [T, heads * size] of rows x [T, ...] in (slot, first, count, start, keep)."""
+        """Return the output [T, heads * size] of rows x [T, ...] in (slot, first, count, start, keep)."""
         rows = self.rows(*runs)
         s = self.shape
         values = s.heads * s.size
@@ -117,7 +117,7 @@ ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """The outputs of rows fed one by one, each kept at once, and the states behind it."""
+    """Return the outputs of rows run one by one, each committed at once, and the states after each."""
     outputs = []
     states = []
     for t in range(len(x)):
@@ -127,7 +127,7 @@ def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]
 
 
 def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> None:
-    """Windows of 1 to 9 rows, some of which are rejected, against single steps."""
+    """Check windows of 1 to 9 rows, some of which are rejected, against single steps."""
     single, layer = (Layer(shape, form, dtype, 2) for _ in range(2))
     x = layer.inputs(length)
     expected, states = walked(single, x)
@@ -151,7 +151,7 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
 
 
 def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
-    """One pass: a prompt that is kept, another's window, a run without rows; rows between them are zeros."""
+    """Check one pass of a prompt, another slot's window, a run without rows; rows between them are zeros."""
     layer, single = (Layer(shape, form, dtype, 4, bias=True) for _ in range(2))
     first = layer.inputs(33, seed=1)
     second = layer.inputs(17, seed=2)
@@ -184,7 +184,7 @@ def test_passes_are_single_steps(form: Form, shape: Shape) -> None:
 
 
 def naive(x: Tensor, layer: Layer) -> Tensor:
-    """The published recurrence of a whole text at once, in float64."""
+    """Compute the published recurrence of a full text, in float64."""
     s = layer.shape
     x = x.double()
     before = torch.cat((x.new_zeros(s.taps - 1, s.channels), x[:, : s.channels]))
@@ -300,7 +300,7 @@ class Prompt:
         return cls(layer, mixed, gates)
 
     def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
-        """What rows from cut to cut read, and the state behind them, by calls of an operation in turn."""
+        """Return the results of rows from cut to cut, and the state after them, by several calls."""
         results = []
         layer = self.layer
         layer.applied[slot] = 0
@@ -313,7 +313,7 @@ class Prompt:
 
 
 def check_chunks(form: Form, shape: Shape, count: int, regime: str) -> None:
-    """Whole chunks first, against a step a token; the NaN that lies in the state at first is not read."""
+    """Check full chunks against a step a token; the NaN in the initial state is not read."""
     read, state = Prompt.of(shape, count, form, regime).run("delta_chunks", count // CHUNK * CHUNK)
     plain = replace(form, ops=load_kernels("torch"))
     expected, final = Prompt.of(shape, count, plain, regime).run("delta_rule")

@@ -48,7 +48,7 @@ class Inputs:
         return replace(self, wide=self.wide[rows], turning=turning)
 
     def run(self, form: Form | None) -> list[Tensor]:
-        """The query, and the pools' places [places, numbers]; by the definition without a form."""
+        """Return the query and the pools' entries [slots, numbers]; by definition if form is None."""
         width = self.size + self.rank if self.rank else self.size
         shape = (PAGES, PAGE, width) if self.rank else (PAGES, PAGE, self.kv_heads, self.size)
         pools = [self.wide.new_full(shape, UNTOUCHED) for _ in range(1 if self.rank else 2)]
@@ -60,7 +60,7 @@ class Inputs:
         return [query, *(pool.flatten(0, 1).flatten(1) for pool in pools)]
 
     def _split(self) -> tuple[Tensor, Tensor]:
-        """Queries [T, H, R] and latents [T, L + R], as a layer cuts them from wider rows."""
+        """Return queries [T, H, R] and latents [T, L + R], cut from wider rows as in a layer."""
         assert self.rank is not None and self.weight is not None
         query = self.wide[:, 3 : 3 + self.heads * (7 + self.size)].unflatten(1, (self.heads, -1))[
             ..., 7:
@@ -74,7 +74,7 @@ class Inputs:
         return form.ops.rotary_store(self.wide, self.turning, weight, EPSILON, pools, self.heads)
 
     def _define(self, pools: list[Tensor]) -> Tensor:
-        """Written out."""
+        """Compute the result by definition."""
         half = self.size // 2
         places = self.turning.kv_slots
 
@@ -110,7 +110,7 @@ def make(
     normed: bool = True,
     rank: int | None = None,
 ) -> Inputs:
-    """Float32 inputs for a form's device; heads: of queries, of keys."""
+    """Return float32 inputs for a form's device; heads: of queries, of keys."""
     cos, sin = random_rotations(TABLE, size, form.device, torch.float32)
     order = torch.Generator().manual_seed(rows)
     positions, slots = (torch.randperm(n, generator=order)[:rows] for n in (TABLE, PAGES * PAGE))

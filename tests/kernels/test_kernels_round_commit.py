@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 
 
 def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> State:
-    """Whole state tensors of SPARE more slots than are run; the tokens are few, so that drafts are right."""
+    """Return state tensors of SPARE more slots than are run; with few tokens, so that drafts match."""
     rng = random.Random(seed)
     rows = slots + SPARE
     max_k = k + 2

@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 
 def make_state(seed: int, slots: int, k: int, device: str) -> State:
-    """Tensors of more slots than are run, wider than they are read; every kind of slot among them."""
+    """Return tensors of more slots than are run, wider than is read, with every kind of slot."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows = slots + 2
@@ -51,7 +51,7 @@ def make_state(seed: int, slots: int, k: int, device: str) -> State:
 
 
 def first_slots(state: State, slots: int, k: int, **extra: torch.Tensor) -> Any:
-    """Views whose strides are not their widths."""
+    """Return views whose strides are not their widths."""
     widths = {"tokens": MAX_LEN + k + 1, "draft": max(1, k), "page_table": PAGES}
     return round_state(
         **{name: t[:slots][..., : widths.get(name)] for name, t in state.items()}, **extra
@@ -63,7 +63,7 @@ def lists_of(state: State) -> dict[str, Any]:
 
 
 def placed(table: list[int], positions: list[int], valid: list[bool]) -> list[int]:
-    """KV slots; a position beyond the table lies in its last page."""
+    """Return KV slots; a position beyond the table is in its last page."""
     pages = [table[min(p // PAGE, PAGES - 1)] for p in positions]
     return [
         page * PAGE + p % PAGE if fed else TRASH
@@ -72,7 +72,7 @@ def placed(table: list[int], positions: list[int], valid: list[bool]) -> list[in
 
 
 def expected_window(lists: dict[str, Any], s: int, k: int) -> tuple[Any, ...]:
-    """One slot's fields of a `RoundWindow`, one row after another."""
+    """Return one slot's fields of a `RoundWindow`, row by row."""
     draft = lists["draft"][s][:k]
     n = lists["length"][s]
     is_usable = [0 <= token < VOCAB for token in draft]
@@ -157,7 +157,7 @@ def test_the_device_timer_runs_in_nanoseconds() -> None:
 def expected_rows(
     lists: dict[str, Any], s: int, at: list[int], limit: int, first: int = 0
 ) -> tuple[list[int], list[bool], list[int]]:
-    """Positions, validity and KV slots of one slot's rows."""
+    """Return positions, validity and KV slots of one slot's rows."""
     valid = [lists["active"][s] and first <= p < lists["draft_limit"][s] and p >= 0 for p in at]
     clamped = [min(max(p, 0), limit - 1) for p in at]
     return clamped, valid, placed(lists["page_table"][s], clamped, valid)

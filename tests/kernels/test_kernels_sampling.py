@@ -158,7 +158,7 @@ def test_nothing_that_varies_chooses_the_program() -> None:
 
 
 def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
-    """Zeros and NaN in the same places, else equal to float32's accuracy."""
+    """Assert zeros and NaN in the same places, and other values equal to float32's accuracy."""
     logits, arguments = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
     result = form.ops.row_distributions(*arguments)
     expected = sampling.row_distributions(*arguments)

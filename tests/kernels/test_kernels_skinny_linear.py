@@ -82,7 +82,7 @@ CASES += [pytest.param(case, (SPLIT, None)[i % 2], slice(None)) for i, case in e
 
 
 def choice(config: LinearConfig) -> Callable[..., LinearConfig]:
-    """In place of the twin's own: one for every weight."""
+    """Return a function that gives every weight the same config."""
     return lambda weight, *_, pair=False, **__: (
         gate_up_config(config, weight.shape[0]) if pair else config
     )
@@ -238,7 +238,7 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
 
 
 def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
-    """Every operation as a function of x [T, K] and the residual [T, N], all of whose results are by row."""
+    """Return every operation as a function of x [T, K] and the residual [T, N], with results by row."""
     device = o.x.device
     workspace = LinearWorkspace(
         torch.full((1 << 18,), float("nan"), device=device),
@@ -485,7 +485,7 @@ def test_sample_is_the_full_samplers_draw(
 def drawn(
     x: Tensor, weight: Tensor, draw: Draw, head_ids: Tensor | None = None, id_step: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The head's tokens and flags, which are those that the full sampler gives by the head's own logits."""
+    """Return the head's tokens and flags, checked against the full sampler's by the head's logits."""
     with mock.patch.object(twin, "_config", choice(SMALL)):
         logits = twin.head_logits(x, weight)
     if head_ids is not None:

@@ -17,7 +17,7 @@ MASK = 0xFFFFFFFF
 
 
 def permuted(a: int, b: int, order: int) -> int:
-    """PTX's prmt: each of four bytes chosen from the eight of a and b."""
+    """Compute PTX's prmt: each of four bytes is one of the eight of a and b."""
     all_bytes = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     return int.from_bytes(bytes(all_bytes[order >> 4 * place & 7] for place in range(4)), "little")
 
@@ -27,7 +27,7 @@ def pair(word: int, dtype: torch.dtype) -> Tensor:
 
 
 def fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
-    """Two multiply-adds of a 16-bit type, which must be exact."""
+    """Compute two multiply-adds of a 16-bit type, which must be exact."""
     result = pair(a, dtype) * pair(b, dtype) + pair(c, dtype)
     rounded = result.to(dtype)
     assert torch.equal(rounded.double(), result), "rounded"
@@ -36,7 +36,7 @@ def fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
 
 
 def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[float]:
-    """The four numbers that PTX makes of four bytes."""
+    """Return the four numbers that PTX computes from four bytes."""
     registers: dict[str, int] = {"$2": codes, "$3": zeros}
     steps: dict[str, Any] = {
         "mov": lambda a: a,
