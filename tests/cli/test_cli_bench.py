@@ -90,7 +90,8 @@ def test_two_models_are_compared_in_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row names its model, each model has its best row, and the second is compared with the first."""
-    (comma := tmp_path / "a,b").mkdir()
+    comma = tmp_path / "a,b"
+    comma.mkdir()
     assert model_list(str(comma)) == [str(comma)] and model_list("a, b,a") == ["a", "b"]
     monkeypatch.setenv("COLUMNS", "120")
     samples = [
@@ -148,8 +149,22 @@ def test_a_terminal_gets_bars_for_each_workload(monkeypatch: pytest.MonkeyPatch)
 
 def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:
     ran = spd_run(
-        *("bench", "-m", "demo,demo-hybrid", "--spec", "mtp", "--category", "code", "--json"),
-        *("-n", 4, "-r", 1, "--temperature", 0, "--threads", 1),
+        "bench",
+        "-m",
+        "demo,demo-hybrid",
+        "--spec",
+        "mtp",
+        "--category",
+        "code",
+        "--json",
+        "-n",
+        4,
+        "-r",
+        1,
+        "--temperature",
+        0,
+        "--threads",
+        1,
     )
     assert ran.code == 0 and faults(ran.json, "bench") == []
     assert [row["model"] for row in ran.json["rows"]] == [*["demo"] * 2, *["demo-hybrid"] * 2]
@@ -249,7 +264,8 @@ def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Ca
     """
     target = write_model(tmp_path / "m")
     draft = write_model(tmp_path / "d", num_hidden_layers=1)
-    (prompts := tmp_path / "prompts.txt").write_text("first\nsecond\n")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("first\nsecond\n")
     arguments = (
         "verify",
         "-m",

@@ -199,7 +199,8 @@ def test_a_chat_on_a_terminal_renders_edits_and_interrupts(terminal, tmp_path) -
 
 def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     """A refused paste comes back folded below its error; an unmarked paste is one message."""
-    (long := tmp_path / "long.txt").write_text("x" * 60_000)
+    long = tmp_path / "long.txt"
+    long.write_text("x" * 60_000)
     chat = terminal("-f", str(long))
     chat.play("ctx 0/90,000")
     data = "\x1b[200~" + "\n".join(f"line {number}" for number in range(5000)) + "\x1b[201~"
@@ -282,7 +283,8 @@ def test_lines_typed_while_it_loads_are_read_one_by_one(terminal, tmp_path) -> N
 
 def test_a_refused_message_comes_back_with_lines_typed_after_it(terminal, tmp_path) -> None:
     """Commands that were typed after it run first."""
-    (long := tmp_path / "long.txt").write_text("x" * 90_000)
+    long = tmp_path / "long.txt"
+    long.write_text("x" * 90_000)
     chat = terminal("--no-stats", "-f", str(long), slow=2.0)
     chat.play("ctx 0/90,000", "</spec ngram 4\r", "loading ")
     chat.play("<Question\rMore of it\r/file none\r")
@@ -339,9 +341,8 @@ def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
     edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
     properties = {"type": "object", "properties": {"name": {"type": "string"}}}
     command = ["bash", "-c", 'echo ran; touch "$0"', "{name}"]
-    (file := tmp_path / "tools.json").write_text(
-        json.dumps([{"name": "make", "parameters": properties, "command": command}])
-    )
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([{"name": "make", "parameters": properties, "command": command}]))
     created_path = Path(f"{tmp_path}/made\x1b[2J\u202e")
     function_call = {"name": "make", "arguments": {"name": str(created_path)}}
     chat = terminal(

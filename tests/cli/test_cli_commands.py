@@ -62,14 +62,15 @@ def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch)
         Path(name).write_bytes(data)
     for name, replacement in {"MODEL": model.name, **PLACES}.items():
         row = row.replace(name, replacement)
-    status, arguments_of, expected_output = row.split(" | ")
-    arguments_of, has_stdin, stdin = arguments_of.partition(" <")
-    arguments_of, _, options = arguments_of.partition(" ~ ")
-    argv = shlex.split(arguments_of)
+    status, typed, expected_output = row.split(" | ")
+    typed, has_stdin, stdin = typed.partition(" <")
+    typed, _, options = typed.partition(" ~ ")
+    argv = shlex.split(typed)
     expected_texts = expected_output.split(" ; ")
     if options:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(model.parent))
-        (file := model.parent / "spd" / "config.toml").parent.mkdir()
+        file = model.parent / "spd" / "config.toml"
+        file.parent.mkdir()
         file.write_text(options + "\n")
         expected_texts.append(str(file))
         assert spd_run("generate", "--help").code == 0, "whatever the file says"
@@ -205,9 +206,9 @@ def test_what_is_unknown_says_what_is_near(spd_run) -> None:
 
 
 def test_only_what_is_near_is_suggested(spd_run) -> None:
-    for arguments_of, word in (("--bogus", "--verbose"), ("--stop", "--tp")):
-        ran = spd_run("inspect", arguments_of)
-        assert_refused(ran, 2, f"no such option: {arguments_of}", "fix: spd inspect --help")
+    for typed, word in (("--bogus", "--verbose"), ("--stop", "--tp")):
+        ran = spd_run("inspect", typed)
+        assert_refused(ran, 2, f"no such option: {typed}", "fix: spd inspect --help")
         assert "ossible" not in ran.err and word not in ran.err
     assert_refused(spd_run("chat", "--draft", "x"), 2, "(Possible options: --draft-max")
     assert_refused(spd_run("chat", "--temprature=1"), 2, "(Possible options: --temperature)")
@@ -246,7 +247,7 @@ def test_a_model_in_a_file_of_options_is_never_removed(write_config, spd_run) ->
 
 
 def test_a_value_is_never_taken_for_an_option() -> None:
-    for arguments_of, name, value in (
+    for typed, name, value in (
         ("generate -s --temp=3", "system", "--temp=3"),
         ("generate --stop --json", "stop", ("--json",)),
         ("generate -s --num-beams", "system", "--num-beams"),
@@ -260,7 +261,7 @@ def test_a_value_is_never_taken_for_an_option() -> None:
         ("serve --stop demo", "model_argument", "demo"),
         ("convert-mtp demo destination", "destination", "destination"),
     ):
-        assert parse_arguments(*arguments_of.split())[name] == value, arguments_of
+        assert parse_arguments(*typed.split())[name] == value, typed
 
 
 def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, script: Any) -> None:

@@ -224,7 +224,8 @@ def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, 
         assert len(script.engine._remaining_pieces) == left, (
             "decoding goes on after the first failed write"
         )
-    os.mkfifo(fifo := tmp_path / "fifo")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     script.on_step = lambda step: os.close(reader) if step == 1 else None
     ran = ask("-o", fifo)

@@ -315,7 +315,8 @@ def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines) -> 
 
 
 def test_a_second_writer_of_a_file_is_refused(answers: Lines, tmp_path: Path) -> None:
-    answers(make_prompts(2), "-o", out := tmp_path / "out.jsonl")
+    out = tmp_path / "out.jsonl"
+    answers(make_prompts(2), "-o", out)
     before = out.read_bytes()
     first = open_output(out, append=True)
     for flags in ((), ("--resume",)):

@@ -98,7 +98,8 @@ def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(
     terminal, monkeypatch
 ) -> None:
     load(terminal, Console(quiet=True), *STEPS)
-    load(file := io.StringIO(), Console(color=True), *STEPS)
+    file = io.StringIO()
+    load(file, Console(color=True), *STEPS)
     assert terminal.getvalue() == file.getvalue() == ""
     monkeypatch.setattr(terminal, "write", make_failing(OSError(5, "Input/output error")))
     load(terminal, Console(), *STEPS)
@@ -146,7 +147,8 @@ def test_a_load_of_seconds_names_what_spares_it(ask, script, monkeypatch) -> Non
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """Return a folder with only a config.json."""
-    (folder := tmp_path / "bare").mkdir()
+    folder = tmp_path / "bare"
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(conftest.CONFIG | {"eos_token_id": None}))
     return folder
 

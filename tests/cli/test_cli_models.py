@@ -193,7 +193,8 @@ def test_no_answer_leads_out_of_the_cache(
 
 
 def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, tmp_path) -> None:
-    (precious := tmp_path / "precious").write_text("all there is")
+    precious = tmp_path / "precious"
+    precious.write_text("all there is")
     link = snapshot(cache) / "config.json"
     link.parent.mkdir(parents=True)
     link.symlink_to(precious)
@@ -334,7 +335,8 @@ def test_rm_frees_and_touches_nothing_else(
     hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
 ) -> None:
     spd_run("pull", NAME)
-    (outside := tmp_path / "outside.bin").write_bytes(b"precious")
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(b"precious")
     (snapshot(cache) / "link").symlink_to(outside)
     (cache / "models--org--Other" / "snapshots").mkdir(parents=True)
     ran = spd_run("rm", NAME, stdin=b"y\n")

@@ -66,7 +66,8 @@ def test_a_bench_is_drawn(tmp_path: Path, matplotlib: None) -> None:
 def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..., Any]) -> None:
     trace = make_trace(3, 0.6, rounds=90)
     lines = [dataclasses.asdict(trace.header), *map(dataclasses.asdict, trace.rounds)]
-    (file := tmp_path / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = tmp_path / "trace"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ran = spd_run("explain", file, "--plot", tmp_path / "trace.svg")
     assert ran.code == 0 and "← best" in ran.text
     texts = texts_of(tmp_path / "trace.svg")

@@ -161,7 +161,8 @@ def test_the_head_is_cut_out_byte_for_byte(
 
 def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:
     """The other shards are missing: a head can be copied from its downloaded shards alone."""
-    tensors = write_deepseek(sharded := tmp_path / "sharded", shards=6)
+    sharded = tmp_path / "sharded"
+    tensors = write_deepseek(sharded, shards=6)
     for number in range(1, 5):
         (sharded / f"model-{number:05}-of-00006.safetensors").unlink()
     ran = spd_run("convert-mtp", sharded, tmp_path / "head")

@@ -145,7 +145,8 @@ QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a target of two layers and a head that often agrees with it."""
-    target = (folder := tmp_path_factory.mktemp("pair")) / "target"
+    folder = tmp_path_factory.mktemp("pair")
+    target = folder / "target"
     head = write_tiny_pair(
         target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2}
     )

@@ -351,8 +351,10 @@ def test_a_line_that_ended_early_is_an_error(spd_run, thinker) -> None:
 
 
 def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
-    (schema := tmp_path / "schema.json").write_text(SCHEMA)
-    (lark := tmp_path / "grammar.lark").write_text('start: "on" | "off"\n')
+    schema = tmp_path / "schema.json"
+    schema.write_text(SCHEMA)
+    lark = tmp_path / "grammar.lark"
+    lark.write_text('start: "on" | "off"\n')
     for flags, pattern in (
         (["--grammar", "/[x-z]{3,5}/"], "[x-z]{3,5}"),
         (["--schema", schema], r'\s*\{\s*"a"\s*:\s*(1|22)\s*\}\s*'),

@@ -33,9 +33,8 @@ SHOW["command"] = ["head", "-n{n}", "{path}", "{x y}"]
 def read_tools_file(model: Path, loaded: Any) -> ChatTools:
     """Return the tools of a file for a model that supports tools."""
     edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
-    (file := model / "tools.json").write_text(
-        loaded if isinstance(loaded, str) else json.dumps(loaded)
-    )
+    file = model / "tools.json"
+    file.write_text(loaded if isinstance(loaded, str) else json.dumps(loaded))
     return ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
 
 
@@ -46,7 +45,8 @@ def make_call(name: str, **arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("mark", "notes"), [("<tool_call>", []), ("<call>", [UNKNOWN_FORM])])
 def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, notes: list) -> None:
-    (file := model / "tools.json").write_text(json.dumps([SHOW]))
+    file = model / "tools.json"
+    file.write_text(json.dumps([SHOW]))
     edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE.replace("<tool_call>", mark))
     assert (
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model))).notes == notes
@@ -78,7 +78,8 @@ def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, expect
 def test_a_model_without_tools_and_a_pipe_are_refused(
     model: Path, spd_run: Callable, script: Any
 ) -> None:
-    (file := model / "tools.json").write_text(json.dumps([SHOW]))
+    file = model / "tools.json"
+    file.write_text(json.dumps([SHOW]))
     with pytest.raises(IncompatibleError, match="no place for tools"):
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.from_path(model)))
     ran = spd_run("chat", model, "--tools", file, stdin=b"Hi\n")

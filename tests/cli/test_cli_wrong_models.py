@@ -80,7 +80,8 @@ def wrong_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def cached(name: str) -> str:
-        (refs := tmp_path / f"hub/models--org--{name}/refs").mkdir(parents=True)
+        refs = tmp_path / f"hub/models--org--{name}/refs"
+        refs.mkdir(parents=True)
         (refs / "main").write_text("a" * 40)
         return f"hub/models--org--{name}/snapshots/{'a' * 40}"
 
