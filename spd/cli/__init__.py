@@ -1,1 +1,1 @@
-"""The command line: words in, text out. The only room that prints, exits or reads argv."""
+"""The command line: arguments in, text out. The only room that prints, exits or reads argv."""

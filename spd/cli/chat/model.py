@@ -73,7 +73,7 @@ class ChatModel:
         return self.settings.vocabulary.need_tokenizer().fingerprint
 
     def update_options(self, options: ChatOptions) -> None:
-        """Set options that differ in none of the engine's.
+        """Set options that need no other engine, such as sampling.
 
         Raises UsageError, and changes nothing then.
         """
