@@ -52,12 +52,12 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
 def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
-    ended = make_sample(
+    ended_sample = make_sample(
         1, 0, 0.0, work=Workload(category="code", temperature=0.8), tokens_after_first=0
     )
     plan = {"model": "/m", "dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
-    rows = make_rows([*samples, ended], [PLAIN, DRAFT], ["demo"] * 2)
-    sample_fields = [asdict(sample) for sample in (*samples, ended)]
+    rows = make_rows([*samples, ended_sample], [PLAIN, DRAFT], ["demo"] * 2)
+    sample_fields = [asdict(sample) for sample in (*samples, ended_sample)]
     result = make_bench_result("demo", rows, [plan], sample_fields, compared_tokens=11)
     header = "category T method tok/s ± ×plain ± len acc TTFT TPOT"
     for columns, wide_columns in (("80", ""), ("100", "ITL by position")):
@@ -79,9 +79,11 @@ def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.Mon
             "half_width": 0.85,
         }
         text = "\n".join(bench_text(result))
-        way = f"draft k=2 (code, T 0), {median:.2f} × plain, {verdict}\n"
-        slow = f"best              plain decoding: no drafter is faster; {way}"
-        assert (f"best              {way}" if median > 1.1 else slow) in text and ">99%" not in text
+        summary = f"draft k=2 (code, T 0), {median:.2f} × plain, {verdict}\n"
+        slow = f"best              plain decoding: no drafter is faster; {summary}"
+        assert (
+            f"best              {summary}" if median > 1.1 else slow
+        ) in text and ">99%" not in text
     rows[1]["speed_up"]["half_width"] = 70.0
     assert ">99%" in "\n".join(bench_text(result))
 
@@ -232,21 +234,23 @@ def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     assert len(changes) == len(result["rows"]) > 0 and "samples" not in result
 
 
-LACKING = [
+MISSING_KEYS = [
     ["rows"],
     ["settings"],
     ["model"],
     ["rows", 1, "method"],
     ["rows", 0, "tokens_per_second"],
 ]
-ODD: tuple[Any, ...] = (
+INVALID_VALUES: tuple[Any, ...] = (
     (("rows", 0, "temperature"), "hot"),
     (("rows",), ["a"]),
     (("settings",), []),
 )
 
 
-@pytest.mark.parametrize(("removed", "value"), [*((keys, None) for keys in LACKING), *ODD])
+@pytest.mark.parametrize(
+    ("removed", "value"), [*((keys, None) for keys in MISSING_KEYS), *INVALID_VALUES]
+)
 def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -> None:
     assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
     path = write_result(tmp_path / "a.json", *removed, value=value)
@@ -339,8 +343,8 @@ def test_settings_replace_fields_of_the_configuration(tmp_path: Path) -> None:
     assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
     assert apply_settings(config, "lag=auto").lag is None
     for pair in ("spec=draft,ngram", "spec=draft, ngram", "spec=draft+ngram"):
-        both = apply_settings(config, f"{pair},lag=1")
-        assert (both.spec, both.draft_model, both.lag) == ("draft+ngram", tmp_path, 1)
+        combined = apply_settings(config, f"{pair},lag=1")
+        assert (combined.spec, combined.draft_model, combined.lag) == ("draft+ngram", tmp_path, 1)
 
 
 QUICK = ("--threads", 1, "--ctx", 256, "-n", 40, "--temperature", 0)

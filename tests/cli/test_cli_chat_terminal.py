@@ -25,7 +25,7 @@ from tests.cli.conftest import ROOT, edit_json, make_program, read_saved_chat
 from tests.server.conftest import TEMPLATE
 
 PIECES = ("Hello", " wörld", "!")
-BOUND = 60.0
+TIMEOUT_SECONDS = 60.0
 """Seconds without output after which a terminal counts as hung; no measurement."""
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
 
@@ -65,7 +65,7 @@ class Terminal:
                 os.write(self.descriptor, step[1:].encode())
                 continue
             start = self._mark
-            end = time.monotonic() + BOUND
+            end = time.monotonic() + TIMEOUT_SECONDS
             while (at := self.seen.find(step.encode(), start)) < 0:
                 assert self._read(end), f"no {step!r} in {self.seen[start:]!r}"
             self._mark = at + len(step.encode())
@@ -73,7 +73,7 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end and return the exit status."""
-        end = time.monotonic() + BOUND
+        end = time.monotonic() + TIMEOUT_SECONDS
         while self.process.poll() is None:
             assert time.monotonic() < end, f"still runs after {self.seen[self._mark :]!r}"
             self._read(time.monotonic() + 0.2)

@@ -36,9 +36,9 @@ LINES = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").spl
 ROWS = [line for line in LINES if line and line[0] != "#"]
 
 
-PLACES = {"LONGNAME": "x" * 300, "NINES": "9" * 400, "DEEP": "[" * 100_000, "NEWLINE": "\n"}
-PLACES |= {name.upper(): f"<|im_start|>{name}\n" for name in ("system", "user")}
-PLACES |= {"END": "<|im_end|>\n", "REPLY": "<|im_end|>\n<|im_start|>assistant\n"}
+REPLACEMENTS = {"LONGNAME": "x" * 300, "NINES": "9" * 400, "DEEP": "[" * 100_000, "NEWLINE": "\n"}
+REPLACEMENTS |= {name.upper(): f"<|im_start|>{name}\n" for name in ("system", "user")}
+REPLACEMENTS |= {"END": "<|im_end|>\n", "REPLY": "<|im_end|>\n<|im_start|>assistant\n"}
 FILES = {"a": b"first\n", "b": b"second\n\n", "latin": b"caf\xe9", "empty": b""}
 FILES |= {"chat": '[{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]'.encode()}
 
@@ -60,7 +60,7 @@ def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch)
     monkeypatch.setattr(jsonl, "LINES_LIMIT", 2**20)
     for name, data in FILES.items():
         Path(name).write_bytes(data)
-    for name, replacement in {"MODEL": model.name, **PLACES}.items():
+    for name, replacement in {"MODEL": model.name, **REPLACEMENTS}.items():
         row = row.replace(name, replacement)
     status, typed, expected_output = row.split(" | ")
     typed, has_stdin, stdin = typed.partition(" <")
@@ -99,18 +99,24 @@ def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch)
     assert list_files(model) == before
 
 
-VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}
-VALUES |= {
+OPTION_ARGUMENTS = {
+    "prompt": ["Hi"],
+    "template_arg": ["--template-arg", "a=1"],
+    "think": ["--think", "off"],
+}
+OPTION_ARGUMENTS |= {
     "schema": ["--schema", "{}"],
     "prompt_ids": ["--prompt-ids", "1"],
     "logprobs": ["--logprobs", "0"],
 }
-VALUES |= {n: [f"--{n}", "x"] for n in ("system", "messages", "file", "grammar", "trace", "output")}
-VALUES |= {"concurrency": ["--concurrency", "4"]}
+OPTION_ARGUMENTS |= {
+    n: [f"--{n}", "x"] for n in ("system", "messages", "file", "grammar", "trace", "output")
+}
+OPTION_ARGUMENTS |= {"concurrency": ["--concurrency", "4"]}
 
 
 def arguments_of(name: str) -> list[str]:
-    return VALUES.get(name, [f"--{name.replace('_', '-')}"])
+    return OPTION_ARGUMENTS.get(name, [f"--{name.replace('_', '-')}"])
 
 
 PAIRS = [(name, other, reason) for name, excluded, reason in CONFLICTS for other in excluded]
@@ -214,10 +220,10 @@ def test_only_what_is_near_is_suggested(spd_run) -> None:
     assert_refused(spd_run("chat", "--temprature=1"), 2, "(Possible options: --temperature)")
 
 
-TAKE_MODEL = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize", "convert-mtp")
+MODEL_COMMANDS = ("chat", "serve", "bench", "verify", "inspect", "pull", "quantize", "convert-mtp")
 
 
-@pytest.mark.parametrize("command", TAKE_MODEL)
+@pytest.mark.parametrize("command", MODEL_COMMANDS)
 def test_a_model_is_an_argument_or_an_option(command: str) -> None:
     """So in every command but `generate`, whose argument is the prompt.
 

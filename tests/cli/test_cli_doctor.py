@@ -29,8 +29,8 @@ from tests.json_schema import faults
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
-LOOKED_AT = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
-TRIED = ["gpu tiles", "generation"]
+QUICK_CHECKS = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
+SLOW_CHECKS = ["gpu tiles", "generation"]
 
 
 def checks_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_a_real_run_passes_all_checks() -> None:
     report = json.loads(done.stdout)
     assert faults(report, "doctor") == [] and report["ok"] is True
     checks = checks_by_name(report)
-    assert list(checks) == LOOKED_AT + TRIED
+    assert list(checks) == QUICK_CHECKS + SLOW_CHECKS
     for check in checks.values():
         assert (
             check["line"]
@@ -69,7 +69,9 @@ def test_a_quick_run_prints_lines_and_tries_nothing(
     ran = spd_run("doctor", "--quick")
     assert ran.code == 0 and ran.err == ""
     *lines, last = ran.text.splitlines()
-    assert [line[10:22].strip() for line in lines if not line.startswith("    fix: ")] == LOOKED_AT
+    assert [
+        line[10:22].strip() for line in lines if not line.startswith("    fix: ")
+    ] == QUICK_CHECKS
     assert "warning   triton        odd\n    fix: mend it\n" in ran.text
     assert last == "no problems · details: spd doctor --json"
 

@@ -25,17 +25,22 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime.plan.config import EngineConfig
 from tests.cli.conftest import assert_refused, edit_json
 
-GIVEN = ("plan              model folder", " ctx 128 ", "seed 4 (given)", "top p 0.5 (given)")
-SAID: list[tuple[str, str | tuple[str, ...]]] = [
+VERBOSE_TEXTS = (
+    "plan              model folder",
+    " ctx 128 ",
+    "seed 4 (given)",
+    "top p 0.5 (given)",
+)
+STDERR_CASES: list[tuple[str, str | tuple[str, ...]]] = [
     ("", ""),
     ("--stats", "6 tok · 100.0 tok/s · first 0.01 s · 2.00 tok/round · drafts 3/12 (25%)\n"),
     ("--raw -n 500", "note: the context leaves room for 126 tokens, fewer than -n 500\n"),
-    ("-v --seed 4 --top-p 0.5", (*GIVEN, "top k 20 (generation_config.json)")),
+    ("-v --seed 4 --top-p 0.5", (*VERBOSE_TEXTS, "top k 20 (generation_config.json)")),
 ]
 """Options, and all of stderr or texts in it."""
 
 
-@pytest.mark.parametrize(("options", "expected"), SAID)
+@pytest.mark.parametrize(("options", "expected"), STDERR_CASES)
 def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
     options, expected, ask, model, script
 ) -> None:
@@ -371,10 +376,10 @@ def test_a_log_beyond_the_context_is_refused_with_a_command_that_cuts_it(
     assert "tail" not in spd_run(*raw, "-f", log, "-f", log).err
 
 
-FAR = "word " * 1_000_000
+LONG_TEXT = "word " * 1_000_000
 
 
-@pytest.mark.parametrize("how", [["--raw"], ["-s", FAR]])
+@pytest.mark.parametrize("how", [["--raw"], ["-s", LONG_TEXT]])
 def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch) -> None:
     seen = list[int]()
     encode = Tokenizer._encode
@@ -384,9 +389,9 @@ def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch
         return encode(self, text, parse_special)
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
-    ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
+    ran = spd_run("generate", "-m", model, *how, stdin=LONG_TEXT.encode())
     assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
-    assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how
+    assert f"{len(LONG_TEXT) // 1000:,}" in ran.err or "-s" in how
     assert sum(seen) < 700_000
 
 

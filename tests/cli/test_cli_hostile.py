@@ -18,9 +18,9 @@ import pytest
 from tests.cli.conftest import make_program
 from tests.cli.test_cli_chat_terminal import Terminal
 
-BOUND = 60.0
+TIMEOUT_SECONDS = 60.0
 """Seconds after which a run counts as hung; no measurement."""
-KNOWN = {*range(2, 11), 0, 141}
+EXPECTED_STATUSES = {*range(2, 11), 0, 141}
 """Exit codes on purpose; 1 stands for an unexpected error."""
 NOISE = bytes(range(256)) * 8
 NESTED = "[" * 50_000
@@ -109,7 +109,7 @@ COMMANDS: list[list[str]] = [
     ["nosuch"],
     ["--", "--"],
 ]
-WORDS = [
+EXTRA_ARGUMENTS = [
     ["-n", "-1"],
     ["-n", "9" * 40],
     ["-n", ""],
@@ -151,7 +151,7 @@ class Case:
         source = random.Random(number)
         argv = list(COMMANDS[number % len(COMMANDS)])
         if source.random() < 0.5:
-            argv += source.choice(WORDS)
+            argv += source.choice(EXTRA_ARGUMENTS)
         environment = source.choice(list(ENVIRONMENT))
         streams = "usual" if source.random() < 0.6 else source.choice(list(STREAMS))
         return cls(argv, source.choice(list(STDIN)), environment, streams)
@@ -211,7 +211,7 @@ def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes
             stderr=subprocess.PIPE,
         )
         try:
-            out, err = process.communicate(data or b"", timeout=BOUND)
+            out, err = process.communicate(data or b"", timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"hangs: {case}") from None
@@ -223,7 +223,7 @@ def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes
 def assert_well_ended(case: Case, status: int, out: bytes, err: bytes) -> None:
     """Assert a known exit status, no traceback, and an error message."""
     report = f"{case}\n{status}\n{out[-500:]!r}\n{err[-2000:]!r}"
-    assert status in KNOWN, report
+    assert status in EXPECTED_STATUSES, report
     for forbidden in (b"Traceback", b"Exception ignored", b"Exception in", b"unexpected "):
         assert forbidden not in err.replace(b"unexpected extra", b""), report
     if status not in (0, 141) and not case.is_mute:
@@ -319,7 +319,7 @@ def press(chat: Terminal, number: int) -> None:
     for _ in range(25):
         os.write(chat.descriptor, source.choice(KEYS).encode())
         chat._read(time.monotonic() + 0.02)
-    end = time.monotonic() + BOUND
+    end = time.monotonic() + TIMEOUT_SECONDS
     while chat.process.poll() is None:  # a paste is closed, a line is cleared, and the chat left
         assert time.monotonic() < end, chat.seen[-2000:]
         os.write(chat.descriptor, b"\x1b[201~\x15\x04\x03")

@@ -173,10 +173,10 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
         name: lambda *arguments: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2")
     }
     calls["nvmlDeviceGetCudaComputeCapability"] = lambda *arguments: 0
-    here = machine.machine_from_driver(
+    gpu_machine = machine.machine_from_driver(
         lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory)
     )
-    assert (here.device, here.free) == ("cuda", 7 * 2**30)
+    assert (gpu_machine.device, gpu_machine.free) == ("cuda", 7 * 2**30)
     assert machine.machine_from_driver(lambda name: object()).device == "cpu"
 
 

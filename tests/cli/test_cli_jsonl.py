@@ -98,7 +98,7 @@ def test_answers_come_in_order_and_each_can_be_replayed_by_its_seed(answers) -> 
     assert unseeded[1][0]["seed"] != replies[0]["seed"]
 
 
-BAD: list[tuple[Any, str]] = [
+INVALID_LINES: list[tuple[Any, str]] = [
     ("{", "not JSON"),
     ({}, "one of prompt, messages and prompt_ids"),
     ({"prompt_ids": []}, "one of prompt, messages and prompt_ids"),
@@ -134,11 +134,13 @@ BAD: list[tuple[Any, str]] = [
 
 def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
     good = {"prompt": "good", "params": {"max_tokens": 2}}
-    lines = [line for bad, _ in BAD for line in (bad, good)]
+    lines = [line for bad, _ in INVALID_LINES for line in (bad, good)]
     ran, replies = answers(lines)
-    assert ran.code == 7 and ran.err.startswith(f"error: {len(BAD)} of {len(lines)} lines failed")
+    assert ran.code == 7 and ran.err.startswith(
+        f"error: {len(INVALID_LINES)} of {len(lines)} lines failed"
+    )
     assert len(replies) == len(lines)
-    for i, (_, expected) in enumerate(BAD):
+    for i, (_, expected) in enumerate(INVALID_LINES):
         assert expected in replies[2 * i]["error"]["message"], replies[2 * i]
         assert replies[2 * i]["line"] == 2 * i + 1 and replies[2 * i]["error"]["code"]
         assert replies[2 * i + 1]["usage"]["completion_tokens"] == 2

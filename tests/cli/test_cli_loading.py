@@ -72,15 +72,15 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: TerminalStream) ->
         assert any(re.match(pattern, line) for line in lines), lines
 
 
-CAPABILITIES = " · 1,024 tok of 4,096 tok · 102 tok/s"
+AMOUNT_AND_RATE = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 
 def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "DELAY", 0.0)
     for columns, bar, facts in (
         (40, "...", ""),
-        (80, "......", CAPABILITIES),
-        (120, f"####{15 * '.'}", CAPABILITIES),
+        (80, "......", AMOUNT_AND_RATE),
+        (120, f"####{15 * '.'}", AMOUNT_AND_RATE),
     ):
         terminal = TerminalStream()
         times = iter((0.0, 10.0, 10.0))

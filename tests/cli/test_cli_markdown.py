@@ -143,7 +143,7 @@ def test_any_cut_gives_the_same_screen(columns: int, monkeypatch: pytest.MonkeyP
         assert (screen.text, screen.styles) == (uncut.text, uncut.styles)
 
 
-SEEN = """# Title here
+EXPECTED_ROWS = """# Title here
 Some bold words that are long and code and *args with
  • second x
     • nested
@@ -158,7 +158,7 @@ unterminated fence"""
 
 def test_markdown_becomes_rows_and_styles() -> None:
     screen = render(list(TEXT), 60)
-    assert set(SEEN.split("\n")) <= set(screen.text.split("\n"))
+    assert set(EXPECTED_ROWS.split("\n")) <= set(screen.text.split("\n"))
     styles = {
         "Title": "1;4",
         "here": "1;3;4",

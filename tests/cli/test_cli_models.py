@@ -238,7 +238,7 @@ def disk_of_1000(path: str) -> SimpleNamespace:
     return SimpleNamespace(free=1000)
 
 
-LACKING = ["no model.safetensors", ".bin files, which spd"]
+NO_SAFETENSORS = ["no model.safetensors", ".bin files, which spd"]
 BINARY = {"config.json": b"{}", "pytorch_model.bin": b""}
 REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "gated": ({"status": 403, "error_code": "GatedRepo"}, 8, GATED),
@@ -259,7 +259,7 @@ REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
     "offline": ((constants, "HF_HUB_OFFLINE", True), 8, ["HF_HUB_OFFLINE"]),
     "no room": ((shutil, "disk_usage", disk_of_1000), 5, ["not enough disk space", "1,000 free"]),
     "full": ((hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
-    "no safetensors": ({"files": BINARY}, 4, LACKING),
+    "no safetensors": ({"files": BINARY}, 4, NO_SAFETENSORS),
 }
 """A fault of the hub or the machine, the exit code, and texts of the error."""
 

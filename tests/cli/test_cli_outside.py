@@ -24,7 +24,7 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 EVIL = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u2028\nfix: curl evil\rZ"
 TOKENS = "tokenizer_config.json"
-SHOWN = re.compile(
+UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|^ *fix: curl",
     re.MULTILINE,
 )
@@ -35,16 +35,16 @@ def add_tensor(folder: Path) -> None:
     save_file({**load_file(path), f"model.{EVIL}": torch.zeros(1)}, path)
 
 
-def only_pickle(folder: Path) -> None:
+def leave_only_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / f"{EVIL.replace('/', '')}.bin")
 
 
-def put(name: str, key: str, value: object) -> Callable[[Path], None]:
+def set_key(name: str, key: str, value: object) -> Callable[[Path], None]:
     """Set one key of a JSON file."""
     return lambda folder: edit_json(folder / name, **{key: value})
 
 
-def trace(folder: Path) -> None:
+def write_trace(folder: Path) -> None:
     """Write a trace with hostile names."""
     ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.1}
     record = {
@@ -71,14 +71,14 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "log of a draft model": (add_tensor, f"generate -m {{good}} --draft-model {SHORT} Hi"),
     "tensors": (add_tensor, "inspect {evil}"),
     "tensors, JSON": (add_tensor, "inspect {evil} --json"),
-    "file name": (only_pickle, "inspect {evil}"),
-    "file name, JSON": (only_pickle, "inspect {evil} --json"),
-    "architecture": (put("config.json", "architectures", [EVIL]), "inspect {evil}"),
-    "prompt": (put(TOKENS, "chat_template", EVIL), "generate -m {evil} --dry-run --json Hi"),
-    "template": (put(TOKENS, "chat_template", RAISES), "generate -m {evil} --dry-run Hi"),
-    "trace": (trace, "explain {evil}/trace"),
-    "trace, JSON": (trace, "explain {evil}/trace --json"),
-    "result": (put("generation_config.json", "schema", EVIL), f"compare {RESULT} {RESULT}"),
+    "file name": (leave_only_pickle, "inspect {evil}"),
+    "file name, JSON": (leave_only_pickle, "inspect {evil} --json"),
+    "architecture": (set_key("config.json", "architectures", [EVIL]), "inspect {evil}"),
+    "prompt": (set_key(TOKENS, "chat_template", EVIL), "generate -m {evil} --dry-run --json Hi"),
+    "template": (set_key(TOKENS, "chat_template", RAISES), "generate -m {evil} --dry-run Hi"),
+    "trace": (write_trace, "explain {evil}/trace"),
+    "trace, JSON": (write_trace, "explain {evil}/trace --json"),
+    "result": (set_key("generation_config.json", "schema", EVIL), f"compare {RESULT} {RESULT}"),
     "folder": (lambda folder: None, "chat {evil}/{odd}"),
 }
 
@@ -95,7 +95,7 @@ def test_nothing_from_outside_steers_a_terminal(case, spd_run, tiny, tmp_path, m
     output = ran.err + ran.text * (
         not typed.startswith("chat")
     )  # whose output is the reply, as it is
-    assert "owned" in output and not SHOWN.search(output), output
+    assert "owned" in output and not UNSAFE.search(output), output
 
 
 def test_logs_of_libraries_are_escaped(ask, script, monkeypatch) -> None:
@@ -103,7 +103,7 @@ def test_logs_of_libraries_are_escaped(ask, script, monkeypatch) -> None:
     line = EVIL.replace("\n", "")
     script.on_load = lambda progress: logging.getLogger("of a library").warning(line)
     ran = ask()
-    assert ran.code == 0 and "owned" in ran.err and not SHOWN.search(ran.err)
+    assert ran.code == 0 and "owned" in ran.err and not UNSAFE.search(ran.err)
 
 
 @pytest.fixture(scope="module")

@@ -30,27 +30,27 @@ WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
 BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
 COMPLETIONS = "spd.cli.commands.doctor"
-QUESTION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
-OF_MODELS = {
-    **QUESTION,
+COMPLETION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
+MODEL_COMPLETION = {
+    **COMPLETION,
     "COMP_WORDS": "spd generate -m ",
     "COMP_CWORD": "3",
     "HF_HUB_CACHE": "CACHE",
 }
-OF_OPTIONS = {**QUESTION, "COMP_WORDS": "spd generate --spe", "COMP_CWORD": "2"}
-OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
+OPTION_COMPLETION = {**COMPLETION, "COMP_WORDS": "spd generate --spe", "COMP_CWORD": "2"}
+COMMAND_COMPLETION = {**COMPLETION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
 CACHE = {"HF_HUB_CACHE": "CACHE"}
-LOADED = [
+STARTS = [
     ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
     ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
     ("completions bash", {}, "complete", HEAVY),
     ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
     ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
     ("ls", CACHE, "Qwen/Qwen3-0.6B", LIGHT),
-    ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
-    ("", OF_OPTIONS, "--spec\n", HEAVY | {"spd.conversation", "logging", "hashlib"}),
-    ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
-    ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
+    ("", COMPLETION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
+    ("", OPTION_COMPLETION, "--spec\n", HEAVY | {"spd.conversation", "logging", "hashlib"}),
+    ("", COMMAND_COMPLETION, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
+    ("", MODEL_COMPLETION, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
 ]
 
 
@@ -75,7 +75,7 @@ def loaded_after(
     return done.stdout, set(done.stderr.split())
 
 
-@pytest.mark.parametrize(("argv", "environment", "expected", "never"), LOADED)
+@pytest.mark.parametrize(("argv", "environment", "expected", "never"), STARTS)
 def test_a_start_loads_none_of_these_modules(argv, environment, expected, never, tmp_path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
     environment = {

@@ -399,8 +399,8 @@ def test_a_time_asleep_counts_in_no_speed() -> None:
     time.sleep(2.0)
     process.send_signal(signal.SIGCONT)
     out, _ = process.communicate("\n", timeout=60)
-    passed, awake = map(float, out.split())
-    assert process.returncode == 0 and passed - awake > 1.9
+    elapsed, awake = map(float, out.split())
+    assert process.returncode == 0 and elapsed - awake > 1.9
 
 
 def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_path: Path) -> None:

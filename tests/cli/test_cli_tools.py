@@ -25,8 +25,8 @@ from spd.formats.folder import ModelFolder
 from tests.cli.conftest import assert_refused, edit_json
 from tests.server.conftest import TEMPLATE
 
-KINDS = {"path": {"type": "string"}, "n": {"type": "integer"}}
-SHOW: dict[str, Any] = {"name": "show", "parameters": {"type": "object", "properties": KINDS}}
+PROPERTIES = {"path": {"type": "string"}, "n": {"type": "integer"}}
+SHOW: dict[str, Any] = {"name": "show", "parameters": {"type": "object", "properties": PROPERTIES}}
 SHOW["command"] = ["head", "-n{n}", "{path}", "{x y}"]
 
 
@@ -53,7 +53,7 @@ def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, note
     )
 
 
-WRONG = [
+INVALID_FILES = [
     ("[{", "is not JSON"),
     ({"tools": []}, "Invalid 'tools': expected an array"),
     ([3], "'tools[0]': expected an object"),
@@ -68,7 +68,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("loaded", "expected"), WRONG)
+@pytest.mark.parametrize(("loaded", "expected"), INVALID_FILES)
 def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=r"tools\.json") as caught:
         read_tools_file(model, loaded)
@@ -110,11 +110,11 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tools, "run_command", run_fake)
     monkeypatch.setattr(tools, "ask_consent", answer)
     for yes in (False, True):
-        message, goes_on = chat_tools.run_call(
+        message, is_allowed = chat_tools.run_call(
             make_call("show", path="a; rm b", n=3), SignalGuard()
         )
         assert (
-            goes_on is yes
+            is_allowed is yes
             and len(ran) == yes
             and questions[-1] == ["head", "-n3", "a; rm b", "{x y}"]
         )
@@ -187,12 +187,12 @@ def test_megabytes_are_cut_in_the_middle_and_more_is_ended() -> None:
 
 def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier input, the end of a long line, and a command too long to show are no consent."""
-    above, below = pty.openpty()
+    controller, terminal = pty.openpty()
     guard: Any = SimpleNamespace(intercept_sigint=lambda action: nullcontext())
 
     def ask(answer: bytes, *command: str, before: bytes = b"") -> bool:
-        os.write(above, before)
-        timer = threading.Timer(0.3, os.write, (above, answer))
+        os.write(controller, before)
+        timer = threading.Timer(0.3, os.write, (controller, answer))
         timer.start()
         try:
             return ask_consent(command or ("ls",), guard)
@@ -200,11 +200,11 @@ def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> N
             timer.join()
 
     messages: list[str] = []
-    with open(below, buffering=8192) as stdin:
+    with open(terminal, buffering=8192) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         monkeypatch.setattr("spd.cli.chat.tools.write_stderr", messages.append)
         assert not ask(b"n\n", before=b"y\n") and ask(b" Yes\n")
         assert not ask(b"n" + b" " * 1100 + b"y\n") and not ask(b"\n")
         assert ask(b"y\n", "ls", "\u200b\u3164") and "ls '\\u200b\\u3164'" in messages[-1]
         assert not ask(b"y\n", "x" * 5000) and "5,000 characters" in messages[-1]
-    os.close(above)
+    os.close(controller)

@@ -129,14 +129,14 @@ DENSE = Release(64, 96, 4, 2, 1, 32)
 SPARSE = replace(DENSE, experts=(4, 2, 32))
 ROPE = "rope_parameters"
 IDS = ("--prompt-ids", "1,2,3")
-Spoil = Callable[[list[Entry]], list[Entry]]
+Change = Callable[[list[Entry]], list[Entry]]
 
 
-def write(folder: Path, row: Release, spoil: Spoil = list, **text: Any) -> Path:
+def write(folder: Path, row: Release, change: Change = list, **text: Any) -> Path:
     """Write a small model whose data is a hole; text: other values of its `text_config`."""
     config = config_of(row)
     config["text_config"] |= {"vocab_size": 512, "eos_token_id": 1, **text}
-    entries = spoil([*text_tensors(row), *mtp_tensors(row)])
+    entries = change([*text_tensors(row), *mtp_tensors(row)])
     tables = ("embed_tokens.weight", "lm_head.weight")
     entries = [(n, d, (512, *s[1:]) if n.endswith(tables) else s) for n, d, s in entries]
     write_hollow(folder / "model.safetensors", entries)
@@ -144,7 +144,7 @@ def write(folder: Path, row: Release, spoil: Spoil = list, **text: Any) -> Path:
     return folder
 
 
-def spoiled(ending: str, *shape: int) -> Spoil:
+def change_shape(ending: str, *shape: int) -> Change:
     """Return a change that gives tensors with this ending a shape, or removes them without one."""
     return lambda entries: [
         (n, d, shape if n.endswith(ending) else s)
@@ -153,7 +153,7 @@ def spoiled(ending: str, *shape: int) -> Spoil:
     ]
 
 
-def also(name: str, *shape: int) -> Spoil:
+def add_tensor(name: str, *shape: int) -> Change:
     return lambda entries: [*entries, (name, "BF16", shape)]
 
 
@@ -186,32 +186,36 @@ SHARED = "layers.1.mlp.shared_expert_gate.weight"
 MTP_DOWN = "mtp.layers.0.mlp.experts."
 RECURRENT = "mtp.layers.0.linear_attn.A_log"
 EMBEDS = "mtp.embed_tokens.weight"
-TENSORS: list[tuple[Release, Spoil, str]] = [
-    (DENSE, spoiled("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing"),
-    (DENSE, spoiled("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
+TENSORS: list[tuple[Release, Change, str]] = [
     (
         DENSE,
-        spoiled(QUERIES, 512, 64),
+        change_shape("layers.0.linear_attn.A_log"),
+        "model.layers.0.linear_attn.A_log: is missing",
+    ),
+    (DENSE, change_shape("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
+    (
+        DENSE,
+        change_shape(QUERIES, 512, 64),
         f"{QUERIES}{IN_FILE}shape is [512, 64], expected [1024, 64]",
     ),
-    (SPARSE, spoiled(f"{EXPERT}down_proj"), f"{EXPERT}0.down_proj.weight: is missing"),
-    (SPARSE, spoiled(GATE_UP, 256, 64), f"{EXPERT}0.gate_proj.weight: is missing"),
+    (SPARSE, change_shape(f"{EXPERT}down_proj"), f"{EXPERT}0.down_proj.weight: is missing"),
+    (SPARSE, change_shape(GATE_UP, 256, 64), f"{EXPERT}0.gate_proj.weight: is missing"),
     (
         SPARSE,
-        spoiled(GATE_UP, 4, 64, 32),
+        change_shape(GATE_UP, 4, 64, 32),
         f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected",
     ),
     (
         SPARSE,
-        also(f"model.language_model.{TWICE}", 32, 64),
+        add_tensor(f"model.language_model.{TWICE}", 32, 64),
         f"{TWICE}: is in model.safetensors too",
     ),
-    (SPARSE, spoiled(SHARED), f"{SHARED}: is missing"),
-    (DENSE, spoiled(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
-    (DENSE, spoiled("mtp.norm.weight"), "mtp.norm.weight: is missing"),
-    (SPARSE, spoiled(f"{MTP_DOWN}down_proj"), f"{MTP_DOWN}0.down_proj.weight: is missing"),
-    (DENSE, also(RECURRENT, 32), RECURRENT),
-    (DENSE, also(EMBEDS, 512, 64), EMBEDS),
+    (SPARSE, change_shape(SHARED), f"{SHARED}: is missing"),
+    (DENSE, change_shape(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
+    (DENSE, change_shape("mtp.norm.weight"), "mtp.norm.weight: is missing"),
+    (SPARSE, change_shape(f"{MTP_DOWN}down_proj"), f"{MTP_DOWN}0.down_proj.weight: is missing"),
+    (DENSE, add_tensor(RECURRENT, 32), RECURRENT),
+    (DENSE, add_tensor(EMBEDS, 512, 64), EMBEDS),
 ]
 """Changes of the tensors, and the expected messages."""
 
@@ -231,10 +235,10 @@ def test_a_wrong_key_is_named(changed, expected, tmp_path, spd_run) -> None:
         assert f"{tmp_path / 'config.json'}: " in line and expected.replace("'", "") in line, line
 
 
-@pytest.mark.parametrize(("row", "spoil", "expected"), TENSORS)
-def test_a_wrong_tensor_is_named(row, spoil, expected, tmp_path, spd_run) -> None:
+@pytest.mark.parametrize(("row", "change", "expected"), TENSORS)
+def test_a_wrong_tensor_is_named(row, change, expected, tmp_path, spd_run) -> None:
     """A tensor of the MTP layer is named with --spec mtp, and by `inspect`."""
-    folder = write(tmp_path, row, spoil)
+    folder = write(tmp_path, row, change)
     line = first_line(spd_run("generate", "-m", folder, "--spec", "mtp", *IDS))
     assert str(folder) in line and expected in line, line
     report = spd_run("inspect", folder)
