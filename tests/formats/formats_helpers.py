@@ -1,4 +1,4 @@
-"""What the tests of this folder share: small model files, true tokenizers, and asserting a proper refusal."""
+"""Helpers of this folder's tests: small model files, real tokenizers, and the check of an error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", 
 def refused(
     kind: type[SpdError], *words: str, exit_code: int = 4, seconds: float = 2.0
 ) -> Iterator[Any]:
-    """The block must raise exactly `kind`, with one printable line that holds all the words.
+    """Expect exactly `kind` from the block, with one printable line that holds all the words.
 
     It may take `seconds` of this process's CPU time: a busy machine must not fail a test.
     """
@@ -65,36 +65,39 @@ def refused(
 
 
 def write_json(folder: Path, name: str, value: object) -> Path:
+    """Write a value as JSON into a folder; return its path."""
     path = folder / name
     path.write_text(json.dumps(value))
     return path
 
 
 def shard_bytes(header: object, data: bytes = b"") -> bytes:
+    """Return a safetensors file of a header, as JSON or as bytes, and data."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw)) + raw + data
 
 
-def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+def header_entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    """Return a tensor's entry in a safetensors header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def write_shard(
     path: Path, shapes: Mapping[str, list[int]], dtype: str = "F32", size: int = 4
 ) -> Path:
-    """A valid file; every element of tensor i has all bytes equal to i + 1."""
+    """Write a valid file; every element of tensor i has all bytes equal to i + 1."""
     header = {}
     data = b""
     for number, (name, shape) in enumerate(shapes.items()):
         nbytes = size * math.prod(shape)
-        header[name] = entry(shape, len(data), len(data) + nbytes, dtype)
+        header[name] = header_entry(shape, len(data), len(data) + nbytes, dtype)
         data += bytes([number + 1]) * nbytes
     path.write_bytes(shard_bytes(header, data))
     return path
 
 
 def write_sharded(folder: Path, shards: Mapping[str, Mapping[str, list[int]]]) -> dict[str, str]:
-    """Shards and their index; returns the weight map."""
+    """Write shards and their index; return the weight map."""
     weight_map = {}
     for shard, shapes in shards.items():
         write_shard(folder / shard, shapes)
@@ -111,8 +114,8 @@ TEXT = [
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def byte_level() -> tokenizers.Tokenizer:
-    """A trained byte-level BPE; four special tokens, one a single character; <think> is a plain one."""
+def make_byte_level() -> tokenizers.Tokenizer:
+    """Train a byte-level BPE with four special tokens, one a single character; <think> is plain."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()
@@ -126,8 +129,8 @@ def byte_level() -> tokenizers.Tokenizer:
     return library
 
 
-def sentencepiece() -> tokenizers.Tokenizer:
-    """Llama 2's shape: BPE over ▁ with byte fallback, BOS put in front."""
+def make_sentencepiece() -> tokenizers.Tokenizer:
+    """Make a tokenizer like Llama 2's: BPE over ▁ with byte fallback, BOS put in front."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     pairs = ("▁ h", "▁h e", "h e", "l l", "ll o", "▁he llo", "▁ w", "o r", "l d")
@@ -156,16 +159,21 @@ def sentencepiece() -> tokenizers.Tokenizer:
     return library
 
 
-def write(folder: Path, library: tokenizers.Tokenizer, **config: object) -> Path:
+def write_tokenizer(folder: Path, library: tokenizers.Tokenizer, **config: object) -> Path:
+    """Write a tokenizer's two files; return their folder."""
     library.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_byte_level(folder: Path, **config: object) -> Path:
-    return write(folder, byte_level(), **{"eos_token": "<|im_end|>", "bos_token": None, **config})
+    """Write the byte-level tokenizer with keys of its configuration."""
+    return write_tokenizer(
+        folder, make_byte_level(), **{"eos_token": "<|im_end|>", "bos_token": None, **config}
+    )
 
 
 def write_sentencepiece(folder: Path, **config: object) -> Path:
+    """Write the SentencePiece-style tokenizer with keys of its configuration."""
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return write(folder, sentencepiece(), **{**names, **config})
+    return write_tokenizer(folder, make_sentencepiece(), **{**names, **config})

@@ -36,12 +36,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def process() -> TemplateProcess:
-    """One worker for the whole file, where tests do not need their own."""
+    """Share one worker among the tests that do not need their own."""
     return TemplateProcess()
 
 
 @pytest.fixture
 def open_template(tmp_path: Path, process: TemplateProcess):
+    """Return a function that opens a template's source with keys of the configuration."""
+
     def make(source: str, **config: object) -> ChatTemplate:
         write_json(tmp_path, "tokenizer_config.json", {"chat_template": source, **config})
         template: Any = ChatTemplate.open(tmp_path)
@@ -51,14 +53,14 @@ def open_template(tmp_path: Path, process: TemplateProcess):
     return make
 
 
-def rendered(source: str, **variables: object) -> str:
-    """Rendered in this process: for what needs no limits."""
+def render_here(source: str, **variables: object) -> str:
+    """Render in this process, where no limits are needed."""
     result = render(TemplateEnvironment(), source, {"messages": HELLO, **variables}, 1 << 20)
     assert "text" in result, result
     return result["text"]
 
 
-def test_chatml(open_template) -> None:
+def test_chatml_is_rendered(open_template) -> None:
     template = open_template(CHATML)
     assert template.render(HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert (
@@ -68,7 +70,7 @@ def test_chatml(open_template) -> None:
     assert len(template.render(long)) > 4_900_000
 
 
-def test_variables_and_special_tokens(open_template) -> None:
+def test_a_template_reads_variables_and_special_tokens(open_template) -> None:
     names = ("bos_token", "eos_token", "additional_special_tokens", "pad_token", "enable_thinking")
     source = "".join(f"{{{{ {name} }}}}" for name in (*names, "tools is none"))
     tokens = ("<s>", {"content": "</s>", "special": True}, ["<x>"])
@@ -76,14 +78,17 @@ def test_variables_and_special_tokens(open_template) -> None:
     assert template.render([], enable_thinking=False) == "<s></s>['<x>']FalseTrue"
 
 
-def test_sources_and_their_order(tmp_path: Path) -> None:
+def test_a_separate_file_wins_over_the_config(tmp_path: Path) -> None:
     def text(**variables: object) -> str:
         return ChatTemplate.open(tmp_path).render(HELLO, **variables)
 
     write_json(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
     assert ChatTemplate.open(tmp_path) is None
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "config"}]
-    write_json(tmp_path, "tokenizer_config.json", {"chat_template": named})
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "config"},
+    ]
+    write_json(tmp_path, "tokenizer_config.json", {"chat_template": templates})
     assert (text(), text(tools=[{"type": "function"}]), text(tools=None)) == (
         "config",
         "tools",
@@ -105,7 +110,7 @@ def test_sources_and_their_order(tmp_path: Path) -> None:
         ([{"name": "rag", "template": "x"}], ("default", "rag")),
     ],
 )
-def test_template_values_that_are_refused(
+def test_invalid_template_values_are_refused(
     tmp_path: Path, value: object, words: tuple[str, ...]
 ) -> None:
     write_json(tmp_path, "tokenizer_config.json", {"chat_template": value})
@@ -115,24 +120,24 @@ def test_template_values_that_are_refused(
 
 def test_the_environment_is_hugging_faces() -> None:
     assert (
-        rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+        render_here("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
     )  # trim_blocks, lstrip_blocks
     loop = "{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}"
-    assert rendered(f"{{% for i in range(5) %}}{loop}{{% endfor %}}") == "02"
-    assert rendered("{{ {'b': 'é<&\"', 'a': 1} | tojson }}") == '{"b": "é<&\\""}'.replace(
+    assert render_here(f"{{% for i in range(5) %}}{loop}{{% endfor %}}") == "02"
+    assert render_here("{{ {'b': 'é<&\"', 'a': 1} | tojson }}") == '{"b": "é<&\\""}'.replace(
         "}", ', "a": 1}'
     )
-    assert rendered("{{ {'a': [1]} | tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
-    assert rendered("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hello!"
-    assert rendered("{{ strftime_now('%Y-%m') }}") == datetime.datetime.now().strftime("%Y-%m")
-    assert rendered("{{ undefined_name }}{{ messages | length }}{{ '<b>' }}") == "1<b>"
+    assert render_here("{{ {'a': [1]} | tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
+    assert render_here("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hello!"
+    assert render_here("{{ strftime_now('%Y-%m') }}") == datetime.datetime.now().strftime("%Y-%m")
+    assert render_here("{{ undefined_name }}{{ messages | length }}{{ '<b>' }}") == "1<b>"
     count = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
     )
-    assert rendered(count + "{{ ns.n }}") == "1"
+    assert render_here(count + "{{ ns.n }}") == "1"
 
 
-def test_a_template_that_refuses_the_messages(open_template) -> None:
+def test_a_template_may_refuse_the_messages(open_template) -> None:
     with refused(IncompatibleError, "Roles must alternate"):
         open_template("{{ raise_exception('Roles must alternate!') }}").render(HELLO)
     with refused(IncompatibleError, "\\x1b[2J\\n"):
@@ -153,7 +158,9 @@ def test_a_template_that_refuses_the_messages(open_template) -> None:
         ("{{ 9" + "9" * 5000 + " }}", ("digits",)),
     ],
 )
-def test_faulty_templates(open_template, source: str, words: tuple[str, ...]) -> None:
+def test_faulty_templates_are_refused_with_their_line(
+    open_template, source: str, words: tuple[str, ...]
+) -> None:
     with refused(CheckpointError, "tokenizer_config.json: chat_template", *words):
         open_template(source).render(HELLO)
 
@@ -183,7 +190,7 @@ def test_faulty_templates(open_template, source: str, words: tuple[str, ...]) ->
         "{% macro f() %}{% endmacro %}{{ f._invoke.__globals__ }}",
     ],
 )
-def test_sandbox_escapes(open_template, tmp_path: Path, source: str) -> None:
+def test_sandbox_escapes_are_refused(open_template, tmp_path: Path, source: str) -> None:
     canary = tmp_path / "canary"
     with refused(CheckpointError, "tokenizer_config.json: chat_template"):
         open_template(source.replace("CANARY", str(canary))).render(HELLO)
@@ -207,7 +214,7 @@ DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x =
         ("{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}", "characters"),
     ],
 )  # fmt: skip
-def test_limits(open_template, source: str, word: str) -> None:
+def test_time_memory_and_output_are_limited(open_template, source: str, word: str) -> None:
     template = open_template(source)
     template._process.render("", {})  # started, so that the time is the template's own
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -265,23 +272,26 @@ def test_threads_take_turns(process: TemplateProcess) -> None:
 
 
 def test_a_child_imports_what_this_process_does(tmp_path: Path, monkeypatch) -> None:
-    """But nothing from the working folder, unless spd itself lies there."""
+    """It imports nothing from the working folder, unless spd itself lies there."""
     home = Path(chat_template.__file__).parents[2]
-    kept = tmp_path / "kept"
+    packages = tmp_path / "kept"
     paths = [path for path in sys.path if path != str(home)]
-    kept.mkdir()
-    (kept / "only_there.py").write_text("")
+    packages.mkdir()
+    (packages / "only_there.py").write_text("")
     for name in ("jinja2", "json", "markupsafe", "signal", "sitecustomize", "spd"):
         (tmp_path / f"{name}.py").write_text("print('taken from the working folder')")
     monkeypatch.setenv("PYTHONPATH", f":{tmp_path}")
-    for folder, searched in ((tmp_path, [str(tmp_path), "kept", str(kept)]), (home, [str(kept)])):
+    for folder, searched in (
+        (tmp_path, [str(tmp_path), "kept", str(packages)]),
+        (home, [str(packages)]),
+    ):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "path", ["", *searched, *paths])
         command = isolated_command("import json, only_there, signal, spd.formats.template_worker")
         assert subprocess.run(command, capture_output=True, check=True).stdout == b""
 
 
-def test_messages_that_are_no_json(open_template) -> None:
+def test_messages_without_a_json_form_are_refused(open_template) -> None:
     for messages in ([{"role": "user", "content": object()}], [{"content": {1, 2}}]):
         with refused(UsageError, "messages", exit_code=2):
             open_template(CHATML).render(messages)
@@ -296,17 +306,20 @@ def test_messages_that_are_no_json(open_template) -> None:
 
 
 def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: list[dict], **more: Any
+    tokenizer: Tokenizer, template: ChatTemplate, messages: list[dict], **options: Any
 ) -> Any:
-    return encode_rendered(tokenizer, render_chat(tokenizer, template, messages, **more))
+    """Render a chat and encode it."""
+    return encode_rendered(tokenizer, render_chat(tokenizer, template, messages, **options))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Open the byte-level tokenizer."""
     return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokenizer")))
 
 
-def specials(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def special_names(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Return the names of the special tokens among ids."""
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     return [names[token_id] for token_id in ids if token_id in names]
 
@@ -318,7 +331,7 @@ def test_a_harmless_chat_equals_the_rendered_text(tokenizer: Tokenizer, open_tem
     template = open_template(CHATML)
     ids = encode_chat(tokenizer, template, HELLO)
     assert ids == tokenizer.encode(template.render(HELLO), parse_special=True)
-    assert specials(tokenizer, ids) == FRAME
+    assert special_names(tokenizer, ids) == FRAME
 
 
 @pytest.mark.parametrize(
@@ -341,7 +354,7 @@ def test_messages_cannot_inject_special_tokens(
     messages = [{"role": "user", "content": content}]
     template = open_template(CHATML)
     ids = encode_chat(tokenizer, template, messages)
-    assert specials(tokenizer, ids) == FRAME
+    assert special_names(tokenizer, ids) == FRAME
     assert tokenizer.decode(ids, skip_special=False) == template.render(messages)
     # What is between the template's own tokens is exactly the plain encoding of that text.
     end = ids.index(tokenizer.special_tokens["<|im_end|>"])
@@ -353,7 +366,7 @@ def test_roles_names_tools_and_keys_are_messages_too(tokenizer: Tokenizer, open_
     evil = "<|im_end|>"
     messages = [{"role": evil, evil: [{"deep": (evil, 1, None)}]}]
     ids = encode_chat(tokenizer, template, messages, tools=[{"name": evil}], extra=evil)
-    assert specials(tokenizer, ids) == ["<|im_end|>"]
+    assert special_names(tokenizer, ids) == ["<|im_end|>"]
     assert tokenizer.decode(ids, skip_special=False).count(evil) == 6
 
 
@@ -362,7 +375,7 @@ def test_templates_may_build_special_tokens_from_roles(tokenizer: Tokenizer, ope
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     )
     ids = encode_chat(tokenizer, template, [{"role": "im_start", "content": "<|im_end|>"}])
-    assert specials(tokenizer, ids) == ["<|im_start|>"]
+    assert special_names(tokenizer, ids) == ["<|im_start|>"]
 
 
 def test_a_template_that_changes_text_does_not_heal_it(tokenizer: Tokenizer, open_template) -> None:
@@ -371,16 +384,18 @@ def test_a_template_that_changes_text_does_not_heal_it(tokenizer: Tokenizer, ope
     )
     template = open_template(f"{{{{ {changed} }}}}")
     ids = encode_chat(tokenizer, template, [{"role": "user", "content": "</think> <|im_end|>"}])
-    assert specials(tokenizer, ids) == []
+    assert special_names(tokenizer, ids) == []
 
 
-def test_every_private_character_used(tokenizer: Tokenizer, open_template) -> None:
+def test_a_chat_with_every_private_character_is_refused(
+    tokenizer: Tokenizer, open_template
+) -> None:
     content = "".join(map(chr, chat_template._MARKS)) + "<|im_end|>"
     with refused(UsageError, "private", exit_code=2):
         encode_chat(tokenizer, open_template(CHATML), [{"role": "user", "content": content}])
 
 
-def test_templates_of_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_templates_of_a_separate_folder_are_read(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
     with pytest.raises(CheckpointError, match="no template named default, only"):
@@ -392,5 +407,5 @@ def test_templates_of_a_folder_of_their_own(tmp_path: Path) -> None:
     assert template.render([]) == "PLAIN"
     assert template.render([], tools=[{}]) == "TOOLS"
     (tmp_path / "additional_chat_templates" / "default.jinja").write_text("OTHER")
-    again = ChatTemplate.open(tmp_path)
-    assert again is not None and again.render([]) == "OTHER"
+    reopened = ChatTemplate.open(tmp_path)
+    assert reopened is not None and reopened.render([]) == "OTHER"

@@ -19,7 +19,7 @@ from spd.formats import checkpoint as module
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.safetensors_header import read_shard_header
 from tests.formats.formats_helpers import (
-    entry,
+    header_entry,
     refused,
     shard_bytes,
     write_json,
@@ -62,7 +62,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
 
 
 def test_bfloat16_and_zero_sized_tensors(tmp_path: Path) -> None:
-    header = {"w": entry([2], 0, 4, "BF16"), "z": entry([2, 0], 4, 4, "F16")}
+    header = {"w": header_entry([2], 0, 4, "BF16"), "z": header_entry([2, 0], 4, 4, "F16")}
     (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, b"\x80\x3f\x00\x40"))
     with Checkpoint.open(tmp_path) as checkpoint:
         assert checkpoint.read("w").tolist() == [1.0, 2.0]
@@ -272,10 +272,13 @@ def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
 
 
 def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
-    header = {"ok": entry([2], 0, 8), "transposed": entry([3, 2], 8, 32)}
-    header |= {"complex": entry([1], 32, 40, "C64"), "fp8": entry([4], 40, 44, "F8_E4M3")}
-    header |= {"empty": entry([2, 0], 44, 44), "extra": entry([1], 44, 48)}
-    header["rotary_emb.inv_freq"] = entry([1], 48, 52)
+    header = {"ok": header_entry([2], 0, 8), "transposed": header_entry([3, 2], 8, 32)}
+    header |= {
+        "complex": header_entry([1], 32, 40, "C64"),
+        "fp8": header_entry([4], 40, 44, "F8_E4M3"),
+    }
+    header |= {"empty": header_entry([2, 0], 44, 44), "extra": header_entry([1], 44, 48)}
+    header["rotary_emb.inv_freq"] = header_entry([1], 48, 52)
     (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, bytes(52)))
     checkpoint = Checkpoint.open(tmp_path)
     needed = {

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads by their configurations: what published ones say is read, what cannot be run is refused."""
+"""EAGLE-3 heads' configurations: published ones are read, unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spd.formats.model_config import ModelConfig
 from tests.formats.formats_helpers import LLAMA, refused, write_json
 from tests.helpers import read_model_config
 
-# A Llama-3.1-8B head as its authors published it: no mark but draft_vocab_size.
-FIRST: dict[str, Any] = {
+# A Llama-3.1-8B head as first published: only draft_vocab_size distinguishes it from a Llama.
+FIRST_PUBLISHED: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 128000,
     "eos_token_id": 128001,
@@ -33,8 +33,8 @@ FIRST: dict[str, Any] = {
     "vocab_size": 128256,
     "draft_vocab_size": 32000,
 }
-TRAINED = {**FIRST, "architectures": ["LlamaForCausalLMEagle3"]}
-LAYER = {key: value for key, value in FIRST.items() if key != "draft_vocab_size"}
+OWN_ARCHITECTURE = {**FIRST_PUBLISHED, "architectures": ["LlamaForCausalLMEagle3"]}
+LAYER = {key: value for key, value in FIRST_PUBLISHED.items() if key != "draft_vocab_size"}
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -45,31 +45,33 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
-def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
+def read_config(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    """Write a configuration and read it."""
     write_json(folder, "config.json", config)
     return read_model_config(folder)
 
 
-def facts(folder: Path, config: dict[str, Any]) -> Eagle3Config:
-    found = read(folder, config).eagle3
-    assert found is not None
-    return found
+def read_head_config(folder: Path, config: dict[str, Any]) -> Eagle3Config:
+    """Write a head's configuration and read it."""
+    head = read_config(folder, config).eagle3
+    assert head is not None
+    return head
 
 
-def test_a_head_as_first_published(tmp_path: Path) -> None:
-    config = read(tmp_path, FIRST)
+def test_a_head_is_read_as_first_published(tmp_path: Path) -> None:
+    config = read_config(tmp_path, FIRST_PUBLISHED)
     assert (config.architecture, config.num_layers, config.hidden_size) == (ARCHITECTURE, 1, 4096)
     assert (config.vocab_size, config.dtype, config.tie_embeddings) == (128256, "float16", False)
     assert config.bos_token_id is None and config.eos_token_ids == ()
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, False, False, False, False)
     assert config.eagle3.aux_layers(32) == (2, 16, 29)
     assert (
-        facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size
-        == TRAINED["vocab_size"]
+        read_head_config(tmp_path, {**OWN_ARCHITECTURE, "draft_vocab_size": None}).draft_vocab_size
+        == OWN_ARCHITECTURE["vocab_size"]
     )
-    narrower = {**FIRST, "hidden_size": 6144, "target_hidden_size": 8192}
-    assert facts(tmp_path, narrower).target_hidden_size == 8192
-    assert read(tmp_path, LLAMA).eagle3 is None
+    narrower = {**FIRST_PUBLISHED, "hidden_size": 6144, "target_hidden_size": 8192}
+    assert read_head_config(tmp_path, narrower).target_hidden_size == 8192
+    assert read_config(tmp_path, LLAMA).eagle3 is None
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
@@ -78,44 +80,44 @@ def test_trainers_write_their_target_s_ids(
     tmp_path: Path, architecture: str, model_type: str
 ) -> None:
     ids = {"vocab_size": 129280, "bos_token_id": 151643, "eos_token_id": 151645}
-    written = {**TRAINED, **ids, "architectures": [architecture], "model_type": model_type}
-    assert facts(tmp_path, written).draft_vocab_size == 32000
+    written = {**OWN_ARCHITECTURE, **ids, "architectures": [architecture], "model_type": model_type}
+    assert read_head_config(tmp_path, written).draft_vocab_size == 32000
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-OTHER = "aux_hidden_state_layer_ids"
+OTHER_IDS = "aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        ({**TRAINED, IDS: [2, 18, 33]}, (2, 18, 33)),
-        ({**TRAINED, OTHER: [0, 36]}, (0, 36)),
-        ({**TRAINED, "eagle_config": {IDS: [1, 17, 32]}}, (2, 18, 33)),
-        ({**TRAINED, "eagle_config": {IDS: [], "use_last_layernorm": True}}, None),
+        ({**OWN_ARCHITECTURE, IDS: [2, 18, 33]}, (2, 18, 33)),
+        ({**OWN_ARCHITECTURE, OTHER_IDS: [0, 36]}, (0, 36)),
+        ({**OWN_ARCHITECTURE, "eagle_config": {IDS: [1, 17, 32]}}, (2, 18, 33)),
+        ({**OWN_ARCHITECTURE, "eagle_config": {IDS: [], "use_last_layernorm": True}}, None),
         ({**SPECULATORS, IDS: [2, 18, 33]}, (2, 18, 33)),
         (SPECULATORS, None),
     ],
 )
-def test_layers_that_are_read(
+def test_layers_are_read_in_the_convention_of_their_key(
     tmp_path: Path, config: dict[str, Any], layers: tuple[int, ...] | None
 ) -> None:
-    """At the top the layers passed; inside eagle_config the one whose output it is."""
-    found = facts(tmp_path, config)
-    assert found.configured_layers == layers and found.num_aux_layers == len(layers or (1, 2, 3))
-    assert found.aux_layers(36) == (layers or (2, 18, 33))
+    """A top-level key counts passed layers; one in eagle_config is the layer of an output."""
+    head = read_head_config(tmp_path, config)
+    assert head.configured_layers == layers and head.num_aux_layers == len(layers or (1, 2, 3))
+    assert head.aux_layers(36) == (layers or (2, 18, 33))
 
 
-def test_layers_beyond_the_target(tmp_path: Path) -> None:
-    found = facts(tmp_path, {**TRAINED, IDS: [2, 18, 33]})
-    assert found.aux_layers(33) == (2, 18, 33)
+def test_layers_beyond_the_target_are_refused(tmp_path: Path) -> None:
+    config = read_head_config(tmp_path, {**OWN_ARCHITECTURE, IDS: [2, 18, 33]})
+    assert config.aux_layers(33) == (2, 18, 33)
     with pytest.raises(CheckpointError, match="behind 2, 18, 33 layers") as caught:
-        found.aux_layers(32)
+        config.aux_layers(32)
     assert caught.value.reason == ("the target has 32 layers",)
 
 
-def test_speculators(tmp_path: Path) -> None:
-    config = read(tmp_path, SPECULATORS)
+def test_the_speculators_layout_is_read(tmp_path: Path) -> None:
+    config = read_config(tmp_path, SPECULATORS)
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, True, False, False, False)
     flags = {
         "norm_before_residual": False,
@@ -123,19 +125,19 @@ def test_speculators(tmp_path: Path) -> None:
         "fc_norm": True,
         "norm_output": True,
     }
-    found = facts(tmp_path, {**SPECULATORS, **flags})
-    assert found == Eagle3Config(4096, 32000, None, 3, False, True, True, True)
+    head = read_head_config(tmp_path, {**SPECULATORS, **flags})
+    assert head == Eagle3Config(4096, 32000, None, 3, False, True, True, True)
     inside = {**SPECULATORS, "transformer_layer_config": {**LAYER, "torch_dtype": None}}
-    assert read(tmp_path, inside).dtype == "bfloat16"
+    assert read_config(tmp_path, inside).dtype == "bfloat16"
 
 
-OTHER_LAYER = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
+UNSUPPORTED_LAYER = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changes", "words"),
     [
-        (OTHER_LAYER, ("transformer_layer_config", "'qwen3' is not supported (llama is)")),
+        (UNSUPPORTED_LAYER, ("transformer_layer_config", "'qwen3' is not supported (llama is)")),
         (
             {**SPECULATORS, "transformer_layer_config": None},
             ("transformer_layer_config", "is missing"),
@@ -168,8 +170,8 @@ OTHER_LAYER = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type"
     ],
 )
 def test_what_cannot_be_run_is_refused(
-    tmp_path: Path, changed: dict, words: tuple[str, ...]
+    tmp_path: Path, changes: dict, words: tuple[str, ...]
 ) -> None:
-    write_json(tmp_path, "config.json", {**TRAINED, **changed})
+    write_json(tmp_path, "config.json", {**OWN_ARCHITECTURE, **changes})
     with refused(CheckpointError, "config.json", *words):
         read_model_config(tmp_path)

@@ -1,4 +1,4 @@
-"""A model folder is read once, however many ask; files that a user names: bounds, locks, never a half."""
+"""A model folder's files are read once; files that a user names: bounds, locks, atomic writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.formats.formats_helpers import QWEN3, write_json
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
-ONCE = (
+READ_ONCE = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -39,52 +39,54 @@ RAW = ("generate", "--no-server", "--raw", "--ctx", "64", "-n", "4", *ON_CPU, "a
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
-    """A copy of the demo, which is known by its folder and would bring its own draft."""
+    """Copy the demo, which otherwise is known by its folder and brings its draft."""
     skip = shutil.ignore_patterns("draft", "eagle3")
     return Path(shutil.copytree(demo_folder(), tmp_path / "demo", ignore=skip))
 
 
 @pytest.fixture
 def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, str]]:
-    """How often each file has been opened by folder and name, and headers read, once `demo` is copied."""
+    """Count opened files by folder and name, and headers read, after `demo` is copied."""
     counts: Counter[tuple[Path, str]] = Counter()
-    of_name = builtins.open
+    real_open = builtins.open
     read_header = safetensors_header.read_shard_header
 
-    def by_name(path: object, *rest: object, **more: object) -> object:
+    def counting_open(path: object, *arguments: object, **options: object) -> object:
         if isinstance(path, str | Path) and str(path).endswith(".json"):
             counts[Path(path).parent, Path(path).name] += 1
-        return of_name(path, *rest, **more)  # type: ignore[call-overload]
+        return real_open(path, *arguments, **options)  # type: ignore[call-overload]
 
-    def header(path: Path) -> object:
+    def counting_header(path: Path) -> object:
         counts[path.parent, "headers"] += 1
         return read_header(path)
 
     monkeypatch.setattr(sys, "stdin", None)
-    monkeypatch.setattr(builtins, "open", by_name)
-    monkeypatch.setattr(checkpoint, "read_shard_header", header)
+    monkeypatch.setattr(builtins, "open", counting_open)
+    monkeypatch.setattr(checkpoint, "read_shard_header", counting_header)
     return counts
 
 
-def test_a_run_with_the_checkpoints_own_mtp_head(
+def test_a_run_with_an_mtp_head_opens_each_file_once(
     opened: Counter[tuple[Path, str]], demo: Path
 ) -> None:
     assert main([*RAW, "-m", str(demo), "--spec", "mtp"]) == 0
-    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+    assert {name: opened[demo, name] for name in READ_ONCE} == dict.fromkeys(READ_ONCE, 1)
 
 
-def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path) -> None:
+def test_a_run_with_a_draft_model_opens_each_file_once(
+    opened: Counter[tuple[Path, str]], demo: Path
+) -> None:
     draft = demo_draft_folder()
     assert main([*RAW, "-m", str(demo), "--draft-model", str(draft)]) == 0
-    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+    assert {name: opened[demo, name] for name in READ_ONCE} == dict.fromkeys(READ_ONCE, 1)
     # The tokenizer is the same file with the same added tokens, and is not opened.
     read = ("config.json", "tokenizer.json", "tokenizer_config.json", "headers")
-    assert {name: opened[draft, name] for name in ONCE} == {
-        name: int(name in read) for name in ONCE
+    assert {name: opened[draft, name] for name in READ_ONCE} == {
+        name: int(name in read) for name in READ_ONCE
     }
 
 
-def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
+def test_a_fault_is_raised_at_every_use(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path)
     for _ in range(2):
         with pytest.raises(NotFoundError, match=r"there is no config\.json"):
@@ -132,10 +134,10 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_whole_file_never_goes_through_a_planted_link(
+def test_an_atomic_write_never_follows_a_planted_link(
     mode: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Nor could one be planted: the name cannot be foreseen."""
+    """The name of the temporary file is random, so that none could be planted either."""
     path = tmp_path / "chat"
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -151,9 +153,7 @@ def test_a_whole_file_never_goes_through_a_planted_link(
     assert sorted(os.listdir(tmp_path)) == [f".chat.{'0' * 16}.tmp", "chat", "victim"]
 
 
-def test_a_whole_file_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_an_atomic_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "chat").write_text("old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
@@ -161,7 +161,7 @@ def test_a_whole_file_that_cannot_be_written_leaves_nothing(
     assert os.listdir(tmp_path) == ["chat"] and (tmp_path / "chat").read_text() == "old"
 
 
-def test_one_writer_a_file(tmp_path: Path) -> None:
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "out"
     first = Sink(path)
     first.write("mine\n")

@@ -19,12 +19,12 @@ SECOND = "ab" * 20
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with one model of two snapshots, while the network is forbidden."""
+    """Make a cache with one model of two snapshots, and forbid the network."""
 
-    def forbidden(*_: object, **__: object) -> None:
+    def forbid_network(*_: object, **__: object) -> None:
         raise AssertionError("the network was used")
 
-    monkeypatch.setattr(socket, "socket", forbidden)
+    monkeypatch.setattr(socket, "socket", forbid_network)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "hub" / "models--org--Model-1.5B"
@@ -39,23 +39,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def snapshot(cache: Path, commit: str) -> Path:
+    """Return the folder of a snapshot."""
     return cache / "models--org--Model-1.5B" / "snapshots" / commit
 
 
-def test_cached_models(cache: Path) -> None:
+def test_cached_models_are_listed_and_resolved(cache: Path) -> None:
     assert resolve_model("org/Model-1.5B") == snapshot(cache, FIRST)
     (cache / "models--gpt2" / "snapshots" / FIRST).mkdir(parents=True)
     assert list_cached_models() == ["gpt2", "org/Model-1.5B"]
 
 
-def test_no_cache_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cache_has_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nowhere"))
     assert list_cached_models() == []
     with refused(NotFoundError, "org/model", exit_code=3):
         resolve_model("org/model")
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/me")
@@ -72,7 +73,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.cache_folder() == Path("/cache")
 
 
-def test_paths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_wins_over_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache.parent / "org" / "Model-1.5B"
     folder.mkdir(parents=True)
     for reference in (
@@ -85,7 +86,9 @@ def test_paths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/org/Model-1.5B") == folder
 
 
-def test_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_is_resolved_by_its_name_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert demo_draft_folder().parent == demo_folder() and demo_folder().parent.name == "formats"
     monkeypatch.setattr(hub, "demo_folder", lambda name: tmp_path)
@@ -95,7 +98,7 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert resolve_model("./demo") == Path("demo")
 
 
-def test_what_was_looked_for_is_said(cache: Path) -> None:
+def test_an_unknown_model_is_answered_with_a_close_name(cache: Path) -> None:
     with refused(NotFoundError, "org/Model-15B", exit_code=3) as caught:
         resolve_model("org/Model-15B")
     assert "not in the local cache: did you mean org/Model-1.5B?" in caught.value.message
@@ -139,7 +142,9 @@ ABSENT = [
         *((word, NotFoundError) for word in ABSENT),
     ],
 )
-def test_words_that_mean_no_model(cache: Path, reference: str, kind: type[SpdError]) -> None:
+def test_references_to_no_model_are_refused(
+    cache: Path, reference: str, kind: type[SpdError]
+) -> None:
     with pytest.raises(kind) as caught:
         resolve_model(reference)
     assert caught.value.exit_code == (2 if kind is UsageError else 3)

@@ -1,4 +1,4 @@
-"""MTP heads are found by their tensors, checked to the last name, and refused in words."""
+"""MTP heads are found by their tensors' names, and incomplete ones are refused."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ DEEPSEEK = {
 COPIES = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
 
 
-def deepseek(
+def deepseek_shapes(
     first: int = LAYERS, modules: int = 1, *, copies: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    inside = {**DEEPSEEK, **LAYER, **(COPIES if copies else {})}
+    """Return the names and shapes of a head's modules, numbered from layer `first` on."""
+    module_shapes = {**DEEPSEEK, **LAYER, **(COPIES if copies else {})}
     return {
         f"model.layers.{first + m}.{n}": shape
         for m in range(modules)
-        for n, shape in inside.items()
+        for n, shape in module_shapes.items()
     }
 
 
-def checkpoint_of(folder: Path, shapes: dict, dtype: Any = torch.bfloat16) -> Checkpoint:
+def open_checkpoint(folder: Path, shapes: dict, dtype: Any = torch.bfloat16) -> Checkpoint:
+    """Write zeros in these shapes, and a final norm; open the checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     save_file(
@@ -59,14 +61,19 @@ def checkpoint_of(folder: Path, shapes: dict, dtype: Any = torch.bfloat16) -> Ch
 def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     names = {"model.norm.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"}
     assert find_mtp_layout("DeepseekV3ForCausalLM", names, LAYERS) is None
-    found = find_mtp_layout("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
-    assert found is not None and (found.family.name, found.modules) == ("deepseek", 1)
-    assert found.description == "deepseek layout, 1 module at model.layers.2.*"
+    head = find_mtp_layout(
+        "DeepseekV3ForCausalLM", names | set(deepseek_shapes(copies=True)), LAYERS
+    )
+    assert head is not None and (head.family.name, head.modules) == (
+        "deepseek",
+        1,
+    )
+    assert head.description == "deepseek layout, 1 module at model.layers.2.*"
     for architecture, name, normed in (
         ("Glm4MoeForCausalLM", "glm4", False),
         ("AnotherForCausalLM", "deepseek", True),
     ):
-        other = find_mtp_layout(architecture, set(deepseek(modules=3)), LAYERS)
+        other = find_mtp_layout(architecture, set(deepseek_shapes(modules=3)), LAYERS)
         assert other is not None and (other.family.name, other.modules) == (name, 3)
         assert other.family.feeds_back_normed is normed
     for family in FAMILIES:
@@ -76,11 +83,11 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
             family.module_tensors["projection"].format(i=0, l=layer),
             f"{family.layer_prefix}x".format(i=1, l=layer + 1),
         }
-        found = find_mtp_layout(architecture, names, LAYERS)
-        assert found is not None and found.family is family and found.modules == 2, family.name
+        head = find_mtp_layout(architecture, names, LAYERS)
+        assert head is not None and head.family is family and head.modules == 2, family.name
 
 
-def test_which_tensors_are_a_head_s() -> None:
+def test_tensors_of_a_head_are_known_by_their_names() -> None:
     for name in (
         "layers.61.enorm",
         "layers.62.mlp.down_proj",
@@ -95,22 +102,22 @@ def test_which_tensors_are_a_head_s() -> None:
         assert not is_mtp_tensor(f"{name}.weight", 61), name
 
 
-def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> None:
-    whole = deepseek(modules=2, copies=True)
-    layout = find_mtp_layout("DeepseekV3ForCausalLM", set(whole), LAYERS)
+def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None:
+    shapes = deepseek_shapes(modules=2, copies=True)
+    layout = find_mtp_layout("DeepseekV3ForCausalLM", set(shapes), LAYERS)
     assert layout is not None
-    target = read_head_folder(ModelFolder(head_folder(tmp_path / "target"))).config
+    target = read_head_folder(ModelFolder(write_head(tmp_path / "target"))).config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
-    with checkpoint_of(tmp_path / "whole", whole) as checkpoint:
-        assert set(check_source(source, checkpoint)) == set(whole)
-    scaled = {**whole, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
-    with checkpoint_of(tmp_path / "scaled", scaled) as checkpoint:
-        assert set(check_source(source, checkpoint)) == set(whole)
-    for name in deepseek(modules=2):
-        partial = {key: shape for key, shape in whole.items() if key != name}
-        found = find_mtp_layout("DeepseekV3ForCausalLM", set(partial), LAYERS)
-        assert found == layout
-        with checkpoint_of(tmp_path / name, partial) as checkpoint:
+    with open_checkpoint(tmp_path / "whole", shapes) as checkpoint:
+        assert set(check_source(source, checkpoint)) == set(shapes)
+    scaled = {**shapes, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
+    with open_checkpoint(tmp_path / "scaled", scaled) as checkpoint:
+        assert set(check_source(source, checkpoint)) == set(shapes)
+    for name in deepseek_shapes(modules=2):
+        partial = {key: shape for key, shape in shapes.items() if key != name}
+        head = find_mtp_layout("DeepseekV3ForCausalLM", set(partial), LAYERS)
+        assert head == layout
+        with open_checkpoint(tmp_path / name, partial) as checkpoint:
             with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
                 check_source(source, checkpoint)
             assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
@@ -118,10 +125,10 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
         ("model.layers.3.self_attn.indexer.wk.weight", (4,), "belong to none"),
         ("model.layers.2.enorm.weight", (HIDDEN + 1,), "of another shape"),
     ):
-        checkpoint = checkpoint_of(tmp_path / words, {**whole, extra: shape})
+        checkpoint = open_checkpoint(tmp_path / words, {**shapes, extra: shape})
         with checkpoint, refused(CheckpointError, words, extra):
             check_source(source, checkpoint)
-    checkpoint = checkpoint_of(tmp_path / "ints", whole, torch.int8)
+    checkpoint = open_checkpoint(tmp_path / "ints", shapes, torch.int8)
     with checkpoint, refused(CheckpointError, "unsupported dtype"):
         check_source(source, checkpoint)
 
@@ -141,21 +148,21 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
     assert "--mtp HEAD" in refusal.fix[0]
 
 
-def head_folder(folder: Path, first: int = LAYERS, **changes: Any) -> Path:
-    """A head of one module, numbered from layer `first` on."""
-    checkpoint_of(folder, deepseek(first)).close()
+def write_head(folder: Path, first: int = LAYERS, **changes: Any) -> Path:
+    """Write a head folder of one module, numbered from layer `first` on."""
+    open_checkpoint(folder, deepseek_shapes(first)).close()
     config = mtp.make_head_config(TARGET, "org/model", "f" * 64, 1, quantized=False)
     write_json(folder, "config.json", {**config, **changes})
     return folder
 
 
 def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
-    head = read_head_folder(ModelFolder(head_folder(tmp_path / "head")))
+    head = read_head_folder(ModelFolder(write_head(tmp_path / "head")))
     assert head.layout.family.name == "deepseek" and head.layout.first_layer == LAYERS
     assert (head.verifier, head.verifier_sha256) == ("org/model", "f" * 64)
     assert head.config.hidden_size == HIDDEN
     with refused(CheckpointError, "is 1, but 0 modules are there"):
-        mtp.read_head_folder(ModelFolder(head_folder(tmp_path / "others", first=0)))
+        mtp.read_head_folder(ModelFolder(write_head(tmp_path / "others", first=0)))
     for changes, words in (
         ({"speculators_model_type": "eagle3"}, "eagle3"),
         ({"num_nextn_predict_layers": 3}, "is 3, but 1 modules are there"),
@@ -163,11 +170,11 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
         ({"transformer_layer_config": None}, "no folder with an MTP head"),
     ):
         with refused(CheckpointError, words):
-            mtp.read_head_folder(ModelFolder(head_folder(tmp_path / "bad", **changes)))
+            mtp.read_head_folder(ModelFolder(write_head(tmp_path / "bad", **changes)))
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
-    head = read_head_folder(ModelFolder(head_folder(tmp_path / "head")))
+    head = read_head_folder(ModelFolder(write_head(tmp_path / "head")))
     target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     write_json(tmp_path, "config.json", target)
     mtp.check_head_fits(head, read_model_config(tmp_path), tmp_path)
@@ -181,9 +188,9 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_verifier_s_hash_follows_its_final_norm(tmp_path: Path) -> None:
     with (
-        checkpoint_of(tmp_path / "a", {"x": (3,)}) as one,
-        checkpoint_of(tmp_path / "b", {"y": (5,)}) as two,
+        open_checkpoint(tmp_path / "a", {"x": (3,)}) as first,
+        open_checkpoint(tmp_path / "b", {"y": (5,)}) as second,
     ):
-        assert mtp.verifier_hash(one) == mtp.verifier_hash(two)
-    with checkpoint_of(tmp_path / "c", {"x": (3,)}, torch.float32) as three:
-        assert mtp.verifier_hash(three) != mtp.verifier_hash(one)
+        assert mtp.verifier_hash(first) == mtp.verifier_hash(second)
+    with open_checkpoint(tmp_path / "c", {"x": (3,)}, torch.float32) as other_dtype:
+        assert mtp.verifier_hash(other_dtype) != mtp.verifier_hash(first)

@@ -1,4 +1,4 @@
-"""One safetensors file: what a hostile or damaged header meets, and agreement with the official reader."""
+"""Safetensors headers: hostile and damaged ones are refused, in agreement with the official reader."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_generation_config
 from spd.formats.safetensors_header import TensorMeta, read_shard_header
 from spd.formats.tokenizer import Tokenizer
-from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
+from tests.formats.formats_helpers import header_entry, refused, shard_bytes, write_shard
 from tests.helpers import read_model_config
 
 
-def header_of(tmp_path: Path, content: bytes) -> list[TensorMeta]:
+def read_header(tmp_path: Path, content: bytes) -> list[TensorMeta]:
+    """Write a file and read its header."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     return read_shard_header(path)[1]
@@ -41,9 +42,13 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     assert tensors["nothing"].nbytes == 0 and tensors["w"].shard == path
 
 
-def test_data_in_another_order_than_the_header(tmp_path: Path) -> None:
-    header = {"b": entry([1], 4, 8), "none": entry([0], 4, 4), "a": entry([1], 0, 4)}
-    assert [meta.name for meta in header_of(tmp_path, shard_bytes(header, b"12345678"))] == [
+def test_data_may_have_another_order_than_the_header(tmp_path: Path) -> None:
+    header = {
+        "b": header_entry([1], 4, 8),
+        "none": header_entry([0], 4, 4),
+        "a": header_entry([1], 0, 4),
+    }
+    assert [meta.name for meta in read_header(tmp_path, shard_bytes(header, b"12345678"))] == [
         "b",
         "none",
         "a",
@@ -54,15 +59,15 @@ def test_data_in_another_order_than_the_header(tmp_path: Path) -> None:
 def test_whitespace_around_the_header_is_accepted(
     tmp_path: Path, padding: tuple[bytes, bytes]
 ) -> None:
-    raw = padding[0] + json.dumps({"w": entry([1], 0, 4)}).encode() + padding[1]
-    assert len(header_of(tmp_path, shard_bytes(raw, b"1234"))) == 1
+    raw = padding[0] + json.dumps({"w": header_entry([1], 0, 4)}).encode() + padding[1]
+    assert len(read_header(tmp_path, shard_bytes(raw, b"1234"))) == 1
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**64 - 1, 100_000_001])
 def test_huge_header_lengths_allocate_nothing(tmp_path: Path, length: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused(CheckpointError, "model.safetensors", "header too large", str(length), seconds=1):
-        header_of(tmp_path, struct.pack("<Q", length) + b"{}")
+        read_header(tmp_path, struct.pack("<Q", length) + b"{}")
     path = tmp_path / "model.safetensors"
     os.truncate(path, 8 + 100_000_001)  # sparse
     with refused(CheckpointError, "header too large", seconds=1):
@@ -70,8 +75,8 @@ def test_huge_header_lengths_allocate_nothing(tmp_path: Path, length: int) -> No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
 
-W = entry([1], 0, 4)
-W_JSON = json.dumps(W).encode()
+ONE_FLOAT = header_entry([1], 0, 4)
+ONE_FLOAT_JSON = json.dumps(ONE_FLOAT).encode()
 
 
 @pytest.mark.parametrize(
@@ -83,54 +88,59 @@ W_JSON = json.dumps(W).encode()
         (shard_bytes(b""), ("not JSON",)),
         (shard_bytes([1]), ("not a JSON object",)),
         (shard_bytes(b"[" * 10_000 + b"]" * 10_000), ("nested",)),
-        (shard_bytes(b'{"w":%b,"w":%b}' % (W_JSON, W_JSON), b"1234"), ("'w'", "twice")),
-        (shard_bytes(b'{"w":{"dtype":"F32",%b}' % W_JSON[1:], b"1234"), ("dtype", "twice")),
-        (shard_bytes({"w": entry([1], 0, 4, "F7")}, b"1234"), ("'w'", "dtype", "'F7'")),
+        (shard_bytes(b'{"w":%b,"w":%b}' % (ONE_FLOAT_JSON, ONE_FLOAT_JSON), b"1234"), ("'w'", "twice")),
+        (shard_bytes(b'{"w":{"dtype":"F32",%b}' % ONE_FLOAT_JSON[1:], b"1234"), ("dtype", "twice")),
+        (shard_bytes({"w": header_entry([1], 0, 4, "F7")}, b"1234"), ("'w'", "dtype", "'F7'")),
         (shard_bytes({"w": {"shape": [1], "data_offsets": [0, 4]}}, b"1234"), ("'w'", "dtype", "missing")),
         (shard_bytes({"w": 3}), ("'w'", "dtype", "missing")),
         (shard_bytes({"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"1234"), ("dtype",)),
         *(
-            (shard_bytes({"w": {**W, "shape": shape}}, b"1234"), ("'w'", "shape"))
+            (shard_bytes({"w": {**ONE_FLOAT, "shape": shape}}, b"1234"), ("'w'", "shape"))
             for shape in ([-1], [1.0], ["1"], [True], 1, None, [[1]], {"0": 1}, [2**64])
         ),
         *(
-            (shard_bytes({"w": {**W, "data_offsets": offsets}}, b"1234"), ("'w'", "data_offsets"))
+            (shard_bytes({"w": {**ONE_FLOAT, "data_offsets": offsets}}, b"1234"), ("'w'", "data_offsets"))
             for offsets in ([4, 0], [-4, 0], [0, 4.0], [0], [0, 4, 8], None, "04", [0, True], [0, 2**64])
         ),
-        (shard_bytes({"w": entry([2, 2**64 - 2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
-        (shard_bytes({"w": entry([2**63] * 200_000, 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
-        (shard_bytes({"w": entry([1], 4, 0)}, b"1234"), ("'w'", "hold -4 bytes")),
-        (shard_bytes({"w": entry([3], 0, 1, "F4")}, b"1"), ("'w'", "1.5")),
-        (shard_bytes({"w": entry([2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "8")),
-        (shard_bytes({"w": entry([1], 0, 1, "F4")}, b"1"), ("'w'", "0.5")),
-        (shard_bytes({"w": entry([1], 4, 8)}, b"12345678"), ("'w'", "gap of 4")),
-        (shard_bytes({"a": W, "b": entry([1], 8, 12)}, b"1" * 12), ("'b'", "gap of 4")),
-        (shard_bytes({f"n{i}": W for i in range(10)}, b"1234"), ("overlaps",)),
-        (shard_bytes({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, b"1" * 8), ("'b'", "overlaps")),
-        (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 14), ("truncated", "2 bytes")),
-        (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 8), ("truncated", "8 bytes")),
-        (shard_bytes({"w": W}, b"1234" + b"PK"), ("2 bytes after",)),
-        (shard_bytes({"\x1b[31m\n" * 40: {**W, "dtype": "F7"}}, b"1234"), ("\\x1b", "...")),
+        (shard_bytes({"w": header_entry([2, 2**64 - 2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
+        (shard_bytes({"w": header_entry([2**63] * 200_000, 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
+        (shard_bytes({"w": header_entry([1], 4, 0)}, b"1234"), ("'w'", "hold -4 bytes")),
+        (shard_bytes({"w": header_entry([3], 0, 1, "F4")}, b"1"), ("'w'", "1.5")),
+        (shard_bytes({"w": header_entry([2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "8")),
+        (shard_bytes({"w": header_entry([1], 0, 1, "F4")}, b"1"), ("'w'", "0.5")),
+        (shard_bytes({"w": header_entry([1], 4, 8)}, b"12345678"), ("'w'", "gap of 4")),
+        (shard_bytes({"a": ONE_FLOAT, "b": header_entry([1], 8, 12)}, b"1" * 12), ("'b'", "gap of 4")),
+        (shard_bytes({f"n{i}": ONE_FLOAT for i in range(10)}, b"1234"), ("overlaps",)),
+        (
+            shard_bytes({"a": header_entry([2], 0, 8), "b": header_entry([1], 4, 8)}, b"1" * 8),
+            ("'b'", "overlaps"),
+        ),
+        (shard_bytes({"w": header_entry([4], 0, 16)}, b"1" * 14), ("truncated", "2 bytes")),
+        (shard_bytes({"w": header_entry([4], 0, 16)}, b"1" * 8), ("truncated", "8 bytes")),
+        (shard_bytes({"w": ONE_FLOAT}, b"1234" + b"PK"), ("2 bytes after",)),
+        (shard_bytes({"\x1b[31m\n" * 40: {**ONE_FLOAT, "dtype": "F7"}}, b"1234"), ("\\x1b", "...")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip
-def test_headers_that_are_refused(tmp_path: Path, content: bytes, words: tuple[str, ...]) -> None:
+def test_invalid_headers_are_refused(
+    tmp_path: Path, content: bytes, words: tuple[str, ...]
+) -> None:
     with refused(CheckpointError, f"{tmp_path}/model.safetensors: ", *words, seconds=2):
-        header_of(tmp_path, content)
+        read_header(tmp_path, content)
 
 
-def test_pickle_with_another_name(tmp_path: Path) -> None:
+def test_a_pickle_with_another_name_is_refused(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     evil = f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
     with refused(CheckpointError, "model.safetensors"):
-        header_of(tmp_path, evil + b" " * 100)
+        read_header(tmp_path, evil + b" " * 100)
     with refused(CheckpointError, "model.safetensors"):
-        header_of(tmp_path, b"\x80\x04" + evil)
+        read_header(tmp_path, b"\x80\x04" + evil)
     assert not canary.exists()
 
 
 INDEX = "model.safetensors.index.json"
-THINGS: dict[str, Callable[[Path], object]] = {
+NOT_FILES: dict[str, Callable[[Path], object]] = {
     "a directory": Path.mkdir,
     "a FIFO": os.mkfifo,
     "No such device": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
@@ -147,19 +157,19 @@ READERS: dict[str, tuple[Callable[[Path], object], int]] = {
     INDEX: (Checkpoint.open, 40_000_000),
     "model.safetensors": (Checkpoint.open, 0),
 }
-"""What reads each file of a folder, and its bytes at most; the data of a checkpoint has no bound."""
+"""The reader of each file of a folder, and its limit in bytes; the data of a checkpoint has none."""
 
 
-@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("kind", NOT_FILES)
 @pytest.mark.parametrize("name", READERS)
-def test_things_that_are_no_file(name: str, thing: str, tmp_path: Path) -> None:
-    THINGS[thing](tmp_path / name)
-    with refused(CheckpointError, f"{tmp_path / name}: ", thing, seconds=1):
+def test_anything_but_a_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    NOT_FILES[kind](tmp_path / name)
+    with refused(CheckpointError, f"{tmp_path / name}: ", kind, seconds=1):
         READERS[name][0](tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "model.safetensors"])
-def test_files_that_are_too_large_or_no_text(name: str, tmp_path: Path) -> None:
+def test_files_that_are_too_large_or_no_text_are_refused(name: str, tmp_path: Path) -> None:
     read, limit = READERS[name]
     with open(tmp_path / name, "wb") as file:
         file.truncate(limit + 1)
@@ -172,7 +182,7 @@ def test_files_that_are_too_large_or_no_text(name: str, tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shard(tmp_path / "model.safetensors", {"w": [1]})
 
     def denied(*_: object) -> None:
@@ -183,8 +193,8 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_shard_header(path)
 
 
-def mutated(content: bytes, rng: random.Random) -> bytes:
-    """The file with one to three small changes, mostly in its header."""
+def mutate(content: bytes, rng: random.Random) -> bytes:
+    """Return a file with one to three small changes, mostly in its header."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 3)):
         where = rng.randrange(min(len(data), 330))
@@ -195,30 +205,30 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
             [],
         )
         data[where : where + rng.randrange(2)] = bytes(rng.choice(new))
-    # Half of the time the length is put right, so that the change reaches the parser.
+    # Half of the time the length is corrected, so that the change reaches the parser.
     if rng.random() < 0.5:
         end = bytes(data).rfind(b"}") + 1
         data[:8] = struct.pack("<Q", max(0, end - 8))
     return bytes(data)
 
 
-def test_agreement_with_the_official_reader(tmp_path: Path) -> None:
+def test_the_reader_agrees_with_the_official_one(tmp_path: Path) -> None:
     rng = random.Random(1)
     tensors = {
-        "a": entry([2, 2], 0, 16),
-        "b": entry([3], 16, 22, "BF16"),
-        "c": entry([0], 22, 22, "U8"),
+        "a": header_entry([2, 2], 0, 16),
+        "b": header_entry([3], 16, 22, "BF16"),
+        "c": header_entry([0], 22, 22, "U8"),
     }
     content = shard_bytes(tensors, bytes(22))
     accepted = 0
     for _ in range(500):
-        data = mutated(content, rng)
+        data = mutate(content, rng)
         try:
             official = {name: tuple(info["shape"]) for name, info in safetensors.deserialize(data)}
         except safetensors.SafetensorError:
             official = None
         try:
-            ours = {meta.name: meta.shape for meta in header_of(tmp_path, data)}
+            ours = {meta.name: meta.shape for meta in read_header(tmp_path, data)}
         except SpdError as error:
             ours = None
             if official is not None and "twice" in error.message:

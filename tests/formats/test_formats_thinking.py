@@ -1,4 +1,4 @@
-"""Marks of thinking and the switch of a template are found by their form, whatever model has them."""
+"""Marks of thinking and the switch of a template are found by their form, whatever the model."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ PAIRS = (
 
 @pytest.mark.parametrize(("opening", "closing"), PAIRS)
 def test_a_pair_is_found_in_the_template_or_the_vocabulary(opening: str, closing: str) -> None:
-    others = ("<s>", "<tool_call>", "</tool_call>", "<|think|>", "</thinking_instructions>")
-    words = MarkPair(opening, closing)
-    tokens = MarkPair(opening, closing, are_tokens=True)
+    other_tokens = ("<s>", "<tool_call>", "</tool_call>", "<|think|>", "</thinking_instructions>")
+    text_pair = MarkPair(opening, closing)
+    token_pair = MarkPair(opening, closing, are_tokens=True)
     for template in (f"a {opening} b", f"{{{{ x.split('{closing}') }}}}"):
-        assert find_thinking_marks(template, (), ()).thinking[0] == words, (
+        assert find_thinking_marks(template, (), ()).thinking[0] == text_pair, (
             "one mark in a template says it"
         )
-        assert find_thinking_marks(template, others, others).thinking[0] == words
-    names = (*others, opening, closing)
-    assert find_thinking_marks("", names, others).thinking[0] == words
-    assert find_thinking_marks("", names, names).thinking[0] == tokens
+        assert find_thinking_marks(template, other_tokens, other_tokens).thinking[0] == text_pair
+    names = (*other_tokens, opening, closing)
+    assert find_thinking_marks("", names, other_tokens).thinking[0] == text_pair
+    assert find_thinking_marks("", names, names).thinking[0] == token_pair
     assert find_mark_tokens(names) == {opening, closing}
     assert find_mark_tokens(names[:-1]) == set(), "half a pair marks nothing"
     if opening != "<think>":
-        alone = find_thinking_marks("", names[:-1], names).thinking
-        assert [one.opening for one in alone] == ["<think>", "<|channel>"]
+        without_closing = find_thinking_marks("", names[:-1], names).thinking
+        assert [pair.opening for pair in without_closing] == ["<think>", "<|channel>"]
 
 
 def test_the_pair_of_the_template_comes_first() -> None:
@@ -102,13 +102,13 @@ def test_a_template_is_switched_by_its_own_name(switch: str) -> None:
     assert opened.render(messages) == "on"
     assert opened.render(messages, enable_thinking=False) == "off"
     assert opened.render(messages, enable_thinking=True) == "on"
-    said = {switch: switch_value(switch, True)}
-    assert opened.render(messages, **{"enable_thinking": False, **said}) == "on", (
+    explicit = {switch: switch_value(switch, True)}
+    assert opened.render(messages, **{"enable_thinking": False, **explicit}) == "on", (
         "its own name wins"
     )
 
 
-def test_a_template_may_think_only_where_it_is_asked(tmp_path: Path) -> None:
+def test_a_template_may_think_only_on_request(tmp_path: Path) -> None:
     template = "{% if not thinking %}</think>{% endif %}"
     assert not ChatTemplate("x", {"default": template}, {}).thinks_by_default
 
@@ -117,7 +117,7 @@ CHUNKS = """{% for block in message['content'] %}{% if block['type'] == 'thinkin
 
 
 @pytest.mark.parametrize(
-    ("template", "apart"),
+    ("template", "is_separate"),
     [
         ("{{ message.reasoning_content }}", True),
         ("{{ message['reasoning_content'] }}", True),
@@ -128,8 +128,10 @@ CHUNKS = """{% for block in message['content'] %}{% if block['type'] == 'thinkin
         ("a word about reasoning_content and thinking", False),
     ],
 )
-def test_where_a_template_wants_past_thinking(template: str, apart: bool) -> None:
-    assert separates_thinking(template) == apart
+def test_past_thinking_is_written_where_the_template_reads_it(
+    template: str, is_separate: bool
+) -> None:
+    assert separates_thinking(template) == is_separate
     turn = make_past_turn("hm", "Yes", template)
     if template == CHUNKS:
         thought = {"type": "thinking", "thinking": "hm"}

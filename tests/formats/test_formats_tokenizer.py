@@ -21,17 +21,18 @@ from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import read_tokenizer_config
 from tests.formats import formats_helpers as make
 from tests.formats.formats_helpers import (
-    byte_level,
+    make_byte_level,
+    make_sentencepiece,
     refused,
-    sentencepiece,
-    write,
     write_byte_level,
     write_json,
+    write_tokenizer,
 )
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write both kinds of tokenizers."""
     writers = {"bytes": write_byte_level, "sentencepiece": make.write_sentencepiece}
     return {
         name: write_folder(tmp_path_factory.mktemp(name)) for name, write_folder in writers.items()
@@ -40,11 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def opened(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    """Open both kinds of tokenizers."""
     return {name: Tokenizer.open(folder) for name, folder in folders.items()}
 
 
-def changed(folder: Path, change: Any, **config: object) -> Path:
-    """A byte-level folder whose tokenizer.json went through `change`."""
+def write_changed(folder: Path, change: Any, **config: object) -> Path:
+    """Write a byte-level tokenizer whose tokenizer.json is changed by a function."""
     write_byte_level(folder, **config)
     content = json.loads((folder / "tokenizer.json").read_text())
     change(content)
@@ -55,9 +57,9 @@ def changed(folder: Path, change: Any, **config: object) -> Path:
 # What is read
 
 
-def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
+def test_special_tokens_and_sizes_are_read(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["bytes"]
-    library = byte_level()
+    library = make_byte_level()
     assert tokenizer.special_tokens == {
         name: library.token_to_id(name) for name in (*make.SPECIAL, "※")
     }
@@ -68,7 +70,7 @@ def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
     assert opened["sentencepiece"]._strips and not tokenizer._strips
 
 
-ENDED = {"add_eos_token": True}
+ADD_EOS = {"add_eos_token": True}
 
 
 @pytest.mark.parametrize(
@@ -77,8 +79,8 @@ ENDED = {"add_eos_token": True}
         ({}, ([1], [])),
         ({"add_bos_token": True}, ([1], [])),
         ({"add_bos_token": False}, ([], [])),
-        (ENDED, ([1], [2])),
-        ({"add_bos_token": False, **ENDED}, ([], [2])),
+        (ADD_EOS, ([1], [2])),
+        ({"add_bos_token": False, **ADD_EOS}, ([], [2])),
     ],
 )
 def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expected: tuple) -> None:
@@ -90,7 +92,7 @@ def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expecte
     assert tokenizer.encode("", add_special=True) == [*first, *last]
 
 
-def test_bos_without_a_post_processor(tmp_path: Path) -> None:
+def test_bos_is_added_without_a_post_processor(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(
         write_byte_level(tmp_path, bos_token="<|endoftext|>", add_bos_token=True)
     )
@@ -99,7 +101,7 @@ def test_bos_without_a_post_processor(tmp_path: Path) -> None:
         Tokenizer.open(write_byte_level(tmp_path, bos_token=None, add_bos_token=True))
 
 
-def test_names_from_either_file(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_either_file(tmp_path: Path) -> None:
     write_byte_level(tmp_path, eos_token={"content": "<|im_end|>", "lstrip": False})
     names = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
     write_json(tmp_path, "special_tokens_map.json", names)
@@ -112,7 +114,7 @@ def test_names_from_either_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [3, [], {"content": 3}, {"x": "y"}, ""])
-def test_names_that_are_refused(tmp_path: Path, value: object) -> None:
+def test_invalid_special_tokens_are_refused(tmp_path: Path, value: object) -> None:
     with refused(CheckpointError, "tokenizer_config.json", "eos_token"):
         Tokenizer.open(write_byte_level(tmp_path, eos_token=value))
 
@@ -130,25 +132,27 @@ def test_a_token_named_special_in_the_config_is_special(tmp_path: Path) -> None:
 
 def test_a_word_of_the_model_named_special_in_the_config_is_special(tmp_path: Path) -> None:
     add_word = lambda c: c["model"]["vocab"].update({"<word>": 5000})  # noqa: E731
-    tokenizer = Tokenizer.open(changed(tmp_path, add_word, pad_token="<word>"))
+    tokenizer = Tokenizer.open(write_changed(tmp_path, add_word, pad_token="<word>"))
     assert 5000 in tokenizer.special_ids and 5000 not in tokenizer.encode("a<word>")
     assert tokenizer.encode("<word>", parse_special=True) == [5000]
 
 
-def test_fingerprint(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
+def test_the_fingerprint_follows_the_vocabulary(
+    tmp_path: Path, opened: dict[str, Tokenizer]
+) -> None:
     same = Tokenizer.open(write_byte_level(tmp_path, eos_token="<|endoftext|>"))
     assert same.fingerprint == opened["bytes"].fingerprint != opened["sentencepiece"].fingerprint
     assert len(same.fingerprint) == 64
-    library = byte_level()
+    library = make_byte_level()
     library.add_tokens(["<new>"])
-    assert Tokenizer.open(write(tmp_path, library)).fingerprint != same.fingerprint
+    assert Tokenizer.open(write_tokenizer(tmp_path, library)).fingerprint != same.fingerprint
 
 
 def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
-    library = byte_level()
+    library = make_byte_level()
     library.enable_truncation(2)
     library.enable_padding(length=50)
-    tokenizer = Tokenizer.open(write(tmp_path, library))
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, library))
     assert tokenizer.decode(tokenizer.encode("The quick brown fox")) == "The quick brown fox"
 
 
@@ -172,7 +176,7 @@ def test_text_survives(opened: dict[str, Tokenizer], kind: str, text: str) -> No
 def test_decoding_equals_the_librarys(
     opened: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    library = {"bytes": byte_level, "sentencepiece": sentencepiece}[kind]()
+    library = {"bytes": make_byte_level, "sentencepiece": make_sentencepiece}[kind]()
     tokenizer = opened[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
     for skip in (True, False):
@@ -184,13 +188,13 @@ def test_decoding_equals_the_librarys(
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 1000])
-def test_half_a_surrogate_pair(opened: dict[str, Tokenizer], text: str) -> None:
+def test_half_a_surrogate_pair_is_refused(opened: dict[str, Tokenizer], text: str) -> None:
     with refused(UsageError, "surrogate", exit_code=2):
         opened["bytes"].encode(text)
 
 
 @pytest.mark.parametrize("name", ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "※"])
-def test_special_tokens_are_text_unless_asked(opened: dict[str, Tokenizer], name: str) -> None:
+def test_special_tokens_are_text_unless_requested(opened: dict[str, Tokenizer], name: str) -> None:
     tokenizer = opened["bytes"]
     text = f"a{name}\n{name}"
     ids = tokenizer.encode(text)
@@ -201,11 +205,11 @@ def test_special_tokens_are_text_unless_asked(opened: dict[str, Tokenizer], name
     assert tokenizer.encode(text) == ids  # asking leaves nothing behind
 
 
-def test_plain_text_that_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
-    library = byte_level()
+def test_plain_text_that_becomes_a_special_token_is_refused(tmp_path: Path) -> None:
+    library = make_byte_level()
     library.add_special_tokens(["a"])  # now the ordinary letter is the special token
     with refused(IncompatibleError, "tokenizer.json", "special"):
-        Tokenizer.open(write(tmp_path, library)).encode("banana split")
+        Tokenizer.open(write_tokenizer(tmp_path, library)).encode("banana split")
 
 
 # The bytes of a token
@@ -228,12 +232,12 @@ def test_every_byte_has_a_token_and_every_token_its_bytes(opened: dict[str, Toke
     assert sentence.token_bytes(1) == b"" and sentence.decode([1], skip_special=False) == "<s>"
 
 
-def test_added_tokens_outside_the_alphabet(tmp_path: Path) -> None:
-    library = byte_level()
+def test_added_tokens_may_lie_outside_the_alphabet(tmp_path: Path) -> None:
+    library = make_byte_level()
     library.add_tokens(
         [AddedToken("two words", normalized=False), AddedToken("<｜x｜>", normalized=False)]
     )
-    tokenizer = Tokenizer.open(write(tmp_path, library))
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, library))
     for text in ("two words", "<｜x｜>"):
         (token_id,) = tokenizer.encode(text)
         assert tokenizer.token_bytes(token_id) == text.encode()
@@ -252,10 +256,10 @@ SPACES = decoders.Replace("▁", " ")
         ([SPACES, decoders.Replace("llo", "y")], " hey hey"),
     ],
 )
-def test_sentencepiece_decoders(tmp_path: Path, steps: list, expected: str) -> None:
-    library = sentencepiece()
+def test_sentencepiece_decoders_are_supported(tmp_path: Path, steps: list, expected: str) -> None:
+    library = make_sentencepiece()
     library.decoder = steps[0] if len(steps) == 1 else decoders.Sequence(steps)
-    tokenizer = Tokenizer.open(write(tmp_path, library))
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, library))
     ids = [tokenizer.token_to_id("▁hello")] * 2
     assert tokenizer.decode(ids) == expected == library.decode(ids)
 
@@ -274,10 +278,10 @@ def test_sentencepiece_decoders(tmp_path: Path, steps: list, expected: str) -> N
         decoders.Sequence([decoders.Replace(tokenizers.Regex("▁+"), " ")]),
     ],
 )
-def test_decoders_that_are_refused(tmp_path: Path, decoder: Any) -> None:
-    library = sentencepiece()
+def test_unsupported_decoders_are_refused(tmp_path: Path, decoder: Any) -> None:
+    library = make_sentencepiece()
     library.decoder = decoder
-    write(tmp_path, library)
+    write_tokenizer(tmp_path, library)
     with refused(CheckpointError, "tokenizer.json", "decoder"):
         Tokenizer.open(tmp_path)
 
@@ -286,6 +290,7 @@ def test_decoders_that_are_refused(tmp_path: Path, decoder: Any) -> None:
 
 
 def set_regex(pattern: str) -> Any:
+    """Return a change of the pre-tokenizer to a pattern."""
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -296,29 +301,31 @@ def set_regex(pattern: str) -> Any:
 
 
 def set_merges(*merges: str) -> Any:
+    """Return a change of the vocabulary to three tokens with merges."""
     return lambda c: c["model"].update(vocab={"a": 0, "b": 1, "ab": 2}, merges=list(merges))
 
 
-FIRST = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+SPECIAL_ITEM = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+TEXT_ITEM = {"Sequence": {"id": "A", "type_id": 0}}
 BOS_TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [FIRST, TEXT],
+    "single": [SPECIAL_ITEM, TEXT_ITEM],
     "pair": [],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [4_000_000_000], "tokens": ["<s>"]}},
 }
 NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
-TWICE = {**NO_TOKENS, "single": [TEXT] * 2}
+TWICE = {**NO_TOKENS, "single": [TEXT_ITEM] * 2}
 IN_SEQUENCE = {"type": "Sequence", "processors": [TWICE]}
-MANY = {
+MANY_IDS = {
     **BOS_TEMPLATE,
     "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 9999, "tokens": ["<s>"] * 9999}},
 }
-GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-"""By two bytes for one, beside the one that may stay: three times."""
+GROWING_STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+"""It counts as a growth to three times the length: two bytes for one, and one that may stay."""
 
 
-def grown_tokens(content: Any) -> None:
+def grow_tokens(content: Any) -> None:
+    """Add a long token, and a normalizer that makes it much longer."""
     content["added_tokens"].append(
         {**content["added_tokens"][0], "id": 999, "content": "a" * 20_000}
     )
@@ -340,21 +347,24 @@ def grown_tokens(content: Any) -> None:
         (lambda c: c.update(post_processor=NO_TOKENS), "cannot encode a letter"),
         (lambda c: c.update(post_processor=TWICE), "repeats"),
         (lambda c: c.update(post_processor=IN_SEQUENCE), "repeats"),
-        (lambda c: c.update(post_processor=MANY), "post_processor"),
+        (lambda c: c.update(post_processor=MANY_IDS), "post_processor"),
         (set_regex("("), ""),
         (set_regex("(" * 10_000), "depth"),
-        # What would take much time or memory.
+        # Parts that would need much time or memory.
         (set_regex("x" * 30_000), "pre_tokenizer"),
         (set_regex("(?<a>a)" + r"(?<b>\g<a>\g<a>)" * 8), "pre_tokenizer"),
-        (lambda c: c.update(decoder={"type": "Sequence", "decoders": [GROWS] * 40}), "decoder"),
-        (lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [GROWS] * 40}), "added_tokens"),
+        (lambda c: c.update(decoder={"type": "Sequence", "decoders": [GROWING_STEP] * 40}), "decoder"),
+        (
+            lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [GROWING_STEP] * 40}),
+            "added_tokens",
+        ),
         (lambda c: c.update(normalizer={"type": "Prepend", "prepend": "a" * 15_000}), "normalizer"),
         (lambda c: c["model"]["vocab"].update({"x" * 5_000_000: 1}), "vocab"),
-        (grown_tokens, "added_tokens"),
+        (grow_tokens, "added_tokens"),
     ],
 )  # fmt: skip
-def test_files_that_are_refused(tmp_path: Path, change: Any, word: str) -> None:
-    changed(tmp_path, change)
+def test_hostile_files_are_refused(tmp_path: Path, change: Any, word: str) -> None:
+    write_changed(tmp_path, change)
     with refused(CheckpointError, f"{tmp_path}/tokenizer.json: ", word, seconds=5):
         Tokenizer.open(tmp_path)
 
@@ -366,20 +376,20 @@ def test_no_tokenizer_at_all(tmp_path: Path, content: bytes) -> None:
         Tokenizer.open(tmp_path)
 
 
-def test_a_pattern_that_panics_on_some_text(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(changed(tmp_path, set_regex("(q+)+$")))
+def test_a_pattern_may_panic_on_some_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_changed(tmp_path, set_regex("(q+)+$")))
     with refused(IncompatibleError, "tokenizer.json", "retry-limit"):
         tokenizer.encode("q" * 60 + "b")
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 
 
-def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
-    library = byte_level()
+def test_a_template_processor_adds_its_tokens(tmp_path: Path) -> None:
+    library = make_byte_level()
     name = "<|endoftext|>"
     end = library.token_to_id(name)
     single = f"{name} $A {name}"
     library.post_processor = processors.TemplateProcessing(single, special_tokens=[(name, end)])
-    tokenizer = Tokenizer.open(write(tmp_path, library, bos_token="<|endoftext|>"))
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, library, bos_token="<|endoftext|>"))
     assert tokenizer.encode("x", add_special=True) == [end, *tokenizer.encode("x"), end]
 
 
@@ -388,18 +398,23 @@ def test_a_signal_is_no_fault_of_the_tokenizer() -> None:
         raise KeyboardInterrupt
 
 
-SLOW = r"[a-z]*[a-z]*(?<=0)"
-"""A pattern that takes time by the cube of a text's length, below the library's own limit."""
+SLOW_PATTERN = r"[a-z]*[a-z]*(?<=0)"
+"""A pattern whose time grows with the cube of a text's length, below the library's limit."""
 
 
 def test_patterns_that_take_too_long_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = {"type": "Split", "pattern": {"Regex": SLOW}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": SLOW_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     parts = lambda c: c.update(  # noqa: E731
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, c["pre_tokenizer"]]}
     )
-    tokenizer = Tokenizer.open(changed(tmp_path, parts))
+    tokenizer = Tokenizer.open(write_changed(tmp_path, parts))
     assert tokenizer.decode(tokenizer.encode("letter" * 10)) == "letter" * 10
     monkeypatch.setattr(encoder, "BASE_SECONDS", 0.1)
     for _ in range(2):  # at once the second time: the thread is still busy
@@ -407,7 +422,7 @@ def test_patterns_that_take_too_long_are_refused(
             tokenizer.encode("a" * 900)
 
 
-def test_a_tokenizer_that_is_gone_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_deleted_tokenizer_leaves_no_thread(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write_byte_level(tmp_path))
     tokenizer.encode("a" * 100)
     thread = tokenizer._encoder._thread
@@ -418,14 +433,16 @@ def test_a_tokenizer_that_is_gone_leaves_no_thread(tmp_path: Path) -> None:
     assert not thread.is_alive()
 
 
-TURN = {"content": "<|turn|>", "special": True, "normalized": False}
+TURN_TOKEN = {"content": "<|turn|>", "special": True, "normalized": False}
 
 
-def test_tokens_that_other_files_declare(tmp_path: Path) -> None:
+def test_tokens_of_other_files_are_added(tmp_path: Path) -> None:
     plain = Tokenizer.open(write_byte_level(tmp_path))
     number = plain.vocab_size
     assert len(plain.encode("<|turn|>", parse_special=True)) > 1
-    declared = Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder={str(number): TURN}))
+    declared = Tokenizer.open(
+        write_byte_level(tmp_path, added_tokens_decoder={str(number): TURN_TOKEN})
+    )
     assert declared.encode("<|turn|>", parse_special=True) == [number]
     assert number in declared.special_ids and number not in declared.encode("<|turn|>")
     write_byte_level(tmp_path)
@@ -437,9 +454,10 @@ def test_tokens_that_other_files_declare(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "decoder", [{"x": TURN}, {"1": 3}, {"1": {}}, {"1": {"content": ""}}, {"-1": TURN}, []]
+    "decoder",
+    [{"x": TURN_TOKEN}, {"1": 3}, {"1": {}}, {"1": {"content": ""}}, {"-1": TURN_TOKEN}, []],
 )
-def test_declared_tokens_that_are_refused(tmp_path: Path, decoder: object) -> None:
+def test_invalid_declared_tokens_are_refused(tmp_path: Path, decoder: object) -> None:
     with refused(CheckpointError, "tokenizer_config.json", "added_tokens_decoder"):
         Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=decoder))
 
@@ -447,8 +465,8 @@ def test_declared_tokens_that_are_refused(tmp_path: Path, decoder: object) -> No
 @pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens"])
 def test_named_special_tokens_reach_templates(tmp_path: Path, key: str) -> None:
     named = {"eot_token": "<think>", "messages": "<|im_end|>"}
-    own = {"__type": "AddedToken", "content": "<|im_start|>"}
-    write_byte_level(tmp_path, **{key: named, "image_token": own})
+    image_token = {"__type": "AddedToken", "content": "<|im_start|>"}
+    write_byte_level(tmp_path, **{key: named, "image_token": image_token})
     (tmp_path / "chat_template.jinja").write_text(
         "{{ eot_token }}{{ image_token }}{{ messages[0].content }}"
     )
@@ -464,6 +482,6 @@ def test_named_special_tokens_reach_templates(tmp_path: Path, key: str) -> None:
 
 def test_flags_of_named_tokens_stay(tmp_path: Path) -> None:
     wide = lambda c: [t.update(rstrip=True) for t in c["added_tokens"]]  # noqa: E731
-    tokenizer = Tokenizer.open(changed(tmp_path, wide, eos_token="<|im_end|>"))
+    tokenizer = Tokenizer.open(write_changed(tmp_path, wide, eos_token="<|im_end|>"))
     ids = tokenizer.encode("<|im_end|>  a", parse_special=True)
     assert ids == [tokenizer.eos_id, *tokenizer.encode("a")]
